@@ -1,0 +1,5 @@
+"""The llama architecture."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("llama",))

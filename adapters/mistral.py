@@ -1,0 +1,5 @@
+"""The mistral architecture."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("mistral",))

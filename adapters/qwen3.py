@@ -1,0 +1,5 @@
+"""The qwen3 architecture."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("qwen3",))

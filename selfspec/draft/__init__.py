@@ -1,0 +1,7 @@
+"""The drafters, one a file: each turns the state of a generation into a Draft."""
+
+from selfspec.draft.drafter import Draft, Drafter, Resume
+from selfspec.draft.early_exit import EarlyExit
+from selfspec.draft.layer_skip import LayerSkip
+
+__all__ = ["Draft", "Drafter", "EarlyExit", "LayerSkip", "Resume"]

@@ -1,0 +1,53 @@
+"""Drafting along a cheap path of the model's own weights: what early exits and skip sets have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.draft.drafter import Draft, Drafter, Resume
+from selfspec.gate import ExactStates
+from selfspec.path import Path
+from selfspec.sampling import draw, proper
+
+if TYPE_CHECKING:
+    from selfspec.state import State
+
+
+class PathDrafter(Drafter):
+    """Drafts with the target's own layers, fewer of them: one step of the path for each token.
+
+    What the path computes before its first missing sublayer is exact; it stays in the shared cache and goes to the
+    target as `Resume`.
+    """
+
+    @abstractmethod
+    def path(self, depth: int) -> Path:
+        """The path of a draft step in a network of `depth` layers.
+
+        Raises:
+            DraftConfigError: the path does not fit the network.
+        """
+
+    def check(self, depth: int) -> None:
+        self.path(depth)
+
+    def draft(self, state: State, length: int) -> Draft:
+        path = self.path(state.passes.depth)
+        token = state.last
+        tokens, distributions, states = [], [], []
+        for _ in range(length):
+            step = state.passes.logits(path, token)
+            q = proper(state.sampling.probabilities(step.logits))
+            token = q.argmax(-1) if state.sampling.greedy else draw(q, state.generator)
+            tokens.append(token)
+            distributions.append(q)
+            if step.states is not None:
+                states.append(step.states)
+            state.cache.advance(1)
+        state.cache.rollback(length)
+        resume = Resume(path.exact_until, ExactStates.concatenated(states)) if path.exact_until and states else None
+        q_all = None if state.sampling.greedy else torch.cat(distributions, 1)
+        return Draft(torch.cat(tokens, 1), q_all, resume)

@@ -1,0 +1,68 @@
+"""What a drafter is: it turns the state of a generation into a Draft."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from selfspec.gate import ExactStates
+from selfspec.path import Sublayer
+
+if TYPE_CHECKING:
+    from selfspec.state import State
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What of a draft's work the target need not do again.
+
+    The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
+
+    Attributes:
+        start: the first sublayer whose work is not exact; verification goes on there.
+        states: what enters it, for each token the draft ran, `[batch, drafted, hidden]`: the last committed token and
+            all draft tokens but the last, which no draft step has read.
+    """
+
+    start: Sublayer
+    states: ExactStates
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens proposed for the target to judge.
+
+    Attributes:
+        tokens: `[batch, drafted]`.
+        q: the distribution each token was drawn from, `[batch, drafted, vocab]`; None where the draft is
+            deterministic (q is one-hot at its tokens).
+        resume: what verification may build on; None where it starts from tokens.
+    """
+
+    tokens: Tensor
+    q: Tensor | None = None
+    resume: Resume | None = None
+
+    @property
+    def length(self) -> int:
+        """Draft length: tokens drafted for each row."""
+        return self.tokens.shape[1]
+
+
+class Drafter(ABC):
+    """Proposes tokens. A drafter is configuration only: it holds nothing of a model or of a generation."""
+
+    @abstractmethod
+    def check(self, depth: int) -> None:
+        """Refuse a network of `depth` layers that this drafter does not fit.
+
+        Raises:
+            DraftConfigError: naming what is out of range.
+        """
+
+    @abstractmethod
+    def draft(self, state: State, length: int) -> Draft:
+        """Propose `length` >= 1 tokens for each row. Leaves the cursors of the cache where they were."""

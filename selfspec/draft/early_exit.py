@@ -1,0 +1,33 @@
+"""Drafting by leaving the network early: layers [0, E), then the model's own norm and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.layer_numbers import is_layer_number
+from selfspec.errors import DraftConfigError
+from selfspec.path import Part, Path, Sublayer
+
+
+@dataclass(frozen=True)
+class EarlyExit(PathDrafter):
+    """Self-speculation from an exit layer, as in LayerSkip (Elhoushi et al., 2024).
+
+    Keys, values and exit states of layers [0, E) are exact, so verification resumes at layer E.
+
+    Attributes:
+        layer: the exit layer E, in 1..N-1 for a network of N layers: the draft runs layers [0, E).
+    """
+
+    layer: int
+
+    def path(self, depth: int) -> Path:
+        if not is_layer_number(self.layer):
+            raise DraftConfigError(f"exit layer must be an integer, got {self.layer!r}; write e.g. EarlyExit(layer=4)")
+        if not 1 <= self.layer <= depth - 1:
+            raise DraftConfigError(
+                f"exit layer {self.layer} is out of range: this model has {depth} layers, "
+                + (f"choose 1..{depth - 1}" if depth > 1 else "too few to leave early")
+            )
+        return Path.up_to(depth, Sublayer(self.layer, Part.ATTENTION))

@@ -1,0 +1,68 @@
+"""Drafting with layers or sublayers left out: a skip set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.layer_numbers import is_layer_number
+from selfspec.errors import DraftConfigError
+from selfspec.path import Part, Path, Sublayer, sublayers
+
+
+@dataclass(frozen=True, init=False)
+class LayerSkip(PathDrafter):
+    """Self-speculation with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
+
+    Everything before the first skipped sublayer is exact, so verification resumes there.
+
+    Attributes:
+        attention: layers whose attention is left out.
+        mlp: layers whose MLP is left out.
+        layers: layers left out whole.
+    """
+
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+    layers: tuple[int, ...]
+
+    def __init__(
+        self, attention: Iterable[int] = (), mlp: Iterable[int] = (), layers: Iterable[int] = ()
+    ) -> None:
+        for name, numbers in (("attention", attention), ("mlp", mlp), ("layers", layers)):
+            object.__setattr__(self, name, _numbers(name, numbers))
+
+    def path(self, depth: int) -> Path:
+        skipped: set[Sublayer] = set()
+        for name, numbers, parts in (
+            ("attention", self.attention, (Part.ATTENTION,)),
+            ("mlp", self.mlp, (Part.MLP,)),
+            ("layers", self.layers, tuple(Part)),
+        ):
+            for layer in numbers:
+                if not 0 <= layer < depth:
+                    raise DraftConfigError(
+                        f"{name}={list(numbers)}: layer {layer} is out of range; this model has layers 0..{depth - 1}"
+                    )
+                twice = skipped & {Sublayer(layer, part) for part in parts}
+                if twice:
+                    raise DraftConfigError(
+                        f"{name}={list(numbers)}: layer {layer} is skipped more than once; name each sublayer once"
+                    )
+                skipped |= {Sublayer(layer, part) for part in parts}
+        if not skipped:
+            raise DraftConfigError("the skip set is empty; name at least one layer, or pass draft=None to decode plainly")
+        if len(skipped) == len(sublayers(depth)):
+            raise DraftConfigError("the skip set leaves nothing of the network to draft with; skip fewer layers")
+        return Path.without(depth, skipped)
+
+
+def _numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")
+    listed = tuple(numbers)
+    for number in listed:
+        if not is_layer_number(number):
+            raise DraftConfigError(f"{name}={list(listed)!r}: {number!r} is not an integer layer number")
+    return listed

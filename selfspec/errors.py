@@ -1,0 +1,57 @@
+"""The typed errors of selfspec; every message names what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from selfspec.output import GenerateOutput
+
+
+class SelfSpecError(Exception):
+    """Base of every error selfspec raises on purpose."""
+
+
+class UnsupportedModelError(SelfSpecError, ValueError):
+    """The model cannot be gated: unknown architecture, unknown attention kernel, or not a decoder-only model."""
+
+
+class DraftConfigError(SelfSpecError, ValueError):
+    """The draft path does not fit the model: an exit layer, a skip set or a draft length out of range."""
+
+
+class PromptError(SelfSpecError, ValueError):
+    """The prompt or its attention mask cannot be used as given."""
+
+
+class UnsupportedOptionError(SelfSpecError, ValueError):
+    """A generation option was asked for that selfspec cannot honour."""
+
+
+class CheckpointError(SelfSpecError, OSError):
+    """A model folder is missing files, truncated or unreadable."""
+
+
+class ClosedError(SelfSpecError, RuntimeError):
+    """A wrapped model was used after `unwrap`."""
+
+
+class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
+    """The target's logits of one or more rows became NaN or infinite.
+
+    The rows concerned ended at the last token committed before that; the other rows ran to their end.
+
+    Attributes:
+        output: what was generated, as `generate` would have returned it.
+        rows: the rows that ended early.
+    """
+
+    def __init__(self, output: GenerateOutput, rows: tuple[int, ...]) -> None:
+        self.output = output
+        self.rows = rows
+        generated = {row: output.lengths[row] for row in rows}
+        super().__init__(
+            f"the full model's logits became NaN or infinite in row(s) {list(rows)} after "
+            f"{generated} new tokens; those tokens are kept in `.output`. Check the weights and the dtype: "
+            "fp16 overflows where bf16 or fp32 do not."
+        )

@@ -1,0 +1,200 @@
+"""Gates around the decoder layers of a stock model, without touching it: views that share every weight.
+
+A view is a shallow twin of a module: same class, same parameters, buffers and hooks, but a child or its `forward`
+may differ. Only the modules between the root and the gated sublayers get twins; all others are the model's own. The
+views of one pass belong to one generation, so the model itself, other threads and other generations see nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.adapter import Adapter
+from selfspec.path import Part, Path, Sublayer
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class ExactStates:
+    """What a pass leaves at a sublayer, enough for another pass to go on from there.
+
+    Attributes:
+        hidden: input of the sublayer's layer, `[batch, tokens, hidden]`.
+        attention: output of that layer's attention, same shape, where the sublayer is the MLP; else None.
+    """
+
+    hidden: Tensor
+    attention: Tensor | None = None
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[ExactStates]) -> ExactStates:
+        """The states of consecutive tokens as one."""
+        attention = [part.attention for part in parts if part.attention is not None]
+        return cls(torch.cat([part.hidden for part in parts], 1), torch.cat(attention, 1) if attention else None)
+
+
+class Boundary:
+    """What crosses the ends of a path in one pass: states given at its start, states recorded where exactness ends.
+
+    Attributes:
+        given: what enters at `path.start`.
+        hidden: recorded input of the layer of `path.exact_until`.
+        attention: recorded output of that layer's attention, where `path.exact_until` is its MLP.
+    """
+
+    def __init__(self) -> None:
+        self.given: ExactStates | None = None
+        self.hidden: Tensor | None = None
+        self.attention: Tensor | None = None
+
+    def pass_given(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer on the given states instead of its input."""
+        assert self.given is not None
+        if args:
+            return layer(self.given.hidden, *args[1:], **kwargs)
+        return layer(**{**kwargs, "hidden_states": self.given.hidden})
+
+    def replay_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the attention output that was computed before, instead of computing it."""
+        assert self.given is not None
+        return self.given.attention, None
+
+    def record_hidden(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer and keep its input."""
+        self.hidden = _hidden_states(args, kwargs)
+        return layer(*args, **kwargs)
+
+    def record_attention(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run an attention and keep its output."""
+        output = attention(*args, **kwargs)
+        self.attention = output[0]
+        return output
+
+
+class GatedModel:
+    """A view of a stock model that runs one path.
+
+    Args:
+        model: the stock causal LM. It is neither changed nor copied.
+        adapter: where its layers and sublayers are.
+        path: what the view runs.
+
+    Attributes:
+        module: the view; called like the model.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter, path: Path) -> None:
+        # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
+        self._boundary = Boundary()
+        layers = [
+            _gated_layer(layer, index, adapter, path, self._boundary)
+            for index, layer in enumerate(adapter.decoder_layers(model))
+        ]
+        self.module = _with_layers(model, adapter.layers.split("."), layers)
+
+    def enter(self, states: ExactStates | None) -> None:
+        """Say what enters at `path.start` in the pass that comes."""
+        self._boundary.given = states
+
+    def leave(self) -> ExactStates | None:
+        """Take what the last pass left at `path.exact_until`; None where the path leaves nothing."""
+        left = self._boundary
+        states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
+        left.given = left.hidden = left.attention = None
+        return states
+
+
+def _with_layers(module: nn.Module, names: list[str], layers: list[nn.Module]) -> nn.Module:
+    if not names:
+        return _twin(module, {str(index): layer for index, layer in enumerate(layers)})
+    return _twin(module, {names[0]: _with_layers(module.get_submodule(names[0]), names[1:], layers)})
+
+
+def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
+    first = Sublayer(index, Part.ATTENTION)
+    if not any(path.runs(Sublayer(index, part)) for part in Part):
+        gated = _replaced(layer, _pass_through if adapter.layer_returns == "tensor" else _pass_through_tuple)
+    else:
+        gated = _gated_sublayers(layer, index, adapter, path, boundary)
+    if path.start is not None and path.start.layer == index:
+        gated = _replaced(layer, partial(boundary.pass_given, gated))
+    # At the very first sublayer nothing has been computed that could be handed on.
+    if path.exact_until is not None and path.exact_until.layer == index and path.exact_until > Sublayer(0, Part.ATTENTION):
+        gated = _replaced(layer, partial(boundary.record_hidden, gated))
+    return gated
+
+
+def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
+    attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
+    forwards: dict[str, Callable[..., Any]] = {}
+    if path.start == mlp:
+        forwards[adapter.attention] = boundary.replay_attention
+    elif attention in path.skipped:
+        forwards[adapter.attention] = _no_attention
+    elif path.exact_until == mlp:
+        forwards[adapter.attention] = partial(boundary.record_attention, layer.get_submodule(adapter.attention))
+    if mlp in path.skipped:
+        forwards[adapter.mlp] = _no_mlp
+    if not forwards:
+        return layer
+    return _twin(layer, {name: _replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
+
+
+def _pass_through(*args: Any, **kwargs: Any) -> Tensor:
+    return _hidden_states(args, kwargs)
+
+
+def _pass_through_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _hidden_states(args, kwargs), None
+
+
+# Zeros stand for a sublayer left out: they survive post-norms, parallel residuals and multipliers, which leaving the
+# residual branch out of the layer's code would not.
+def _no_attention(*args: Any, **kwargs: Any) -> Any:
+    return torch.zeros_like(_hidden_states(args, kwargs)), None
+
+
+def _no_mlp(*args: Any, **kwargs: Any) -> Any:
+    return torch.zeros_like(_hidden_states(args, kwargs))
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+    """A shallow twin of `module` whose named children are replaced."""
+    twin: nn.Module = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        twin.__dict__[name] = _rebound(value, module, twin)
+    twin.__dict__["_modules"] = {**module._modules, **children}
+    return twin
+
+
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A shallow twin of `module` that runs `forward` instead; the module's hooks do not see it run."""
+    twin = _twin(module, {})
+    twin.__dict__["forward"] = forward
+    for name in _HOOKS:
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
+    # A `forward` shadowed on the instance (accelerate's hooks do this) is bound to the module it was put on.
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, twin)
+    if isinstance(value, partial) and any(argument is module for argument in value.args):
+        arguments = (twin if argument is module else argument for argument in value.args)
+        return partial(value.func, *arguments, **value.keywords)
+    return value

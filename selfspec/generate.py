@@ -1,0 +1,161 @@
+"""THE loop: prefill, draft, verify, accept, commit. Plain decoding is its draft-length-0 case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.accept import Rule
+from selfspec.control import FixedLength
+from selfspec.draft import Draft, Drafter
+from selfspec.gate import ExactStates
+from selfspec.output import Round, RowRound
+from selfspec.path import Path
+from selfspec.request import Request
+from selfspec.sampling import draw
+from selfspec.state import State
+from selfspec.stats import PhaseClock, Stats
+
+
+@torch.no_grad()
+def rounds(
+    state: State, request: Request, drafter: Drafter | None, control: FixedLength, rule: Rule, stats: Stats
+) -> Iterator[Round]:
+    """Generate, round by round.
+
+    Args:
+        state: of a generation that has not begun; every round moves it on.
+        request: what was asked for.
+        drafter: proposes tokens; None decodes plainly.
+        control: chooses the draft length of each round.
+        rule: judges drafts.
+        stats: counts, filled in as the rounds go.
+
+    Yields:
+        What each round committed.
+    """
+    clock = PhaseClock(state.last.device)
+    try:
+        with clock.phase("prefill"):
+            prefill(state, request)
+        while any(state.live):
+            state.cache.reserve(state.longest)
+            length = control.choose(remaining(state, request)) if drafter else 0
+            with clock.phase("draft"):
+                draft = drafter.draft(state, length) if drafter and length else Draft(state.last[:, :0])
+            with clock.phase("verify"):
+                logits = verify(state, draft)
+            with clock.phase("accept"):
+                accepted = accept(state, draft, logits, rule)
+            with clock.phase("commit"):
+                committed = commit(state, request, draft, accepted, stats)
+            yield committed
+    finally:
+        stats.cache_bytes = state.cache.nbytes
+        stats.seconds = clock.seconds()
+
+
+def prefill(state: State, request: Request) -> None:
+    """Fill the cache with each prompt but its last token, which the first round reads.
+
+    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap.
+    """
+    width = max(request.lengths) - 1
+    if width == 0:
+        return
+    state.cache.reserve(width + 1)
+    prompts = torch.zeros_like(request.input_ids[:, :width])
+    for row, length in enumerate(request.lengths):
+        prompts[row, : length - 1] = request.input_ids[row, -length:-1]
+    state.passes.states(Path.full(state.passes.depth), prompts.to(state.last.device))
+    state.cache.commit([length - 1 for length in request.lengths])
+
+
+def remaining(state: State, request: Request) -> int:
+    """The most tokens any live row may still grow by."""
+    return max(
+        request.max_new_tokens - len(tokens)
+        for tokens, live in zip(state.committed, state.live, strict=True)
+        if live
+    )
+
+
+def verify(state: State, draft: Draft) -> Tensor:
+    """One target pass over the last committed token and the draft; logits `[batch, drafted + 1, vocab]`.
+
+    Where the draft's work is exact up to some sublayer, its last token, which no draft step has read, is brought up
+    to there too, and the target pass goes on from there with the states of all tokens.
+    """
+    target = Path.full(state.passes.depth)
+    block = torch.cat([state.last, draft.tokens], 1)
+    if draft.resume is None:
+        return state.passes.logits(target, block).logits
+    state.cache.advance(draft.length)
+    tail = state.passes.states(Path.up_to(state.passes.depth, draft.resume.start), block[:, -1:])
+    state.cache.rollback(draft.length)
+    assert tail is not None
+    entering = ExactStates.concatenated([draft.resume.states, tail])
+    return state.passes.logits(target.resumed_at(draft.resume.start), block, entering).logits
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What stands of a draft, and the target's own token after it.
+
+    Attributes:
+        count: draft tokens that stand, `[batch]`.
+        token: the token after them, from the residual or as the bonus token, `[batch]`.
+        finite: whether the target's logits there were finite; where not, `token` means nothing, `[batch]`.
+    """
+
+    count: Tensor
+    token: Tensor
+    finite: Tensor
+
+
+def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
+    """Judge the draft and draw the token after it. Nothing waits for the device here."""
+    p = state.sampling.probabilities(logits)
+    finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()
+    # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
+    p = torch.where(finite[..., None], p, 0.0)
+    noise = torch.rand(draft.tokens.shape, generator=state.generator, device=p.device)
+    verdict = rule(draft.tokens, draft.q, p, noise)
+    token = verdict.next.argmax(-1) if state.sampling.greedy else draw(verdict.next, state.generator)
+    return Accepted(verdict.accepted, token, finite.gather(1, verdict.accepted[:, None])[:, 0])
+
+
+def commit(state: State, request: Request, draft: Draft, accepted: Accepted, stats: Stats) -> Round:
+    """Make tokens final: cut each row at its end, move the cursors, count. The round's one synchronisation."""
+    columns = [draft.tokens, accepted.token[:, None], accepted.count[:, None], accepted.finite[:, None]]
+    table = torch.cat([column.long() for column in columns], 1).tolist()
+    rows = []
+    for row, (*drafted, token, count, finite) in enumerate(table):
+        if not state.live[row]:
+            rows.append(RowRound((), (), 0))
+            continue
+        run = drafted[:count] + [token] * finite
+        kept = run[: _end(run, request.eos, request.max_new_tokens - len(state.committed[row]))]
+        state.committed[row] += kept
+        done = len(state.committed[row]) == request.max_new_tokens or (bool(kept) and kept[-1] in request.eos)
+        if not done and not finite:
+            state.failed.append(row)
+        state.live[row] = not done and bool(finite)
+        stands = min(count, len(kept))
+        # The target judged one token more than it accepted, unless it had accepted all or the row was over.
+        judged = min(stands + 1, draft.length) if len(kept) > stands else stands
+        stats.count_row(draft.length, judged, stands, len(kept))
+        rows.append(RowRound(tuple(kept), tuple(drafted), stands))
+    stats.rounds += 1
+    state.cache.commit([len(row.tokens) if live else 0 for row, live in zip(rows, state.live, strict=True)])
+    state.last = accepted.token[:, None]
+    return Round(tuple(rows))
+
+
+def _end(run: list[int], eos: frozenset[int], room: int) -> int:
+    """How many tokens of a run are kept: up to the first end-of-sequence token, and no more than there is room for."""
+    first_eos = next((index + 1 for index, token in enumerate(run) if token in eos), len(run))
+    return min(first_eos, room)

@@ -1,0 +1,62 @@
+"""What a generation gives: each round as it is committed, and the whole at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import LongTensor
+
+from selfspec.stats import Stats
+
+
+@dataclass(frozen=True)
+class RowRound:
+    """One row's part of a round.
+
+    Attributes:
+        tokens: committed tokens, final: accepted draft tokens and then one of the target's own. Empty for a row that
+            had ended before. A row that ends inside its accepted draft has no token of the target's after it.
+        draft: the draft tokens that were proposed.
+        accepted: how many of them are among `tokens`.
+    """
+
+    tokens: tuple[int, ...]
+    draft: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round committed.
+
+    Attributes:
+        rows: one entry per row of the batch.
+    """
+
+    rows: tuple[RowRound, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The committed tokens of a batch of one.
+
+        Raises:
+            ValueError: the batch has several rows; read `rows` instead.
+        """
+        if len(self.rows) != 1:
+            raise ValueError(f"this round has {len(self.rows)} rows; read chunk.rows[i].tokens")
+        return self.rows[0].tokens
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """A finished generation.
+
+    Attributes:
+        sequences: `[batch, length]`, prompt included as it was given; rows that ended early are padded on the right.
+        lengths: number of new tokens of each row.
+        stats: what was counted.
+    """
+
+    sequences: LongTensor
+    lengths: tuple[int, ...]
+    stats: Stats

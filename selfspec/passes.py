@@ -1,0 +1,85 @@
+"""Runs passes of one model over one shared cache: any path, with logits or for their keys, values and states alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.adapter import Adapter
+from selfspec.cache import SharedCache
+from selfspec.gate import GatedModel, ExactStates
+from selfspec.path import Path
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass gives.
+
+    Attributes:
+        logits: `[batch, tokens, vocab]`.
+        states: what it left at `path.exact_until`; None where the path leaves nothing.
+    """
+
+    logits: Tensor
+    states: ExactStates | None
+
+
+class Passes:
+    """Every pass of one generation. Views are made once for each path and belong to this generation alone.
+
+    Args:
+        model: the stock causal LM.
+        adapter: where its layers are.
+        cache: what all passes read and write, from its cursors on.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache) -> None:
+        self.depth = len(adapter.decoder_layers(model))
+        self._model = model
+        self._adapter = adapter
+        self._cache = cache
+        self._config = model.config.get_text_config(decoder=True)
+        self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self._gated: dict[Path, GatedModel] = {}
+
+    def logits(self, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Pass:
+        """Run `path` over `tokens`, `[batch, tokens]`, with the language-model head.
+
+        Args:
+            path: what to run.
+            tokens: what stands at the cursors and after them.
+            entering: what enters at `path.start`.
+        """
+        gated = self._view(path)
+        gated.enter(entering)
+        output = gated.module(**self._inputs(tokens))
+        return Pass(output.logits, gated.leave())
+
+    def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
+        """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
+        gated = self._view(path)
+        base = gated.module.get_submodule(self._model.base_model_prefix)
+        base(**self._inputs(tokens))
+        return gated.leave()
+
+    def _view(self, path: Path) -> GatedModel:
+        if path not in self._gated:
+            self._gated[path] = GatedModel(self._model, self._adapter, path)
+        return self._gated[path]
+
+    def _inputs(self, tokens: Tensor) -> dict[str, Any]:
+        width = tokens.shape[1]
+        return {
+            "input_ids": tokens,
+            "position_ids": self._cache.positions(width),
+            "attention_mask": self._cache.attention_mask(self._config, width, self._dtype),
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "output_attentions": False,
+            "output_hidden_states": False,
+            "return_dict": True,
+        }

@@ -1,0 +1,72 @@
+"""Logits to probabilities, once and the same for target p and draft q; and draws from them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+
+class Sampling:
+    """Turns logits into the distribution that plain decoding would draw from.
+
+    Args:
+        warpers: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them;
+            None for greedy decoding, whose distribution is one-hot at the largest logit.
+    """
+
+    def __init__(self, warpers: LogitsProcessorList | None) -> None:
+        self._warpers = warpers
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every distribution is one-hot."""
+        return self._warpers is None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution at each position, float32 as in `transformers`.
+
+        Args:
+            logits: `[batch, tokens, vocab]`, any floating dtype.
+
+        Returns:
+            `[batch, tokens, vocab]`; rows sum to 1.
+        """
+        scores = logits.float()
+        if self._warpers is None:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        flat = scores.flatten(0, 1)
+        # None of the warpers reads the prefix; `request` admits only such.
+        no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+        warped: Tensor = self._warpers(no_prefix, flat)
+        return warped.softmax(-1).unflatten(0, scores.shape[:2])
+
+
+def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """One draw from each of the given distributions, without a host synchronisation.
+
+    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i
+    (the exponential race), so the weights need not be normalised.
+
+    Args:
+        weights: `[..., vocab]`, non-negative, each with a positive entry.
+        generator: the source of randomness, on the device of `weights`.
+
+    Returns:
+        `[...]`, the indices drawn.
+    """
+    noise = torch.empty_like(weights).exponential_(generator=generator)
+    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
+    return (weights / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(-1)
+
+
+def proper(q: Tensor) -> Tensor:
+    """`q` with the uniform distribution wherever it is not finite.
+
+    A draft path may overflow where the target does not. Any distribution may draft, as long as it is the one that is
+    drawn from and scored.
+
+    Args:
+        q: `[..., vocab]`.
+    """
+    return torch.where(q.sum(-1, keepdim=True).isfinite(), q, 1.0 / q.shape[-1])

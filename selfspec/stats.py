@@ -1,0 +1,109 @@
+"""What a generation counted: acceptance by position, tokens per round, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Stats:
+    """Counts and times of one generation, over all its rows.
+
+    Attributes:
+        rounds: draft-verify-accept-commit cycles. One round makes one target pass.
+        row_rounds: the same counted for each row while it was live; equals `rounds` for a batch of one.
+        new_tokens: tokens committed.
+        drafted: draft tokens of live rows, whether or not the target came to judge them.
+        judged: draft tokens the target judged. A token after a rejected one, or after the end of its row, is not.
+        accepted: draft tokens committed.
+        judged_per_position: `judged` by position in the draft, first token first.
+        accepted_per_position: `accepted` by position in the draft.
+        cache_bytes: keys and values allocated at the end, in bytes.
+        seconds: wall time by phase: prefill, draft, verify, accept, commit.
+    """
+
+    rounds: int = 0
+    row_rounds: int = 0
+    new_tokens: int = 0
+    drafted: int = 0
+    judged_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> int:
+        """Draft tokens the target judged."""
+        return sum(self.judged_per_position)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens committed."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha of Leviathan et al. (2023): the share of judged draft tokens that were accepted. NaN without any."""
+        return self.accepted / self.judged if self.judged else float("nan")
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
+        return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
+
+    def count_row(self, drafted: int, judged: int, accepted: int, committed: int) -> None:
+        """Count one live row's part of a round."""
+        self.row_rounds += 1
+        self.drafted += drafted
+        self.new_tokens += committed
+        for counts, number in ((self.judged_per_position, judged), (self.accepted_per_position, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for position in range(number):
+                counts[position] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts, rates and times, ready for JSON; a rate without any data is None."""
+        derived = {
+            "judged": self.judged,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate if self.judged else None,
+            "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
+        }
+        return {**asdict(self), **derived}
+
+
+class PhaseClock:
+    """Sums wall time by phase. On CUDA it records events and reads them at the end, so timing never synchronises."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block towards `name`."""
+        if self._cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+            return
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase so far. Waits for the device."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)
