@@ -14,7 +14,7 @@ from selfspec.errors import (
 )
 from selfspec.output import GenerateOutput, Round, RowRound
 from selfspec.stats import Stats
-from selfspec.wrap import SelfSpeculative, wrap
+from selfspec.wrapped import SelfSpeculative, wrap
 
 __version__ = "0.1.0"
 

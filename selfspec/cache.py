@@ -59,7 +59,7 @@ class Cursors:
         return max(self.lengths) + width
 
     def slots(self, width: int) -> Tensor:
-        """Slots that a pass over `width` tokens writes: `[1, width]` where all cursors are equal, else `[batch, width]`."""
+        """Slots that a pass over `width` tokens writes: `[1, width]` for equal cursors, else `[batch, width]`."""
         if self.uniform:
             return torch.arange(self.lengths[0], self.lengths[0] + width, device=self.device)[None]
         # Pinned and not waited for: the upload must not cost the round a synchronisation.

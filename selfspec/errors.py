@@ -49,9 +49,8 @@ class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
     def __init__(self, output: GenerateOutput, rows: tuple[int, ...]) -> None:
         self.output = output
         self.rows = rows
-        generated = {row: output.lengths[row] for row in rows}
+        kept = ", ".join(f"row {row} after {output.lengths[row]} new tokens" for row in rows)
         super().__init__(
-            f"the full model's logits became NaN or infinite in row(s) {list(rows)} after "
-            f"{generated} new tokens; those tokens are kept in `.output`. Check the weights and the dtype: "
-            "fp16 overflows where bf16 or fp32 do not."
+            f"the full model's logits became NaN or infinite: {kept}; those tokens are kept in `.output`. "
+            "Check the weights and the dtype: fp16 overflows where bf16 or fp32 do not."
         )

@@ -47,8 +47,8 @@ class Boundary:
 
     Attributes:
         given: what enters at `path.start`.
-        hidden: recorded input of the layer of `path.exact_until`.
-        attention: recorded output of that layer's attention, where `path.exact_until` is its MLP.
+        hidden: recorded input of the layer of `path.hand_over`.
+        attention: recorded output of that layer's attention, where `path.hand_over` is its MLP.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class GatedModel:
         self._boundary.given = states
 
     def leave(self) -> ExactStates | None:
-        """Take what the last pass left at `path.exact_until`; None where the path leaves nothing."""
+        """Take what the last pass left at `path.hand_over`; None where the path leaves nothing."""
         left = self._boundary
         states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
         left.given = left.hidden = left.attention = None
@@ -120,15 +120,13 @@ def _with_layers(module: nn.Module, names: list[str], layers: list[nn.Module]) -
 
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
-    first = Sublayer(index, Part.ATTENTION)
     if not any(path.runs(Sublayer(index, part)) for part in Part):
         gated = _replaced(layer, _pass_through if adapter.layer_returns == "tensor" else _pass_through_tuple)
     else:
         gated = _gated_sublayers(layer, index, adapter, path, boundary)
     if path.start is not None and path.start.layer == index:
         gated = _replaced(layer, partial(boundary.pass_given, gated))
-    # At the very first sublayer nothing has been computed that could be handed on.
-    if path.exact_until is not None and path.exact_until.layer == index and path.exact_until > Sublayer(0, Part.ATTENTION):
+    if path.hand_over is not None and path.hand_over.layer == index:
         gated = _replaced(layer, partial(boundary.record_hidden, gated))
     return gated
 
@@ -140,7 +138,7 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path,
         forwards[adapter.attention] = boundary.replay_attention
     elif attention in path.skipped:
         forwards[adapter.attention] = _no_attention
-    elif path.exact_until == mlp:
+    elif path.hand_over == mlp:
         forwards[adapter.attention] = partial(boundary.record_attention, layer.get_submodule(adapter.attention))
     if mlp in path.skipped:
         forwards[adapter.mlp] = _no_mlp

@@ -15,7 +15,6 @@ from selfspec.gate import ExactStates
 from selfspec.output import Round, RowRound
 from selfspec.path import Path
 from selfspec.request import Request
-from selfspec.sampling import draw
 from selfspec.state import State
 from selfspec.stats import PhaseClock, Stats
 
@@ -77,9 +76,7 @@ def prefill(state: State, request: Request) -> None:
 def remaining(state: State, request: Request) -> int:
     """The most tokens any live row may still grow by."""
     return max(
-        request.max_new_tokens - len(tokens)
-        for tokens, live in zip(state.committed, state.live, strict=True)
-        if live
+        request.max_new_tokens - len(tokens) for tokens, live in zip(state.committed, state.live, strict=True) if live
     )
 
 
@@ -122,10 +119,10 @@ def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
     p = torch.where(finite[..., None], p, 0.0)
-    noise = torch.rand(draft.tokens.shape, generator=state.generator, device=p.device)
-    verdict = rule(draft.tokens, draft.q, p, noise)
-    token = verdict.next.argmax(-1) if state.sampling.greedy else draw(verdict.next, state.generator)
-    return Accepted(verdict.accepted, token, finite.gather(1, verdict.accepted[:, None])[:, 0])
+    noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)
+    count = rule.accepted(noise < rule.heads(draft.tokens, draft.q, p))
+    token = state.sampling.choose(rule.next(draft.tokens, draft.q, p, count), state.generator)
+    return Accepted(count, token, finite.gather(1, count[:, None])[:, 0])
 
 
 def commit(state: State, request: Request, draft: Draft, accepted: Accepted, stats: Stats) -> Round:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import LongTensor
+from torch import Tensor
 
 from selfspec.stats import Stats
 
@@ -52,11 +52,11 @@ class GenerateOutput:
     """A finished generation.
 
     Attributes:
-        sequences: `[batch, length]`, prompt included as it was given; rows that ended early are padded on the right.
+        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
         lengths: number of new tokens of each row.
         stats: what was counted.
     """
 
-    sequences: LongTensor
+    sequences: Tensor
     lengths: tuple[int, ...]
     stats: Stats

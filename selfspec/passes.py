@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
-from selfspec.gate import GatedModel, ExactStates
+from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
 
 
@@ -21,7 +21,7 @@ class Pass:
 
     Attributes:
         logits: `[batch, tokens, vocab]`.
-        states: what it left at `path.exact_until`; None where the path leaves nothing.
+        states: what it left at `path.hand_over`; None where the path leaves nothing.
     """
 
     logits: Tensor

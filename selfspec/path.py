@@ -60,9 +60,13 @@ class Path:
         return sublayer not in self.skipped and (self.start is None or sublayer >= self.start)
 
     @property
-    def exact_until(self) -> Sublayer | None:
-        """The first sublayer left out: all before it computes what the full network computes. None: all is exact."""
-        return min(self.skipped, default=None)
+    def hand_over(self) -> Sublayer | None:
+        """Where a full pass can go on from this one's work: the first sublayer left out, all before it being exact.
+
+        None where nothing is left out, and where nothing comes before what is.
+        """
+        first = min(self.skipped, default=None)
+        return None if first == Sublayer(0, Part.ATTENTION) else first
 
 
 def sublayers(depth: int) -> list[Sublayer]:

@@ -7,7 +7,7 @@ cannot be honoured is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ def read_request(
             raise _unsupported(name)
     handed_over: dict[str, Any] = {}
 
-    def hand_over(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
+    def hand_over(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
         handed_over.update(prepared, input_ids=input_ids)
 
     try:
@@ -207,9 +207,7 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
     if input_ids.ndim == 1:
         input_ids = input_ids[None]
     if input_ids.ndim != 2 or input_ids.numel() == 0:
-        raise PromptError(
-            f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least one token, e.g. the bos token"
-        )
+        raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
     vocabulary = model.get_input_embeddings().num_embeddings
     lowest, highest = input_ids.min().item(), input_ids.max().item()
     if lowest < 0 or highest >= vocabulary:

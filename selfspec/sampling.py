@@ -39,7 +39,19 @@ class Sampling:
         # None of the warpers reads the prefix; `request` admits only such.
         no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         warped: Tensor = self._warpers(no_prefix, flat)
-        return warped.softmax(-1).unflatten(0, scores.shape[:2])
+        return warped.softmax(-1).reshape(scores.shape)
+
+    def choose(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+        """The token each of the given distributions gives: its one possible token if greedy, else a draw.
+
+        Args:
+            weights: `[..., vocab]`, non-negative; they need not be normalised.
+            generator: the source of randomness, not touched by greedy decoding.
+
+        Returns:
+            `[...]`.
+        """
+        return weights.argmax(-1) if self.greedy else draw(weights, generator)
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:

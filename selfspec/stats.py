@@ -49,7 +49,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """alpha of Leviathan et al. (2023): the share of judged draft tokens that were accepted. NaN without any."""
+        """Alpha of Leviathan et al. (2023): the share of judged draft tokens that were accepted. NaN without any."""
         return self.accepted / self.judged if self.judged else float("nan")
 
     @property

@@ -1,6 +1,6 @@
-"""Verification rules: pure functions of the draft tokens, the draft's q, the target's p and uniform noise."""
+"""Verification rules: pure functions of draft tokens, q and p; no model, no cache, no draws."""
 
-from selfspec.accept.rule import Rule, Verdict
-from selfspec.accept.token_level import token_level
+from selfspec.accept.rule import Rule
+from selfspec.accept.token_level import TokenLevel
 
-__all__ = ["Rule", "Verdict", "token_level"]
+__all__ = ["Rule", "TokenLevel"]

@@ -1,38 +1,34 @@
-"""What every verification rule takes and returns."""
+"""What a verification rule is: three pure functions of a draft, its q and the target's p."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Rule(Protocol):
     """How much of a draft stands, and what the token after it is drawn from.
 
-    Attributes:
-        accepted: number of draft tokens that stand, `[batch]`.
-        next: weights of the token that follows them, `[batch, vocab]`, not normalised: the residual after a
-            rejection, the target's own p (the bonus token's) after a draft that stands whole.
+    A rule throws one coin per draft token. `heads` says how each coin is loaded, `accepted` reads the coins, `next`
+    says what the following token is drawn from. So the distribution of what a rule commits can be summed up exactly,
+    over drafts and coins, with no sampling. Nothing here draws, and nothing waits for the device.
+
+    Shapes: draft tokens `[batch, drafted]`; q `[batch, drafted, vocab]`, or None for a deterministic draft, whose q is
+    one-hot at its tokens; p `[batch, drafted + 1, vocab]`, one distribution per draft token and one after the last.
     """
 
-    accepted: Tensor
-    next: Tensor
+    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor) -> Tensor:
+        """Probability of heads for each coin, `[batch, drafted]`."""
+        ...
 
+    def accepted(self, coins: Tensor) -> Tensor:
+        """Number of draft tokens that stand, `[batch]`, by the coins: `[batch, drafted]`, True for heads."""
+        ...
 
-class Rule(Protocol):
-    """A verification rule. Pure: the same arguments give the same verdict, and nothing waits for the device."""
+    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        """Weights of the token after `accepted` draft tokens, `[batch, vocab]`, not normalised.
 
-    def __call__(self, tokens: Tensor, q: Tensor | None, p: Tensor, noise: Tensor) -> Verdict:
-        """Judge a draft.
-
-        Args:
-            tokens: draft tokens, `[batch, drafted]`.
-            q: the distribution each was drawn from, `[batch, drafted, vocab]`; None for a deterministic draft, whose
-                q is one-hot at its tokens.
-            p: the target's distributions, `[batch, drafted + 1, vocab]`: one per draft token and one after the last.
-            noise: independent uniforms in [0, 1), `[batch, drafted]`.
+        The residual after a rejection, the target's own p (the bonus token's) after a draft that stands whole.
         """
         ...

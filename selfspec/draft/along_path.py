@@ -10,7 +10,7 @@ import torch
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.gate import ExactStates
 from selfspec.path import Path
-from selfspec.sampling import draw, proper
+from selfspec.sampling import proper
 
 if TYPE_CHECKING:
     from selfspec.state import State
@@ -41,13 +41,13 @@ class PathDrafter(Drafter):
         for _ in range(length):
             step = state.passes.logits(path, token)
             q = proper(state.sampling.probabilities(step.logits))
-            token = q.argmax(-1) if state.sampling.greedy else draw(q, state.generator)
+            token = state.sampling.choose(q, state.generator)
             tokens.append(token)
             distributions.append(q)
-            if step.states is not None:
-                states.append(step.states)
+            states.append(step.states)
             state.cache.advance(1)
         state.cache.rollback(length)
-        resume = Resume(path.exact_until, ExactStates.concatenated(states)) if path.exact_until and states else None
+        start, left = path.hand_over, [step for step in states if step is not None]
+        resume = None if start is None else Resume(start, ExactStates.concatenated(left))
         q_all = None if state.sampling.greedy else torch.cat(distributions, 1)
         return Draft(torch.cat(tokens, 1), q_all, resume)

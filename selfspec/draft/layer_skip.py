@@ -27,9 +27,7 @@ class LayerSkip(PathDrafter):
     mlp: tuple[int, ...]
     layers: tuple[int, ...]
 
-    def __init__(
-        self, attention: Iterable[int] = (), mlp: Iterable[int] = (), layers: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, attention: Iterable[int] = (), mlp: Iterable[int] = (), layers: Iterable[int] = ()) -> None:
         for name, numbers in (("attention", attention), ("mlp", mlp), ("layers", layers)):
             object.__setattr__(self, name, _numbers(name, numbers))
 
@@ -52,7 +50,9 @@ class LayerSkip(PathDrafter):
                     )
                 skipped |= {Sublayer(layer, part) for part in parts}
         if not skipped:
-            raise DraftConfigError("the skip set is empty; name at least one layer, or pass draft=None to decode plainly")
+            raise DraftConfigError(
+                "the skip set is empty; name at least one layer, or pass draft=None to decode plainly"
+            )
         if len(skipped) == len(sublayers(depth)):
             raise DraftConfigError("the skip set leaves nothing of the network to draft with; skip fewer layers")
         return Path.without(depth, skipped)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from selfspec.accept import token_level
+from selfspec.accept import TokenLevel
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS
 from selfspec.cache import SharedCache
@@ -64,12 +64,11 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
     Raises:
         UnsupportedModelError: there is none, or the model is not a decoder-only causal LM.
     """
-    config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if not isinstance(model, PreTrainedModel) or model_type is None:
+    if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model; load it with AutoModelForCausalLM.from_pretrained"
         )
+    config, model_type = model.config, model.config.model_type
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
     if model_type not in ADAPTERS:
@@ -166,7 +165,7 @@ class SelfSpeculative:
         seed: int | None = None,
         draft_length: int | None = None,
         **model_kwargs: Any,
-    ) -> GenerateOutput | LongTensor:
+    ) -> GenerateOutput | Tensor:
         """Serve `model.generate(..., custom_generate=spec)`: the same, with the result `transformers` would return.
 
         Returns:
@@ -179,9 +178,7 @@ class SelfSpeculative:
             raise UnsupportedOptionError("past_key_values is not supported: pass the whole conversation as input_ids")
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
-        request = prepared_request(
-            model, input_ids, mask, generation_config, logits_processor, stopping_criteria
-        )
+        request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
         run = self._begin(request, seed, draft_length)
         for _ in run.rounds():
             pass
@@ -234,8 +231,6 @@ class SelfSpeculative:
     def _check_draft(self, draft_length: int) -> int:
         if self.draft is None:
             return 0
-        if self.draft == "auto":
-            raise DraftConfigError("draft='auto' needs a calibration profile; name a draft: EarlyExit or LayerSkip")
         if not isinstance(self.draft, Drafter):
             raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {self.draft!r}")
         self.draft.check(len(self.adapter.decoder_layers(self.model)))
@@ -257,7 +252,7 @@ class Generation:
         seed: int | None,
     ) -> None:
         device = model.get_input_embeddings().weight.device
-        batch, prompt = request.input_ids.shape
+        batch = request.input_ids.shape[0]
         cache = SharedCache(
             depth=len(adapter.decoder_layers(model)),
             batch=batch,
@@ -287,7 +282,7 @@ class Generation:
         Raises:
             NonFiniteLogitsError: after the last round, if a row ended for that reason.
         """
-        yield from rounds(self._state, self._request, self._draft, self._control, token_level, self.stats)
+        yield from rounds(self._state, self._request, self._draft, self._control, TokenLevel(), self.stats)
         if self._state.failed:
             raise NonFiniteLogitsError(self.output(), tuple(sorted(self._state.failed)))
 

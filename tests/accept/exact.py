@@ -1,0 +1,96 @@
+"""The exact distribution of what a rule commits: a sum over all drafts and all coins, with no sampling."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.accept import Rule
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A distribution over token sequences by its conditionals: `tables[i]` has shape `[vocab] * (i + 1)`."""
+
+    tables: tuple[Tensor, ...]
+
+    @property
+    def vocab(self) -> int:
+        return self.tables[0].shape[-1]
+
+    def joint(self) -> Tensor:
+        """Probability of every sequence, shape `[vocab] * len(tables)`."""
+        joint = self.tables[0]
+        for table in self.tables[1:]:
+            joint = joint[..., None] * table
+        return joint
+
+    def along(self, tokens: Tensor) -> Tensor:
+        """The conditionals met along each row of `tokens`, `[rows, len(tables), vocab]`."""
+        return torch.stack(
+            [table[tuple(tokens[:, :i].T)].expand(len(tokens), -1) for i, table in enumerate(self.tables)], 1
+        )
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a rule commits, summed up exactly.
+
+    Attributes:
+        joint: probability of every sequence of `drafted + 1` tokens, where a round that commits fewer is followed by
+            draws from p, as the rounds after it would be.
+        length: expected number of committed draft tokens.
+    """
+
+    joint: Tensor
+    length: float
+
+
+def committed(rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = None) -> Committed:
+    """Sum over drafts and coins.
+
+    Args:
+        rule: what judges.
+        p: the target, with one conditional more than the draft has tokens.
+        q: the draft's distribution; None for a deterministic draft.
+        drafts: the one draft of a deterministic drafter, `[1, drafted]`.
+    """
+    drafted, vocab = len(p.tables) - 1, p.vocab
+    if q is None:
+        assert drafts is not None
+        weights, q_rows = torch.ones(1, dtype=p.tables[0].dtype), None
+    elif drafted == 0:
+        drafts, weights, q_rows = torch.empty(1, 0, dtype=torch.long), torch.ones(1, dtype=p.tables[0].dtype), None
+    else:
+        weights = q.joint().flatten()
+        drafts = torch.tensor(list(itertools.product(range(vocab), repeat=drafted)))[weights > 0]
+        weights = weights[weights > 0]
+        q_rows = q.along(drafts)
+    p_rows = p.along(drafts)
+    heads = rule.heads(drafts, q_rows, p_rows)
+    assert ((heads >= 0) & (heads <= 1)).all()
+    joint = torch.zeros([vocab] * (drafted + 1), dtype=weights.dtype)
+    length = 0.0
+    for pattern in itertools.product([True, False], repeat=drafted):
+        coins = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
+        chance = weights * torch.where(coins, heads, 1 - heads).prod(-1)
+        count = rule.accepted(coins)
+        follow = rule.next(drafts, q_rows, p_rows, count)
+        possible = chance > 0
+        assert (follow[possible].sum(-1) > 0).all()
+        follow = torch.where(possible[:, None], follow / follow.sum(-1, keepdim=True), torch.zeros(()).to(follow))
+        stood = int(count[0])
+        length += stood * float(chance.sum())
+        part = torch.zeros([vocab] * (stood + 1), dtype=weights.dtype)
+        index = tuple(drafts[:, :stood].T) if stood else ()
+        if stood:
+            part.index_put_(index, chance[:, None] * follow, accumulate=True)
+        else:
+            part += (chance[:, None] * follow).sum(0)
+        for table in p.tables[stood + 1 :]:
+            part = part[..., None] * table
+        joint += part
+    return Committed(joint, length)

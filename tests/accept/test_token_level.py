@@ -1,0 +1,87 @@
+"""Token-level rejection sampling commits exactly the target's joint distribution: shown in closed form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accept.chains import Case, cases
+from accept.exact import Chain, committed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selfspec.accept import TokenLevel
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(cases())
+def test_commits_the_target_joint_exactly(case: Case) -> None:
+    result = committed(TokenLevel(), case.p, case.q)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(), st.integers(0, 2**32))
+def test_a_deterministic_draft_commits_the_target_joint_exactly(case: Case, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    drafts = torch.randint(case.p.vocab, (1, len(case.p.tables) - 1), generator=generator)
+    result = committed(TokenLevel(), case.p, None, drafts)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(2, 64), st.integers(0, 2**32))
+def test_accepts_one_minus_total_variation(vocab: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = torch.rand(2, vocab, generator=generator, dtype=torch.float64).softmax(-1)
+    follow = torch.full((vocab, vocab), 1 / vocab, dtype=torch.float64)
+    result = committed(TokenLevel(), Chain((p, follow)), Chain((q,)))
+    assert result.length == pytest.approx(1 - 0.5 * float((p - q).abs().sum()), abs=1e-12)
+
+
+class SwappedRatio(TokenLevel):
+    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor) -> Tensor:
+        assert q is not None
+        index = tokens[..., None]
+        ratio = q.gather(-1, index) / p[:, : tokens.shape[1]].gather(-1, index)
+        return ratio[..., 0].clamp(max=1.0)
+
+
+class ResidualFromP(TokenLevel):
+    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        return p[torch.arange(len(tokens)), accepted]
+
+
+class BonusFromQ(TokenLevel):
+    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        assert q is not None
+        weights = super().next(tokens, q, p, accepted)
+        return torch.where((accepted == tokens.shape[1])[:, None], q[:, -1], weights)
+
+
+class EveryHeadCounts(TokenLevel):
+    def accepted(self, coins: Tensor) -> Tensor:
+        return coins.long().sum(-1)
+
+
+@pytest.mark.parametrize("planted", [SwappedRatio(), ResidualFromP(), BonusFromQ(), EveryHeadCounts()])
+def test_the_proof_sees_a_planted_error(planted: TokenLevel) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def chain(length: int) -> Chain:
+        return Chain(
+            tuple(
+                (2 * torch.randn([3] * (i + 1), generator=generator, dtype=torch.float64)).softmax(-1)
+                for i in range(length)
+            )
+        )
+
+    p, q = chain(3), chain(2)
+    assert (committed(TokenLevel(), p, q).joint - p.joint()).abs().max() < 1e-12
+    assert (committed(planted, p, q).joint - p.joint()).abs().max() > 1e-3
+
+
+def test_equal_p_and_q_that_leave_no_residual_fall_back_to_p() -> None:
+    p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
+    weights = TokenLevel().next(torch.tensor([[1]]), p[:, :1], p, torch.tensor([0]))
+    assert torch.equal(weights, p[:, 0])

@@ -1,0 +1,375 @@
+"""The loop: greedy text equals the stock model's token for token, samples follow the exact joint of several tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from goodness import holm_rejects, p_value
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from selfspec.accept import TokenLevel
+from selfspec.draft import Drafter
+from selfspec.sampling import Sampling
+
+VOCAB, EOS, PAD = 5, 4, 0
+TOKENS = 4
+ROWS, BATCHES = 512, 8
+PROMPTS = ((1, 2, 3), (2, 1, 4, 3, 1, 2))
+
+
+def small(**options: Any) -> PreTrainedModel:
+    return tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, **options)
+
+
+@dataclass(frozen=True)
+class Warp:
+    """A sampling setting, as `generate` takes it and as this file computes it by hand."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k or None,
+            "top_p": self.top_p,
+            "min_p": self.min_p or None,
+        }
+
+    def distribution(self, logits: Tensor) -> list[float]:
+        p = (logits / self.temperature).softmax(-1)
+        order = p.argsort(descending=True).tolist()
+        kept = order[: self.top_k or None]
+        p = torch.where(torch.isin(torch.arange(len(p)), torch.tensor(kept)), p, 0.0)
+        p = p / p.sum()
+        before, nucleus = 0.0, []
+        for token in kept:
+            if before < self.top_p:
+                nucleus.append(token)
+            before += float(p[token])
+        p = torch.where(torch.isin(torch.arange(len(p)), torch.tensor(nucleus)), p, 0.0)
+        p = p / p.sum()
+        p = torch.where(p >= self.min_p * p.max(), p, 0.0)
+        return (p / p.sum()).tolist()
+
+
+@torch.no_grad()
+def joint(model: PreTrainedModel, prompt: tuple[int, ...], warp: Warp, eos: int | None) -> dict[tuple[int, ...], float]:
+    """Probability of every possible output of `TOKENS` tokens, padded after the end, from plain forward passes."""
+    outputs: dict[tuple[int, ...], float] = {}
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        if not prefixes:
+            break
+        batch = torch.tensor([prompt + prefix for prefix in prefixes])
+        logits = model(batch).logits[:, -1]
+        longer: dict[tuple[int, ...], float] = {}
+        for (prefix, chance), scores in zip(prefixes.items(), logits, strict=True):
+            for token, probability in enumerate(warp.distribution(scores)):
+                if probability == 0:
+                    continue
+                if token == eos:
+                    ended = (*prefix, token)
+                    outputs[ended + (PAD,) * (TOKENS - len(ended))] = chance * probability
+                else:
+                    longer[(*prefix, token)] = chance * probability
+        prefixes = longer
+    return {**outputs, **prefixes}
+
+
+def sample(spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None, seed: int) -> dict[tuple[int, ...], list[Any]]:
+    """Outputs of each prompt; every batch holds both prompts, left-padded, so that its rows are ragged."""
+    width = max(map(len, PROMPTS))
+    repeats = ROWS // len(PROMPTS)
+    ids = torch.tensor([(PAD,) * (width - len(prompt)) + prompt for prompt in PROMPTS] * repeats)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS] * repeats)
+    seen: dict[tuple[int, ...], list[Any]] = {prompt: [] for prompt in PROMPTS}
+    for batch in range(BATCHES):
+        sequences = spec.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=TOKENS,
+            eos_token_id=eos,
+            pad_token_id=PAD,
+            seed=seed + batch,
+            **warp.options,
+        ).sequences[:, width:]
+        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
+        for row, output in enumerate(padded.tolist()):
+            seen[PROMPTS[row % len(PROMPTS)]].append(tuple(output))
+    return seen
+
+
+def p_values(spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None = None, seed: int = 0) -> dict[str, float]:
+    seen = sample(spec, warp, eos, seed)
+    return {str(prompt): p_value(outputs, joint(spec.model, prompt, warp, eos)) for prompt, outputs in seen.items()}
+
+
+DRAFTS: tuple[Drafter | None, ...] = (
+    None,
+    selfspec.EarlyExit(1),
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(attention=[1]),
+    selfspec.LayerSkip(mlp=[0, 2]),
+    selfspec.LayerSkip(layers=[0]),
+)
+WARPS = (
+    Warp(),
+    Warp(temperature=0.6),
+    Warp(temperature=1.5, top_k=3),
+    Warp(top_p=0.8),
+    Warp(min_p=0.2),
+    Warp(temperature=1.3, top_k=4, top_p=0.9, min_p=0.05),
+)
+
+
+def test_samples_follow_the_exact_joint() -> None:
+    # Five tokens of vocabulary and four new ones: prefill, a bonus token and several rounds are all in it.
+    found = {}
+    for number, (draft, warp) in enumerate(itertools.product(DRAFTS, WARPS)):
+        length, eos = 1 + number % 4, EOS if number % 2 else None
+        spec = selfspec.wrap(small(seed=number % 3), draft, draft_length=length)
+        for prompt, value in p_values(spec, warp, eos, seed=100 * number).items():
+            found[f"{draft} {warp} length {length} eos {eos} prompt {prompt}"] = value
+    assert holm_rejects(found, 0.01) == []
+
+
+class ResidualFromP(TokenLevel):
+    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        return p[torch.arange(len(tokens)), accepted]
+
+
+def test_the_joint_test_sees_a_residual_taken_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.wrapped.TokenLevel", ResidualFromP)
+    found = p_values(selfspec.wrap(small(), selfspec.EarlyExit(1), draft_length=3), Warp())
+    assert holm_rejects(found, 0.01), found
+
+
+def test_the_joint_test_sees_a_bonus_token_drawn_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Sampling.probabilities
+
+    def planted(self: Sampling, logits: Tensor) -> Tensor:
+        p = right(self, logits)
+        if logits.shape[1] > 1:
+            p[:, -1] = logits[:, -1].float().softmax(-1)
+        return p
+
+    monkeypatch.setattr(Sampling, "probabilities", planted)
+    spec = selfspec.wrap(small(), selfspec.LayerSkip(attention=[1]), draft_length=2)
+    assert holm_rejects(p_values(spec, Warp(temperature=0.6)), 0.01)
+
+
+def equals_stock(
+    model: PreTrainedModel, draft: Drafter | None, length: int, ids: Tensor, options: dict[str, Any]
+) -> bool:
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    spec = selfspec.wrap(model, draft, draft_length=length)
+    return torch.equal(spec.generate(ids, do_sample=False, **options).sequences, expected)
+
+
+@st.composite
+def drafts(draw: st.DrawFn, depth: int = 4) -> Drafter | None:
+    kind = draw(st.sampled_from(["none", "exit", "skip"]))
+    if kind == "none":
+        return None
+    if kind == "exit":
+        return selfspec.EarlyExit(draw(st.integers(1, depth - 1)))
+    sublayers = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["attention", "mlp"]), st.integers(0, depth - 1)),
+            min_size=1,
+            max_size=2 * depth - 1,
+            unique=True,
+        )
+    )
+    return selfspec.LayerSkip(
+        attention=sorted(layer for part, layer in sublayers if part == "attention"),
+        mlp=sorted(layer for part, layer in sublayers if part == "mlp"),
+    )
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(tiny.BUILDERS)),
+    draft=drafts(),
+    length=st.integers(1, 8),
+    prompt=st.integers(1, 12),
+    new=st.integers(1, 24),
+    eos=st.sampled_from([None, 3, [7, 30]]),
+    seed=st.integers(0, 100),
+)
+def test_greedy_equals_stock_generate(
+    name: str, draft: Drafter | None, length: int, prompt: int, new: int, eos: Any, seed: int
+) -> None:
+    model = tiny.BUILDERS[name](seed=seed % 5)
+    ids = tiny.prompt(prompt, seed=seed)
+    assert equals_stock(model, draft, length, ids, {"max_new_tokens": new, "eos_token_id": eos, "pad_token_id": 0})
+
+
+def test_ragged_rows_equal_the_rows_alone(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    lengths, width = (1, 9, 4), 9
+    prompts = [tiny.prompt(length, seed=length) for length in lengths]
+    ids = torch.cat([torch.nn.functional.pad(prompt, (width - prompt.shape[1], 0)) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [3, 11], "pad_token_id": 0}
+    spec = selfspec.wrap(model, selfspec.LayerSkip(attention=[2], mlp=[3]), draft_length=3)
+    together = spec.generate(ids, attention_mask=mask, **options)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :]
+        end = width + together.lengths[row]
+        assert torch.equal(together.sequences[row, width:end], alone)
+        assert (together.sequences[row, end:] == 0).all()
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_max_new_tokens_is_exact_to_the_token(llama: PreTrainedModel, new: int, length: int) -> None:
+    # A draft that is nearly always accepted is the one that would overshoot.
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=length)
+    output = spec.generate(tiny.prompt(4), max_new_tokens=new, do_sample=False)
+    assert output.sequences.shape == (1, 4 + new)
+    assert output.lengths == (new,)
+    assert output.stats.new_tokens == new
+
+
+def test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30)[0, 4:].tolist()
+    # Drafting with the whole network but for one late MLP accepts long runs, so the end falls inside one.
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=6)
+    for eos in dict.fromkeys(text):
+        end = text.index(eos) + 1
+        output = spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30, eos_token_id=eos, pad_token_id=0)
+        assert output.sequences[0, 4:].tolist() == text[:end]
+
+
+def test_text_that_contains_the_pad_id_is_not_taken_for_padding(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(6), do_sample=False, max_new_tokens=10)[0, 6:].tolist()
+    ids = tiny.prompt(6)
+    pad = int(ids[0, 0])
+    output = selfspec.wrap(llama, selfspec.EarlyExit(2)).generate(
+        ids, do_sample=False, max_new_tokens=10, eos_token_id=49, pad_token_id=pad
+    )
+    assert output.sequences[0, 6:].tolist() == text[: len(output.sequences[0]) - 6]
+
+
+def test_a_seed_gives_the_same_tokens_and_another_seed_others(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+
+    def run(seed: int | None) -> list[int]:
+        output = spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=seed)
+        return output.sequences[0].tolist()
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    torch.manual_seed(5)
+    first = run(None)
+    assert run(None) != first
+    torch.manual_seed(5)
+    assert run(None) == first
+
+
+def test_stats_add_up(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[2]), draft_length=3)
+    chunks = list(spec.stream(tiny.prompt(4), do_sample=False, max_new_tokens=31))
+    output = spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=31)
+    stats = output.stats
+    assert stats.rounds == stats.row_rounds == len(chunks)
+    assert stats.accepted == sum(chunk.rows[0].accepted for chunk in chunks) > 0
+    assert stats.drafted == sum(len(chunk.rows[0].draft) for chunk in chunks)
+    # Every round commits one token of the target's own.
+    assert stats.new_tokens == 31 == stats.accepted + stats.rounds
+    rejected = sum(chunk.rows[0].accepted < len(chunk.rows[0].draft) for chunk in chunks)
+    assert stats.judged == stats.accepted + rejected
+    assert stats.mean_accepted_length == pytest.approx(31 / stats.rounds)
+    assert stats.acceptance_rate == pytest.approx(stats.accepted / (stats.accepted + rejected))
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept", "commit"}
+
+
+def plant_not_finite(model: PreTrainedModel, value: float, position: int) -> None:
+    """Make the target's logits `value` wherever the input at that position is read."""
+
+    def corrupt(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return torch.where((args[0].sum(-1, keepdim=True) * 0 + planted["now"]) > 0, value, output)
+
+    planted = {"now": 0.0}
+    seen = {"positions": None}
+
+    def watch(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen["positions"] = kwargs["position_ids"]
+        planted["now"] = (kwargs["position_ids"] == position).to(torch.float64)[..., None]
+
+    model.model.register_forward_pre_hook(watch, with_kwargs=True)
+    model.lm_head.register_forward_hook(corrupt)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1])])
+def test_logits_that_are_not_finite_end_the_row_and_keep_what_was_committed(
+    llama: PreTrainedModel, value: float, sampled: bool, draft: Drafter | None
+) -> None:
+    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 20}
+    if sampled:
+        options["seed"] = 3
+    plant_not_finite(llama, value, position=10)
+    spec = selfspec.wrap(llama, draft, draft_length=3)
+    with pytest.raises(selfspec.NonFiniteLogitsError, match="row 0 after 7 new tokens") as caught:
+        spec.generate(tiny.prompt(4), **options)
+    # Positions 4..10 hold new tokens; the logits at position 10 would have given the next.
+    assert caught.value.rows == (0,)
+    assert caught.value.output.lengths == (7,)
+    if not sampled:
+        clean = tiny.llama().generate(tiny.prompt(4), do_sample=False, max_new_tokens=7)
+        assert torch.equal(caught.value.output.sequences, clean)
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel) -> None:
+    prompts = torch.cat([tiny.prompt(4, seed=1), tiny.prompt(4, seed=2)])
+    expected = llama.generate(prompts, do_sample=False, max_new_tokens=12)
+    first = int(prompts[0, 0])
+    assert first != int(prompts[1, 0])
+
+    def poison(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return torch.where((args[0] == first)[..., None], float("nan"), output)
+
+    llama.model.embed_tokens.register_forward_hook(poison)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
+        spec.generate(prompts, do_sample=False, max_new_tokens=12)
+    assert caught.value.rows == (0,)
+    assert caught.value.output.lengths[0] == 0
+    if first not in expected[1, 4:]:
+        assert torch.equal(caught.value.output.sequences[1], expected[1])
+
+
+def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
+    model = small()
+    drafting = []
+
+    class Overflowing(selfspec.EarlyExit):
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            drafting.append(True)
+            draft = super().draft(state, length)
+            drafting.clear()
+            return draft
+
+    def overflow(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return output * float("nan") if drafting else output
+
+    model.lm_head.register_forward_hook(overflow)
+    found = p_values(selfspec.wrap(model, Overflowing(2), draft_length=2), Warp(temperature=0.8))
+    assert holm_rejects(found, 0.01) == []

@@ -1,0 +1,59 @@
+"""Logits become the probabilities plain decoding would draw from, and draws follow their weights."""
+
+from __future__ import annotations
+
+import torch
+from goodness import p_value
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from selfspec.sampling import Sampling, draw, proper
+
+
+def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
+    logits = torch.tensor([[[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]], dtype=torch.float64)
+    expected = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
+    assert torch.equal(Sampling(None).probabilities(logits), expected)
+
+
+def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
+    warpers = LogitsProcessorList(
+        [TemperatureLogitsWarper(0.7), TopKLogitsWarper(7), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
+    )
+    logits = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(0))
+    block = Sampling(warpers).probabilities(logits)
+    for row in range(3):
+        for position in range(4):
+            alone = warpers(torch.empty(1, 0, dtype=torch.long), logits[row, position][None]).softmax(-1)[0]
+            torch.testing.assert_close(block[row, position], alone)
+    assert (block == 0).any()
+
+
+def test_draws_follow_weights_that_are_not_normalised() -> None:
+    weights = torch.tensor([5.0, 0.0, 1.0, 2.0, 1e-3]).expand(20_000, 5)
+    drawn = draw(weights, torch.Generator().manual_seed(0))
+    joint = {(token,): float(weight / weights[0].sum()) for token, weight in enumerate(weights[0])}
+    assert p_value([(int(token),) for token in drawn], joint) > 0.01
+
+
+def test_a_single_possible_token_is_always_drawn() -> None:
+    weights = torch.zeros(1000, 7).index_fill(1, torch.tensor([3]), 1e-30)
+    assert (draw(weights, torch.Generator().manual_seed(0)) == 3).all()
+
+
+def test_draws_do_not_depend_on_each_other() -> None:
+    drawn = draw(torch.ones(20_000, 2, 3), torch.Generator().manual_seed(0))
+    joint = {(a, b): 1 / 9 for a in range(3) for b in range(3)}
+    assert p_value([tuple(pair) for pair in drawn.tolist()], joint) > 0.01
+
+
+def test_a_draft_distribution_that_is_not_finite_becomes_uniform() -> None:
+    q = torch.tensor([[0.5, 0.5, 0.0], [float("nan"), 0.5, 0.5], [float("inf"), 0.0, 0.0]])
+    mended = proper(q)
+    assert torch.equal(mended[0], q[0])
+    torch.testing.assert_close(mended[1:], torch.full((2, 3), 1 / 3))

@@ -1,0 +1,131 @@
+"""Tiny random models, one builder per architecture: fp64, evaluation mode, weights large enough for spread-out logits.
+
+Import as `from tiny import llama`: pytest puts the folder of `conftest.py` on the path, so plain `pytest` from the
+root of the repository finds it. Every builder takes any field of its config as a keyword (`num_hidden_layers=6`), and
+besides these `dtype`, `seed` and `attention` (the kernel: "sdpa" or "eager"). Equal arguments give equal weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    BitNetConfig,
+    BitNetForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 50
+DEPTH = 4
+CONTEXT = 128
+WINDOW = 6
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def llama(**options: Any) -> PreTrainedModel:
+    """Grouped-query llama."""
+    return _built(LlamaConfig, LlamaForCausalLM, _SIZES, options)
+
+
+def mistral(**options: Any) -> PreTrainedModel:
+    """Mistral with a sliding window shorter than the texts of the tests."""
+    return _built(MistralConfig, MistralForCausalLM, {**_SIZES, "head_dim": 8, "sliding_window": WINDOW}, options)
+
+
+def qwen2(**options: Any) -> PreTrainedModel:
+    """Qwen2 whose first two layers look at all and whose others slide."""
+    sliding = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    return _built(Qwen2Config, Qwen2ForCausalLM, {**_SIZES, **sliding}, options)
+
+
+def qwen3(**options: Any) -> PreTrainedModel:
+    """Qwen3."""
+    return _built(Qwen3Config, Qwen3ForCausalLM, {**_SIZES, "head_dim": 8}, options)
+
+
+def gpt2(**options: Any) -> PreTrainedModel:
+    """GPT-2: learned positions, no grouped queries, tied head."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_inner": 48,
+        "n_layer": DEPTH,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return _built(GPT2Config, GPT2LMHeadModel, sizes, options)
+
+
+def bitnet(**options: Any) -> PreTrainedModel:
+    """BitNet with plain linears."""
+    return _built(BitNetConfig, BitNetForCausalLM, _SIZES, options)
+
+
+BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gpt2": gpt2,
+    "bitnet": bitnet,
+}
+"""Every builder by the `model_type` of what it builds."""
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """Random token ids, `[batch, length]`."""
+    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _built(
+    config_class: type[PreTrainedConfig],
+    model_class: type[PreTrainedModel],
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    dtype = options.pop("dtype", torch.float64)
+    seed = options.pop("seed", 0)
+    attention = options.pop("attention", "sdpa")
+    renamed = {getattr(config_class, "attribute_map", {}).get(name, name): value for name, value in options.items()}
+    config = config_class(**{**sizes, **renamed}, attn_implementation=attention)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+        # Norms and biases start as ones and zeros; a mistake in them must show too.
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                torch.nn.init.normal_(weight, mean=1.0 if name.endswith("weight") else 0.0, std=0.1)
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return model.to(dtype).eval()
