@@ -12,6 +12,7 @@ from selfspec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from selfspec.generation import Generation
 from selfspec.output import GenerateOutput, Round, RowRound
 from selfspec.stats import Stats
 from selfspec.wrapped import SelfSpeculative, wrap
@@ -27,6 +28,7 @@ __all__ = [
     "Drafter",
     "EarlyExit",
     "GenerateOutput",
+    "Generation",
     "LayerSkip",
     "NonFiniteLogitsError",
     "PromptError",

@@ -106,34 +106,45 @@ class Accepted:
         count: draft tokens that stand, `[batch]`.
         token: the token after them, from the residual or as the bonus token, `[batch]`.
         finite: whether the target's logits there were finite; where not, `token` means nothing, `[batch]`.
+        overlap: sum of min(p, q) = 1 - TV at each draft token, the best chance any rule has to accept it, for a
+            coupled draft; else zeros, `[batch, drafted]`.
     """
 
     count: Tensor
     token: Tensor
     finite: Tensor
+    overlap: Tensor
 
 
 def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     """Judge the draft and draw the token after it. Nothing waits for the device here."""
-    p = state.sampling.probabilities(logits)
+    sampling = state.sampling
+    p = sampling.probabilities(logits)
     finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
     p = torch.where(finite[..., None], p, 0.0)
+    decided = sampling.decide(p, state.cache.positions(p.shape[1]) + 1)
+    q = None if sampling.decided else draft.q
     noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)
-    count = rule.accepted(noise < rule.heads(draft.tokens, draft.q, p))
-    token = state.sampling.choose(rule.next(draft.tokens, draft.q, p, count), state.generator)
-    return Accepted(count, token, finite.gather(1, count[:, None])[:, 0])
+    count = rule.accepted(noise < rule.heads(draft.tokens, q, decided, logits))
+    token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)
+    coupled = draft.q is not None and q is None
+    overlap = torch.minimum(p[:, :-1], draft.q).sum(-1) if coupled else torch.zeros_like(noise)
+    return Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap)
 
 
 def commit(state: State, request: Request, draft: Draft, accepted: Accepted, stats: Stats) -> Round:
     """Make tokens final: cut each row at its end, move the cursors, count. The round's one synchronisation."""
-    columns = [draft.tokens, accepted.token[:, None], accepted.count[:, None], accepted.finite[:, None]]
-    table = torch.cat([column.long() for column in columns], 1).tolist()
+    verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
+    # As doubles, which hold every token id exactly, all of it comes over at once.
+    table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
     rows = []
-    for row, (*drafted, token, count, finite) in enumerate(table):
+    for row, numbers in enumerate(table):
         if not state.live[row]:
             rows.append(RowRound((), (), 0))
             continue
+        token, count, finite, *drafted = (int(number) for number in numbers[: 3 + draft.length])
+        overlap = numbers[3 + draft.length :]
         run = drafted[:count] + [token] * finite
         kept = run[: _end(run, request.eos, request.max_new_tokens - len(state.committed[row]))]
         state.committed[row] += kept
@@ -144,7 +155,7 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         stands = min(count, len(kept))
         # The target judged one token more than it accepted, unless it had accepted all or the row was over.
         judged = min(stands + 1, draft.length) if len(kept) > stands else stands
-        stats.count_row(draft.length, judged, stands, len(kept))
+        stats.count_row(draft.length, judged, stands, len(kept), sum(overlap[:judged]))
         rows.append(RowRound(tuple(kept), tuple(drafted), stands))
     stats.rounds += 1
     state.cache.commit([len(row.tokens) if live else 0 for row, live in zip(rows, state.live, strict=True)])

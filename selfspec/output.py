@@ -55,8 +55,10 @@ class GenerateOutput:
         sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
         lengths: number of new tokens of each row.
         stats: what was counted.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
     sequences: Tensor
     lengths: tuple[int, ...]
     stats: Stats
+    lossless: bool

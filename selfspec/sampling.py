@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from selfspec.coupling import Coupling
+
 
 class Sampling:
     """Turns logits into the distribution that plain decoding would draw from.
@@ -13,10 +15,21 @@ class Sampling:
     Args:
         warpers: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them;
             None for greedy decoding, whose distribution is one-hot at the largest logit.
+        coupling: chooses tokens by the noise of their place; None: by independent draws.
     """
 
-    def __init__(self, warpers: LogitsProcessorList | None) -> None:
+    def __init__(self, warpers: LogitsProcessorList | None, coupling: Coupling | None = None) -> None:
         self._warpers = warpers
+        self._coupling = coupling
+
+    def coupled(self, seed: int) -> Sampling:
+        """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
+        return self if self.greedy else Sampling(self._warpers, Coupling(seed))
+
+    @property
+    def decided(self) -> bool:
+        """Whether `decide` leaves one possible token everywhere, so that nothing is drawn."""
+        return self.greedy or self._coupling is not None
 
     @property
     def greedy(self) -> bool:
@@ -41,17 +54,28 @@ class Sampling:
         warped: Tensor = self._warpers(no_prefix, flat)
         return warped.softmax(-1).reshape(scores.shape)
 
-    def choose(self, weights: Tensor, generator: torch.Generator) -> Tensor:
-        """The token each of the given distributions gives: its one possible token if greedy, else a draw.
+    def decide(self, p: Tensor, positions: Tensor) -> Tensor:
+        """What tokens are drawn from: p itself, or one-hot at what the noise of the place chooses from it.
+
+        Args:
+            p: `[batch, tokens, vocab]`.
+            positions: of the tokens to be drawn, `[batch or 1, tokens]`.
+        """
+        if self._coupling is None:
+            return p
+        return torch.zeros_like(p).scatter_(-1, self._coupling.choose(p, positions)[..., None], 1.0)
+
+    def draw(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+        """The token each of the given distributions gives: its one possible token where decided, else a draw.
 
         Args:
             weights: `[..., vocab]`, non-negative; they need not be normalised.
-            generator: the source of randomness, not touched by greedy decoding.
+            generator: the source of randomness, not touched where all is decided.
 
         Returns:
             `[...]`.
         """
-        return weights.argmax(-1) if self.greedy else draw(weights, generator)
+        return weights.argmax(-1) if self.decided else draw(weights, generator)
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:

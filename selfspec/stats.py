@@ -22,6 +22,7 @@ class Stats:
         drafted: draft tokens of live rows, whether or not the target came to judge them.
         judged: draft tokens the target judged. A token after a rejected one, or after the end of its row, is not.
         accepted: draft tokens committed.
+        overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_position: `judged` by position in the draft, first token first.
         accepted_per_position: `accepted` by position in the draft.
         cache_bytes: keys and values allocated at the end, in bytes.
@@ -32,6 +33,7 @@ class Stats:
     row_rounds: int = 0
     new_tokens: int = 0
     drafted: int = 0
+    overlap: float = 0.0
     judged_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     cache_bytes: int = 0
@@ -53,15 +55,21 @@ class Stats:
         return self.accepted / self.judged if self.judged else float("nan")
 
     @property
+    def optimal_acceptance_rate(self) -> float:
+        """For coupled drafts, the mean of 1 - TV(p, q), which no rule's acceptance rate exceeds. NaN for others."""
+        return self.overlap / self.judged if self.overlap else float("nan")
+
+    @property
     def mean_accepted_length(self) -> float:
         """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
-    def count_row(self, drafted: int, judged: int, accepted: int, committed: int) -> None:
+    def count_row(self, drafted: int, judged: int, accepted: int, committed: int, overlap: float) -> None:
         """Count one live row's part of a round."""
         self.row_rounds += 1
         self.drafted += drafted
         self.new_tokens += committed
+        self.overlap += overlap
         for counts, number in ((self.judged_per_position, judged), (self.accepted_per_position, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for position in range(number):
@@ -73,6 +81,7 @@ class Stats:
             "judged": self.judged,
             "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate if self.judged else None,
+            "optimal_acceptance_rate": self.optimal_acceptance_rate if self.overlap else None,
             "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
         }
         return {**asdict(self), **derived}

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from selfspec.accept import TokenLevel
+from selfspec.accept import Rule, find_rule
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS
-from selfspec.cache import SharedCache
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.errors import (
     ClosedError,
     DraftConfigError,
-    NonFiniteLogitsError,
     PromptError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from selfspec.generate import rounds
-from selfspec.output import GenerateOutput, Round
-from selfspec.passes import Passes
+from selfspec.generation import Generation
+from selfspec.output import GenerateOutput
 from selfspec.request import Request, prepared_request, read_request
-from selfspec.state import State
-from selfspec.stats import Stats
 
 DEFAULT_DRAFT_LENGTH = 4
+DEFAULT_RULE = "token"
 _ATTENTION_KERNELS = ("eager", "sdpa")
 
 
@@ -39,6 +33,7 @@ def wrap(
     draft: Drafter | None = None,
     *,
     draft_length: int = DEFAULT_DRAFT_LENGTH,
+    accept: str | Rule = DEFAULT_RULE,
     adapter: Adapter | None = None,
 ) -> SelfSpeculative:
     """Make a model draft for itself.
@@ -49,13 +44,17 @@ def wrap(
         model: any causal LM of a supported architecture.
         draft: `EarlyExit`, `LayerSkip` or another drafter; None decodes plainly, in the same loop.
         draft_length: tokens drafted each round, at least 1.
+        accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
+            "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
+            "relaxed-top-k"; or a rule object.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
+        UnsupportedOptionError: there is no acceptance rule of that name.
     """
-    return SelfSpeculative(model, draft, draft_length, adapter or find_adapter(model))
+    return SelfSpeculative(model, draft, draft_length, accept, adapter or find_adapter(model))
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
@@ -93,13 +92,22 @@ class SelfSpeculative:
         model: the stock model, unchanged.
         draft: what drafts; None for plain decoding.
         draft_length: tokens drafted each round, unless a call says otherwise.
+        rule: judges drafts, unless a call says otherwise.
         adapter: where the model keeps its layers.
     """
 
-    def __init__(self, model: PreTrainedModel, draft: Drafter | None, draft_length: int, adapter: Adapter) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: Drafter | None,
+        draft_length: int,
+        accept: str | Rule,
+        adapter: Adapter,
+    ) -> None:
         self.model = model
         self.draft = draft
         self.draft_length = draft_length
+        self.rule = find_rule(accept)
         self.adapter = adapter
         self._closed = False
         self._check_model()
@@ -113,6 +121,7 @@ class SelfSpeculative:
         *,
         seed: int | None = None,
         draft_length: int | None = None,
+        accept: str | Rule | None = None,
         **options: Any,
     ) -> GenerateOutput:
         """Generate, meaning by every argument what `model.generate` means.
@@ -124,6 +133,7 @@ class SelfSpeculative:
             seed: makes sampling repeatable on the same machine, dtype and settings; None draws a fresh one from
                 torch's default generator, so `torch.manual_seed` works as it does in `transformers`.
             draft_length: tokens drafted each round of this call.
+            accept: the rule that judges drafts in this call.
             **options: any other keyword of `model.generate`; one that cannot be honoured is refused by name.
 
         Returns:
@@ -133,10 +143,8 @@ class SelfSpeculative:
             PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass.
             NonFiniteLogitsError: the target's logits became NaN or infinite; carries what was generated.
         """
-        run = self._begin(self._read(input_ids, attention_mask, generation_config, options), seed, draft_length)
-        for _ in run.rounds():
-            pass
-        return run.output()
+        run = self._begin(self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept)
+        return run.finish()
 
     def stream(
         self,
@@ -146,14 +154,16 @@ class SelfSpeculative:
         *,
         seed: int | None = None,
         draft_length: int | None = None,
+        accept: str | Rule | None = None,
         **options: Any,
-    ) -> Iterator[Round]:
-        """Generate and yield what each round commits, as it does. Arguments and errors as in `generate`.
+    ) -> Generation:
+        """Generate step by step: iterate over the result for what each round commits. Arguments as in `generate`.
 
         Errors in the arguments are raised by the call itself, not by the first step of the iteration.
         """
-        run = self._begin(self._read(input_ids, attention_mask, generation_config, options), seed, draft_length)
-        return run.rounds()
+        return self._begin(
+            self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept
+        )
 
     def __call__(
         self,
@@ -164,6 +174,7 @@ class SelfSpeculative:
         generation_config: GenerationConfig,
         seed: int | None = None,
         draft_length: int | None = None,
+        accept: str | Rule | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
         """Serve `model.generate(..., custom_generate=spec)`: the same, with the result `transformers` would return.
@@ -179,10 +190,8 @@ class SelfSpeculative:
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        run = self._begin(request, seed, draft_length)
-        for _ in run.rounds():
-            pass
-        return run.output() if request.return_dict else run.output().sequences
+        output = self._begin(request, seed, draft_length, accept).finish()
+        return output if request.return_dict else output.sequences
 
     def unwrap(self) -> PreTrainedModel:
         """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
@@ -209,11 +218,14 @@ class SelfSpeculative:
             self.model, inputs if input_ids is None else input_ids, attention_mask, generation_config, options
         )
 
-    def _begin(self, request: Request, seed: int | None, draft_length: int | None) -> Generation:
+    def _begin(
+        self, request: Request, seed: int | None, draft_length: int | None, accept: str | Rule | None
+    ) -> Generation:
         self._check_open()
         self._check_model()
         length = self._check_draft(self.draft_length if draft_length is None else draft_length)
-        return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), seed)
+        rule = self.rule if accept is None else find_rule(accept)
+        return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -237,60 +249,3 @@ class SelfSpeculative:
         if draft_length == 0:
             raise DraftConfigError("draft length must be at least 1; wrap with draft=None to decode plainly")
         return FixedLength(draft_length).length
-
-
-class Generation:
-    """One call under way: its state and what it has counted."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        adapter: Adapter,
-        request: Request,
-        draft: Drafter | None,
-        control: FixedLength,
-        seed: int | None,
-    ) -> None:
-        device = model.get_input_embeddings().weight.device
-        batch = request.input_ids.shape[0]
-        cache = SharedCache(
-            depth=len(adapter.decoder_layers(model)),
-            batch=batch,
-            limit=max(request.lengths) + request.max_new_tokens,
-            slack=control.length,
-            device=device,
-        )
-        generator = torch.Generator(device)
-        generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
-        self.stats = Stats()
-        self._request = request
-        self._draft = draft
-        self._control = control
-        self._state = State(
-            passes=Passes(model, adapter, cache),
-            cache=cache,
-            sampling=request.sampling,
-            generator=generator,
-            last=request.input_ids[:, -1:].to(device),
-            committed=[[] for _ in range(batch)],
-            live=[request.max_new_tokens > 0] * batch,
-        )
-
-    def rounds(self) -> Iterator[Round]:
-        """Run to the end, round by round.
-
-        Raises:
-            NonFiniteLogitsError: after the last round, if a row ended for that reason.
-        """
-        yield from rounds(self._state, self._request, self._draft, self._control, TokenLevel(), self.stats)
-        if self._state.failed:
-            raise NonFiniteLogitsError(self.output(), tuple(sorted(self._state.failed)))
-
-    def output(self) -> GenerateOutput:
-        """What has been generated so far."""
-        committed = self._state.committed
-        longest = max(len(tokens) for tokens in committed)
-        padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
-        prompts = self._request.input_ids
-        new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
-        return GenerateOutput(torch.cat([prompts, new], 1), tuple(len(tokens) for tokens in committed), self.stats)

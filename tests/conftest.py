@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from transformers import PreTrainedModel
+
+import tiny
 
 
 @pytest.fixture(autouse=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from goodness import holm_rejects, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
+import tiny
+from goodness import holm_rejects, p_value
 from selfspec.accept import TokenLevel
 from selfspec.draft import Drafter
 from selfspec.sampling import Sampling
@@ -152,9 +152,9 @@ class ResidualFromP(TokenLevel):
         return p[torch.arange(len(tokens)), accepted]
 
 
-def test_the_joint_test_sees_a_residual_taken_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.wrapped.TokenLevel", ResidualFromP)
-    found = p_values(selfspec.wrap(small(), selfspec.EarlyExit(1), draft_length=3), Warp())
+def test_the_joint_test_sees_a_residual_taken_from_p() -> None:
+    spec = selfspec.wrap(small(), selfspec.EarlyExit(1), draft_length=3, accept=ResidualFromP())
+    found = p_values(spec, Warp())
     assert holm_rejects(found, 0.01), found
 
 

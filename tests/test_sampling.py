@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from goodness import p_value
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -12,6 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from goodness import p_value
 from selfspec.sampling import Sampling, draw, proper
 
 

@@ -1,6 +1,10 @@
 """Verification rules: pure functions of draft tokens, q and p; no model, no cache, no draws."""
 
+from selfspec.accept.block import Block
+from selfspec.accept.coupled import Coupled
+from selfspec.accept.named import RULES, find_rule
+from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.accept.rule import Rule
 from selfspec.accept.token_level import TokenLevel
 
-__all__ = ["Rule", "TokenLevel"]
+__all__ = ["RULES", "Block", "Coupled", "Rule", "TokenLevel", "TopKTolerance", "Typical", "find_rule"]

@@ -15,10 +15,21 @@ class Rule(Protocol):
     over drafts and coins, with no sampling. Nothing here draws, and nothing waits for the device.
 
     Shapes: draft tokens `[batch, drafted]`; q `[batch, drafted, vocab]`, or None for a deterministic draft, whose q is
-    one-hot at its tokens; p `[batch, drafted + 1, vocab]`, one distribution per draft token and one after the last.
+    one-hot at its tokens; p `[batch, drafted + 1, vocab]`, one distribution per draft token and one after the last;
+    logits as p, the target's own before temperature and filters.
+
+    Attributes:
+        lossless: whether what is committed is distributed exactly as the target's own tokens.
+        couples: whether draft and target choose their tokens with the noise of the place (see `coupling`).
     """
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor) -> Tensor:
+    @property
+    def lossless(self) -> bool: ...
+
+    @property
+    def couples(self) -> bool: ...
+
+    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
         """Probability of heads for each coin, `[batch, drafted]`."""
         ...
 

@@ -16,7 +16,10 @@ class TokenLevel:
     token stands if it is the target's choice, and the residual is that choice.
     """
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor) -> Tensor:
+    lossless = True
+    couples = False
+
+    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
         """min(1, p/q) of each draft token, `[batch, drafted]`."""
         index = tokens[..., None]
         p_token = p[:, : tokens.shape[1]].gather(-1, index)[..., 0]
@@ -26,7 +29,7 @@ class TokenLevel:
 
     def accepted(self, coins: Tensor) -> Tensor:
         """Number of heads before the first tails, `[batch]`."""
-        return coins.long().cumprod(-1).sum(-1)
+        return unbroken(coins)
 
     def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
         """max(p - q, 0) at the first rejected position, p after the last draft token; `[batch, vocab]`.
@@ -46,3 +49,8 @@ class TokenLevel:
         residual = (p_next - q_next).clamp_min(0.0)
         keep_p = (accepted == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)
         return torch.where(keep_p, p_next, residual)
+
+
+def unbroken(coins: Tensor) -> Tensor:
+    """Number of heads before the first tails, `[batch]`, in coins `[batch, drafted]`."""
+    return coins.long().cumprod(-1).sum(-1)

@@ -41,7 +41,8 @@ class PathDrafter(Drafter):
         for _ in range(length):
             step = state.passes.logits(path, token)
             q = proper(state.sampling.probabilities(step.logits))
-            token = state.sampling.choose(q, state.generator)
+            decided = state.sampling.decide(q, state.cache.positions(1) + 1)
+            token = state.sampling.draw(decided, state.generator)
             tokens.append(token)
             distributions.append(q)
             states.append(step.states)

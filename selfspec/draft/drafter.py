@@ -38,7 +38,7 @@ class Draft:
     Attributes:
         tokens: `[batch, drafted]`.
         q: the distribution each token was drawn from, `[batch, drafted, vocab]`; None where the draft is
-            deterministic (q is one-hot at its tokens).
+            deterministic (q is one-hot at its tokens), as greedy drafts and look-ups are.
         resume: what verification may build on; None where it starts from tokens.
     """
 

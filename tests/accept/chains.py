@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from accept.exact import Chain
 from hypothesis import strategies as st
 from torch import Tensor
+
+from accept.exact import Chain
 
 _KINDS = ("dense", "peaked", "sparse", "one-hot", "near-tie")
 

@@ -70,7 +70,7 @@ def committed(rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = Non
         weights = weights[weights > 0]
         q_rows = q.along(drafts)
     p_rows = p.along(drafts)
-    heads = rule.heads(drafts, q_rows, p_rows)
+    heads = rule.heads(drafts, q_rows, p_rows, p_rows.log())
     assert ((heads >= 0) & (heads <= 1)).all()
     joint = torch.zeros([vocab] * (drafted + 1), dtype=weights.dtype)
     length = 0.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accept.chains import Case, cases
-from accept.exact import Chain, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accept.chains import Case, cases
+from accept.exact import Chain, committed
 from selfspec.accept import TokenLevel
 
 
@@ -40,7 +40,7 @@ def test_accepts_one_minus_total_variation(vocab: int, seed: int) -> None:
 
 
 class SwappedRatio(TokenLevel):
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor) -> Tensor:
+    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
         assert q is not None
         index = tokens[..., None]
         ratio = q.gather(-1, index) / p[:, : tokens.shape[1]].gather(-1, index)

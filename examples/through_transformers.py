@@ -1,0 +1,19 @@
+"""The other way in: `model.generate` with a wrapped model as its `custom_generate`."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import selfspec
+from selfspec.demo import checkpoint_folder
+
+folder = checkpoint_folder()
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+prompt = tokenizer("Lily and Tom", return_tensors="pt").input_ids
+
+spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
+drafted = model.generate(prompt, custom_generate=spec, max_new_tokens=40, do_sample=False)
+
+print(tokenizer.decode(drafted[0], skip_special_tokens=True))
+assert torch.equal(drafted, model.generate(prompt, max_new_tokens=40, do_sample=False))
+assert spec.unwrap() is model

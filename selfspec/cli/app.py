@@ -1,0 +1,65 @@
+"""The command line's entry: `selfspec COMMAND`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from selfspec.cli.demo import demo
+from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
+from selfspec.cli.generate import generate
+from selfspec.cli.inspect import inspect
+
+app = typer.Typer(
+    name="selfspec",
+    help="Self-speculative decoding: one language model drafts for itself; the output is exactly its own.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+app.command()(generate)
+app.command()(inspect)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from selfspec import __version__
+
+        typer.echo(f"selfspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its status: 0, 1 for a run that failed, 2 for bad input, 130 when interrupted.
+
+    Args:
+        arguments: words after `selfspec`; None: those of the process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = asks_for_json(words)
+    try:
+        status = typer.main.get_command(app).main(words, prog_name="selfspec", standalone_mode=False) or 0
+    except Exception as error:
+        report(error, as_json)
+        sys.exit(status_of(error))
+    # typer turns an interrupt that no command caught into this status.
+    if status == INTERRUPTED:
+        report(KeyboardInterrupt(), as_json)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The work of `selfspec demo`, apart from its options: measure, check, print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from transformers.utils import logging
+
+from selfspec.checkpoint import Checkpoint, load_checkpoint
+from selfspec.cli.ending import FailedRunError
+from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.options import OutputFormat
+from selfspec.cli.stats_table import by_position
+from selfspec.cli.text_stream import decoded
+from selfspec.demo.comparison import Arm, Comparison, Total, compare, runs
+from selfspec.demo.embedded import MODEL_FOLDER, PROMPTS
+from selfspec.demo.verdict import verdict
+from selfspec.draft import Drafter
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asked for.
+
+    Attributes:
+        draft: what drafts, as it was written.
+        drafter: what drafts.
+        draft_length: tokens drafted each round.
+        max_new_tokens: the most tokens for each story.
+        repeats: how often each way of decoding is timed.
+        device: where.
+        threads: CPU threads; None: torch's own choice.
+        output: what stdout gets.
+    """
+
+    draft: str
+    drafter: Drafter
+    draft_length: int
+    max_new_tokens: int
+    repeats: int
+    device: str
+    threads: int | None
+    output: OutputFormat
+
+
+class TokensDifferError(Exception):
+    """Self-speculation gave other tokens than plain decoding: a fault of selfspec."""
+
+
+def run(job: Job) -> None:
+    """Measure and print.
+
+    Raises:
+        DraftConfigError, PromptError, UnsupportedOptionError: the job cannot be done; nothing was printed.
+        FailedRunError: tokens differ; everything was printed.
+    """
+    logging.set_verbosity_error()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    checkpoint = load_checkpoint(str(MODEL_FOLDER), "float32", job.device)
+    comparison = _measured(job, checkpoint)
+    sentence = verdict(comparison, checkpoint.model.num_parameters())
+    result = _result(job, checkpoint, comparison, sentence)
+    if job.output == "text":
+        _print(job, checkpoint, comparison, sentence)
+    if not all(comparison.identical):
+        differing = [prompt for prompt, same in zip(PROMPTS, comparison.identical, strict=True) if not same]
+        raise FailedRunError(
+            TokensDifferError(f"tokens differ for {', '.join(map(repr, differing))}; please report this as a bug"),
+            result,
+        )
+    if job.output == "json":
+        print_json(result)
+
+
+def _measured(job: Job, checkpoint: Checkpoint) -> Comparison:
+    device = checkpoint.model.device
+    prompts = [checkpoint.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in PROMPTS]
+    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=runs(job.repeats))
+        return compare(
+            checkpoint.model,
+            prompts,
+            job.drafter,
+            job.draft_length,
+            job.max_new_tokens,
+            job.repeats,
+            lambda: progress.advance(bar),
+        )
+
+
+def _result(job: Job, checkpoint: Checkpoint, comparison: Comparison, sentence: str) -> dict[str, Any]:
+    stories = zip(PROMPTS, comparison.identical, *(arm.tokens for arm in comparison.arms), strict=True)
+    return {
+        "settings": {
+            "model": MODEL_FOLDER.parent.name + "/" + MODEL_FOLDER.name,
+            "draft": job.draft,
+            "draft_length": job.draft_length,
+            "max_new_tokens": job.max_new_tokens,
+            "repeats": job.repeats,
+            "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
+            "device": str(checkpoint.model.device),
+            "threads": torch.get_num_threads(),
+        },
+        "stories": [
+            {
+                "prompt": prompt,
+                "identical": same,
+                "token_ids": {"model_generate": stock, "plain": plain, "drafting": drafting},
+                "text": _continuation(checkpoint, prompt, drafting),
+            }
+            for prompt, same, stock, plain, drafting in stories
+        ],
+        "identical": all(comparison.identical),
+        "model_generate": comparison.stock.to_dict(),
+        "plain": comparison.plain.to_dict(),
+        "drafting": {**comparison.drafting.to_dict(), "total": Total.of(comparison.drafting.stats).to_dict()},
+        "speedup": comparison.speedup,
+        "verdict": sentence,
+        "versions": versions(),
+    }
+
+
+def _print(job: Job, checkpoint: Checkpoint, comparison: Comparison, sentence: str) -> None:
+    console = Console(highlight=False)
+    console.print(_stories(checkpoint, comparison))
+    same = all(comparison.identical)
+    console.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")
+    console.print()
+    console.print(_measurements(comparison))
+    console.print(
+        f"Draft {job.draft}, draft length {job.draft_length}, {comparison.drafting.new_tokens} tokens, "
+        f"{job.repeats} repeats, {checkpoint.model.device}, {torch.get_num_threads()} threads. Acceptance by position: "
+        "share of the judged draft tokens. Peak memory: above the level before, one run.",
+        style="dim",
+    )
+    console.print()
+    console.print(sentence)
+
+
+def _stories(checkpoint: Checkpoint, comparison: Comparison) -> Table:
+    table = Table("plain decoding", "self-speculation", show_lines=True, expand=True)
+    for prompt, plain, drafting in zip(PROMPTS, comparison.plain.tokens, comparison.drafting.tokens, strict=True):
+        cells = (_continuation(checkpoint, prompt, tokens) for tokens in (plain, drafting))
+        table.add_row(*(Text.assemble((prompt, "bold"), cell) for cell in cells))
+    return table
+
+
+def _measurements(comparison: Comparison) -> Table:
+    table = Table("")
+    for arm in comparison.arms:
+        table.add_column(arm.name, justify="right")
+    quantities: dict[str, Callable[[Arm], str]] = {
+        "tokens/s, median": lambda arm: f"{arm.median:.0f}",
+        "tokens/s, range": lambda arm: f"{min(arm.tokens_per_second):.0f}-{max(arm.tokens_per_second):.0f}",
+        "mean accepted length": lambda arm: f"{Total.of(arm.stats).mean_accepted_length:.2f}" if arm.stats else "1.00",
+        "acceptance by position": _acceptance,
+        "peak memory": lambda arm: "n/a" if arm.peak_bytes is None else _kib(arm.peak_bytes),
+        "KV cache": lambda arm: _kib(Total.of(arm.stats).cache_bytes) if arm.stats else "n/a",
+    }
+    for quantity, shown in quantities.items():
+        table.add_row(quantity, *(shown(arm) for arm in comparison.arms))
+    return table
+
+
+def _acceptance(arm: Arm) -> str:
+    if not arm.stats:
+        return "-"
+    total = Total.of(arm.stats)
+    return by_position(total.accepted_per_position, total.judged_per_position)
+
+
+def _kib(number: int) -> str:
+    return f"{number / 1024:,.0f} KiB"
+
+
+def _continuation(checkpoint: Checkpoint, prompt: str, tokens: list[int]) -> str:
+    before = checkpoint.tokenizer(prompt).input_ids
+    return decoded(checkpoint.tokenizer, before + tokens)[len(decoded(checkpoint.tokenizer, before)) :]

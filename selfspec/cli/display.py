@@ -1,0 +1,97 @@
+"""Showing rounds as they are committed: plain text, coloured by where each token came from, or not at all."""
+
+from __future__ import annotations
+
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from selfspec.cli.text_stream import TextStream
+from selfspec.output import RowRound
+
+# Strokes and weight besides colours, so that NO_COLOR leaves the three apart.
+_ACCEPTED = Style(color="green")
+_OWN = Style(bold=True)
+_REJECTED = Style(color="red", dim=True, strike=True)
+
+
+class Display(Protocol):
+    """Shows one generation."""
+
+    def show(self, committed: RowRound) -> None:
+        """Show a round."""
+
+    def finish(self) -> None:
+        """Show what is left at the end, whatever ended it."""
+
+
+class SilentDisplay:
+    """Shows nothing."""
+
+    def show(self, committed: RowRound) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+
+class PlainDisplay:
+    """Writes the text as it is committed, and a line break at the end.
+
+    Args:
+        stream: turns tokens to text.
+        out: where it is written.
+    """
+
+    def __init__(self, stream: TextStream, out: IO[str]) -> None:
+        self._stream = stream
+        self._out = out
+
+    def show(self, committed: RowRound) -> None:
+        """Write a round's text."""
+        self._write(self._stream.push(committed.tokens))
+
+    def finish(self) -> None:
+        """Write the rest and a line break."""
+        self._write(self._stream.finish() + "\n")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class DraftDisplay:
+    """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in a style of its own.
+
+    Args:
+        stream: turns tokens to text.
+        out: where it is written.
+    """
+
+    def __init__(self, stream: TextStream, out: IO[str]) -> None:
+        self._stream = stream
+        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._write("accepted draft", _ACCEPTED)
+        self._write(" | ", Style())
+        self._write("the target's own", _OWN)
+        self._write(" | ", Style())
+        self._write("rejected draft", _REJECTED)
+        self._write("\n\n", Style())
+
+    def show(self, committed: RowRound) -> None:
+        """Write a round: what was accepted, what was rejected, and then the target's own token."""
+        self._write(self._stream.push(committed.tokens[: committed.accepted]), _ACCEPTED)
+        rejected = self._stream.foresee(committed.draft[committed.accepted :])
+        # A line that was not committed must not break the text.
+        self._write(rejected.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"), _REJECTED)
+        self._write(self._stream.push(committed.tokens[committed.accepted :]), _OWN)
+
+    def finish(self) -> None:
+        """Write the rest and a line break."""
+        self._write(self._stream.finish() + "\n", _OWN)
+
+    def _write(self, text: str, style: Style) -> None:
+        self._console.print(Text(text, style), end="")
+        self._console.file.flush()

@@ -1,0 +1,102 @@
+"""One generation under way: iterate over it for what each round commits, ask it for what there is so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.accept import Rule
+from selfspec.adapter import Adapter
+from selfspec.cache import SharedCache
+from selfspec.control import FixedLength
+from selfspec.draft import Drafter
+from selfspec.errors import NonFiniteLogitsError
+from selfspec.generate import rounds
+from selfspec.output import GenerateOutput, Round
+from selfspec.passes import Passes
+from selfspec.request import Request
+from selfspec.state import State
+from selfspec.stats import Stats
+
+
+class Generation(Iterator[Round]):
+    """One call of `generate` or `stream`. It runs as it is iterated over, and not before.
+
+    It may be abandoned at any round; nothing needs closing.
+
+    Attributes:
+        stats: what has been counted. Times and bytes are filled in when the generation ends or is abandoned.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        request: Request,
+        draft: Drafter | None,
+        control: FixedLength,
+        rule: Rule,
+        seed: int | None,
+    ) -> None:
+        device = model.get_input_embeddings().weight.device
+        batch = request.input_ids.shape[0]
+        cache = SharedCache(
+            depth=len(adapter.decoder_layers(model)),
+            batch=batch,
+            limit=max(request.lengths) + request.max_new_tokens,
+            slack=control.length,
+            device=device,
+        )
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        generator = torch.Generator(device)
+        generator.manual_seed(seed)
+        self.stats = Stats()
+        self._request = request
+        self._lossless = rule.lossless
+        self._state = State(
+            passes=Passes(model, adapter, cache),
+            cache=cache,
+            sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
+            generator=generator,
+            last=request.input_ids[:, -1:].to(device),
+            committed=[[] for _ in range(batch)],
+            live=[request.max_new_tokens > 0] * batch,
+        )
+        self._rounds = rounds(self._state, request, draft, control, rule, self.stats)
+
+    def __next__(self) -> Round:
+        """Run one round.
+
+        Raises:
+            NonFiniteLogitsError: after the last round, if a row ended for that reason.
+        """
+        try:
+            return next(self._rounds)
+        except StopIteration:
+            failed, self._state.failed = self._state.failed, []
+            if failed:
+                raise NonFiniteLogitsError(self.output(), tuple(sorted(failed))) from None
+            raise
+
+    def finish(self) -> GenerateOutput:
+        """Run all rounds that are left.
+
+        Raises:
+            NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
+        """
+        for _ in self:
+            pass
+        return self.output()
+
+    def output(self) -> GenerateOutput:
+        """What has been generated so far."""
+        committed = self._state.committed
+        longest = max(len(tokens) for tokens in committed)
+        padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
+        prompts = self._request.input_ids
+        new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
+        lengths = tuple(len(tokens) for tokens in committed)
+        return GenerateOutput(torch.cat([prompts, new], 1), lengths, self.stats, self._lossless)

@@ -1,0 +1,61 @@
+"""The relaxed rules do what their papers say, say that they are not lossless, and are found by name alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from selfspec.accept import RULES, TopKTolerance, Typical
+
+
+def test_only_names_that_say_so_are_not_lossless() -> None:
+    assert {name for name, rule in RULES.items() if not rule.lossless} == {"relaxed-typical", "relaxed-top-k"}
+
+
+def test_typical_acceptance_keeps_what_is_likely_for_the_entropy() -> None:
+    p = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]]])
+    rule = Typical(epsilon=0.3, delta=0.5)
+    entropy = [-sum(x * math.log(x) for x in row.tolist()) for row in p[0]]
+    for tokens in ([0, 0], [1, 1], [2, 0], [3, 2]):
+        expected = [float(p[0, i, token] > min(0.3, 0.5 * math.exp(-entropy[i]))) for i, token in enumerate(tokens)]
+        assert rule.heads(torch.tensor([tokens]), None, p, p.log()).tolist() == [expected]
+
+
+def test_top_k_with_tolerance_needs_rank_and_likelihood() -> None:
+    logits = torch.tensor([[[3.0, 2.5, 2.0, 1.9], [3.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]]])
+    rule = TopKTolerance(top_k=2, tolerance=1.0)
+    assert rule.heads(torch.tensor([[1, 0]]), None, logits, logits).tolist() == [[1.0, 1.0]]
+    # The third likeliest is out by rank, the second by likelihood.
+    assert rule.heads(torch.tensor([[2, 1]]), None, logits, logits).tolist() == [[0.0, 0.0]]
+
+
+def test_a_rejected_token_gives_way_to_the_target_own() -> None:
+    p = torch.rand(3, 4, 5).softmax(-1)
+    weights = Typical().next(torch.zeros(3, 3, dtype=torch.long), None, p, torch.tensor([0, 3, 1]))
+    assert torch.equal(weights, torch.stack([p[0, 0], p[1, 3], p[2, 1]]))
+
+
+@pytest.mark.parametrize("name", ["token", "block", "coupled", "relaxed-typical", "relaxed-top-k"])
+def test_results_say_whether_they_are_lossless(llama: PreTrainedModel, name: str) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), accept=name)
+    output = spec.generate(tiny.prompt(4), max_new_tokens=20, do_sample=True, top_k=None, seed=0)
+    assert output.lossless == (not name.startswith("relaxed"))
+
+
+def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel) -> None:
+    ids = tiny.prompt(4)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3))
+    exact = spec.generate(ids, max_new_tokens=40, do_sample=False)
+    relaxed = spec.generate(ids, max_new_tokens=40, do_sample=False, accept=TopKTolerance(top_k=10, tolerance=4.0))
+    assert relaxed.stats.acceptance_rate > exact.stats.acceptance_rate
+    assert not torch.equal(relaxed.sequences, exact.sequences)
+
+
+def test_an_unknown_name_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(selfspec.UnsupportedOptionError, match="no acceptance rule 'typical'; choose one of token"):
+        selfspec.wrap(llama, selfspec.EarlyExit(2), accept="typical")

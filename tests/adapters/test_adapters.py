@@ -1,0 +1,154 @@
+"""The declared architectures: each declaration fits the stock model, and each generates exactly what it does plainly."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path as FilePath
+
+import pytest
+import selfspec
+import selfspec.adapters
+import tiny
+import torch
+from reference import layers_of, sublayer_module
+from selfspec.adapters import ADAPTERS
+from selfspec.path import sublayers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+DRAFTS = [
+    selfspec.EarlyExit(1),
+    selfspec.EarlyExit(3),
+    selfspec.LayerSkip(layers=[0, 2]),
+    selfspec.LayerSkip(attention=[0, 3]),
+    selfspec.LayerSkip(attention=[2], mlp=[1]),
+]
+
+
+def test_every_architecture_has_a_tiny_model_to_test_it_on() -> None:
+    assert sorted(tiny.BUILDERS) == sorted(ADAPTERS)
+
+
+def test_every_file_declares_an_adapter_that_is_found() -> None:
+    for file in pkgutil.iter_modules(selfspec.adapters.__path__):
+        adapter = importlib.import_module(f"selfspec.adapters.{file.name}").ADAPTER
+        assert file.name in adapter.model_types
+        assert all(ADAPTERS[model_type] is adapter for model_type in adapter.model_types)
+
+
+def test_a_declaration_names_the_layers_and_sublayers_of_the_stock_model(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    adapter = ADAPTERS[architecture]
+    layers = adapter.decoder_layers(model)
+    assert layers == list(layers_of(model))
+    for sublayer in sublayers(len(layers)):
+        name = (adapter.attention, adapter.mlp)[sublayer.part]
+        assert layers[sublayer.layer].get_submodule(name) is sublayer_module(model, sublayer)
+
+
+def test_a_declaration_says_what_a_layer_returns(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    seen: set[str] = set()
+    for layer in layers_of(model):
+        layer.register_forward_hook(
+            lambda module, args, output: seen.add("tensor" if isinstance(output, torch.Tensor) else "tuple")
+        )
+    with torch.no_grad():
+        model(tiny.prompt(3))
+        model(tiny.prompt(3), use_cache=True, output_attentions=True, output_hidden_states=True)
+    assert seen == {ADAPTERS[architecture].layer_returns}
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_greedy_text_is_the_models_own(architecture: str, kernel: str, draft: selfspec.Drafter) -> None:
+    model = tiny.BUILDERS[architecture](attention=kernel)
+    prompts = tiny.prompt(9, 3)
+    mask = torch.ones_like(prompts)
+    mask[0, :8] = mask[2, :3] = 0
+    out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, mask, max_new_tokens=24, do_sample=False)
+    # Each row alone: eager attention in fp64 makes NaN of a left-padded batch in transformers itself.
+    for row, used in enumerate(mask.sum(1).tolist()):
+        wanted = model.generate(prompts[row : row + 1, -used:], max_new_tokens=24, do_sample=False)
+        assert out.sequences[row, -used - 24 :].tolist() == wanted[0].tolist()
+    assert 0 < out.stats.rounds <= 24
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_text_may_fill_the_context_to_its_last_position(architecture: str, draft: selfspec.Drafter) -> None:
+    model = tiny.BUILDERS[architecture](max_position_embeddings=32)
+    prompts = tiny.prompt(9, 2)
+    mask = torch.ones_like(prompts)
+    mask[1, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 23, "do_sample": False, "pad_token_id": 0}
+    out = selfspec.wrap(model, draft, draft_length=5).generate(prompts, **options)
+    assert out.sequences.shape == (2, 32)
+    assert out.sequences.tolist() == model.generate(prompts, **options).tolist()
+
+
+def test_an_architecture_selfspec_does_not_know_can_be_declared() -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=tiny.CONTEXT,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPTNeoXForCausalLM(config).double().eval()
+    with pytest.raises(selfspec.UnsupportedModelError, match="gpt_neox.*Adapter"):
+        selfspec.wrap(model, selfspec.EarlyExit(2))
+    adapter = selfspec.Adapter(model_types=("gpt_neox",), layers="gpt_neox.layers", attention="attention")
+    wanted = model.generate(tiny.prompt(7), max_new_tokens=20, do_sample=False)
+    for draft in DRAFTS:
+        spec = selfspec.wrap(model, draft, adapter=adapter)
+        assert spec.generate(tiny.prompt(7), max_new_tokens=20, do_sample=False).sequences.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        ("stories260K", "Once upon a time there was a little"),
+        ("stories3M", "Once upon a time there was a little"),
+        ("bitllama3M", "Once upon a time there was a little"),
+        ("pycode10M", "def add(a, b):\n"),
+    ],
+)
+def test_a_trained_checkpoint_says_what_it_says_plainly(checkpoints: FilePath, folder: str, text: str) -> None:
+    if not (checkpoints / folder).is_dir():
+        pytest.skip(f"no checkpoint {folder}")
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / folder, dtype=torch.float32).eval()
+    tokens = AutoTokenizer.from_pretrained(checkpoints / folder)(text, return_tensors="pt").input_ids
+    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    wanted = model.generate(tokens, **options)
+    depth = len(layers_of(model))
+    for draft in (
+        selfspec.EarlyExit(depth - 1),
+        selfspec.LayerSkip(layers=[depth // 2]),
+        selfspec.LayerSkip(attention=[depth // 2], mlp=[depth - 2]),
+    ):
+        out = selfspec.wrap(model, draft).generate(tokens, **options)
+        assert out.sequences.tolist() == wanted.tolist()
+        assert out.stats.acceptance_rate > 0.2
+
+
+def _dtypes(model: PreTrainedModel) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_runs_in_its_own_dtype(architecture: str, dtype: torch.dtype) -> None:
+    model = tiny.BUILDERS[architecture](dtype=dtype)
+    prompts = tiny.prompt(9, 2)
+    mask = torch.ones_like(prompts)
+    mask[0, :4] = 0
+    for draft in DRAFTS[1:3]:
+        out = selfspec.wrap(model, draft).generate(prompts, mask, max_new_tokens=12, do_sample=False)
+        assert out.sequences.shape == (2, 21)
+    assert _dtypes(model) == {dtype}

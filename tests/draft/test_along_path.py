@@ -1,0 +1,152 @@
+"""Drafting along a path: how often each token passes each sublayer, in prefill and in a round."""
+
+from __future__ import annotations
+
+import pytest
+import selfspec
+import tiny
+from reference import Calls, first_linear, layers_of, sublayer_module
+from selfspec.path import sublayers
+from transformers import PreTrainedModel
+
+ALL = sublayers(tiny.DEPTH)
+PROMPT = 7
+
+DRAFTS = {
+    **{f"exit {layer}": selfspec.EarlyExit(layer) for layer in (1, 2, 3)},
+    "attention 0": selfspec.LayerSkip(attention=[0]),
+    "mlp 0": selfspec.LayerSkip(mlp=[0]),
+    "layer 0": selfspec.LayerSkip(layers=[0]),
+    "attention 2 first": selfspec.LayerSkip(attention=[2], mlp=[2, 3]),
+    "mlp 1 first": selfspec.LayerSkip(attention=[3], mlp=[1]),
+    "attention 1, layer 3": selfspec.LayerSkip(attention=[1], layers=[3]),
+    "last layer": selfspec.LayerSkip(layers=[3]),
+    "last attention": selfspec.LayerSkip(attention=[3]),
+    "last mlp": selfspec.LayerSkip(mlp=[3]),
+}
+
+
+def _watched(model: PreTrainedModel) -> Calls:
+    calls = Calls()
+    for index, layer in enumerate(layers_of(model)):
+        calls.watch(("layer", index), layer)
+    for sublayer in ALL:
+        calls.watch(sublayer, sublayer_module(model, sublayer))
+        calls.watch(("linear", sublayer), first_linear(model, sublayer))
+    calls.watch("head", model.get_output_embeddings())
+    return calls
+
+
+def _expected(draft: selfspec.EarlyExit | selfspec.LayerSkip, drafted: int) -> dict[object, int]:
+    """Tokens through each module in one round, counted by hand from what a round should do."""
+    path = draft.path(tiny.DEPTH)
+    left_out = [s for s in ALL if not path.runs(s)]
+    # Verification goes on at the first sublayer left out; where that is the very first, it starts from the tokens.
+    resume = ALL.index(left_out[0])
+    tokens: dict[object, int] = {}
+    for place, sublayer in enumerate(ALL):
+        drafting = drafted if path.runs(sublayer) else 0
+        bringing_the_last_up = 1 if place < resume else 0
+        verifying = drafted + 1 if place >= resume else 0
+        tokens[sublayer] = tokens["linear", sublayer] = drafting + bringing_the_last_up + verifying
+    for layer in range(tiny.DEPTH):
+        runs = [place for place, s in enumerate(ALL) if s.layer == layer]
+        tokens["layer", layer] = (
+            (drafted if any(path.runs(ALL[place]) for place in runs) else 0)
+            + (1 if min(runs) < resume else 0)
+            + (drafted + 1 if max(runs) >= resume else 0)
+        )
+    tokens["head"] = drafted + (drafted + 1)
+    return tokens
+
+
+@pytest.mark.parametrize("draft_length", [1, 3])
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_no_token_passes_an_exact_sublayer_twice(
+    architecture: str, draft: selfspec.EarlyExit | selfspec.LayerSkip, draft_length: int
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    calls = _watched(model)
+    expected = _expected(draft, draft_length)
+    before = {name: 0 if name == "head" else PROMPT - 1 for name in calls.tokens}
+    stream = selfspec.wrap(model, draft, draft_length=draft_length).stream(tiny.prompt(PROMPT), max_new_tokens=50)
+    for _ in range(3):
+        chunk = next(stream)
+        assert len(chunk.rows[0].draft) == draft_length
+        assert {name: count - before[name] for name, count in calls.tokens.items()} == expected
+        before = dict(calls.tokens)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+def test_an_early_exit_round_runs_a_draft_and_one_token_through_every_layer(
+    architecture: str, exit_layer: int
+) -> None:
+    """The promise in plain numbers, apart from the general count above."""
+    drafted = 4
+    model = tiny.BUILDERS[architecture]()
+    calls = _watched(model)
+    stream = selfspec.wrap(model, selfspec.EarlyExit(exit_layer), draft_length=drafted).stream(
+        tiny.prompt(PROMPT), max_new_tokens=50
+    )
+    next(stream)
+    before = dict(calls.tokens)
+    next(stream)
+    for name, count in calls.tokens.items():
+        assert count - before[name] == (2 * drafted + 1 if name == "head" else drafted + 1)
+
+
+def test_prefill_reads_every_prompt_token_but_the_last_once_and_never_the_head(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    calls = _watched(model)
+    # Plain decoding: every round is one token, so what is more than that is prefill's.
+    stream = selfspec.wrap(model).stream(tiny.prompt(PROMPT), max_new_tokens=5)
+    for number in range(1, 6):
+        next(stream)
+        assert calls.tokens.pop("head") == number
+        assert set(calls.tokens.values()) == {PROMPT - 1 + number}
+        assert {count for name, count in calls.calls.items() if name != "head"} == {1 + number}
+        calls.tokens["head"] = number
+
+
+def test_a_prompt_of_one_token_has_no_prefill(llama: PreTrainedModel) -> None:
+    calls = _watched(llama)
+    next(selfspec.wrap(llama).stream(tiny.prompt(1), max_new_tokens=5))
+    assert set(calls.tokens.values()) == {1}
+
+
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1])], ids=str)
+def test_the_last_round_drafts_no_more_than_can_be_committed(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    calls = _watched(llama)
+    wanted = 7
+    committed = 0
+    before = calls.tokens["head"]
+    for chunk in selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=wanted):
+        drafted = len(chunk.rows[0].draft)
+        assert drafted == min(4, wanted - committed - 1)
+        assert calls.tokens["head"] - before == 2 * drafted + 1
+        before = calls.tokens["head"]
+        committed += len(chunk.tokens)
+    assert committed == wanted
+
+
+def test_rows_of_different_lengths_share_the_passes(llama: PreTrainedModel) -> None:
+    calls = _watched(llama)
+    prompts = tiny.prompt(PROMPT, 3)
+    mask = prompts.new_ones(prompts.shape)
+    mask[0, :4] = mask[2, :6] = 0
+    draft = selfspec.LayerSkip(attention=[2])
+    stream = selfspec.wrap(llama, draft, draft_length=3).stream(prompts, mask, max_new_tokens=40)
+    before = {name: 0 if name == "head" else PROMPT - 1 for name in calls.tokens}
+    for _ in range(3):
+        next(stream)
+        assert {name: count - before[name] for name, count in calls.tokens.items()} == _expected(draft, 3)
+        before = dict(calls.tokens)
+
+
+def test_a_sampled_draft_is_scored_by_what_it_was_drawn_from(llama: PreTrainedModel) -> None:
+    """Scored as one-hot it would still be exact, only wasteful: acceptance would fall to sum(p * q)."""
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=4)
+    # At this temperature p and q are nearly uniform: sum(min(p, q)) is nearly 1, sum(p * q) nearly 1 / 50.
+    out = spec.generate(tiny.prompt(PROMPT, 8), max_new_tokens=60, do_sample=True, temperature=4.0, top_k=0, seed=1)
+    assert out.stats.judged > 300
+    assert out.stats.acceptance_rate > 0.7

@@ -1,0 +1,806 @@
+"""Wrapping: a model that drafts for itself stays what it was, at every moment, for everyone else who uses it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import selfspec
+import tiny
+import torch
+from reference import layers_of, sublayer_module
+from selfspec.errors import ClosedError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.path import Part, Sublayer
+from snapshot import Snapshot
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+PROMPT = 7
+DRAFTS: dict[str, selfspec.Drafter] = {
+    "exit": selfspec.EarlyExit(2),
+    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.LayerSkip(layers=[0, 3]),
+    "first mlp": selfspec.LayerSkip(mlp=[0]),
+}
+
+
+@pytest.fixture(params=list(DRAFTS))
+def draft(request: pytest.FixtureRequest) -> selfspec.Drafter:
+    return DRAFTS[request.param]
+
+
+# The moments of a wrapped model's life at which it must be what it was.
+
+
+@contextmanager
+def _wrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    spec = selfspec.wrap(model, draft)
+    yield
+    del spec
+
+
+@contextmanager
+def _in_a_stream(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    """Half-way through, with the stream's own result checked once everyone else had their turn."""
+    wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)[0, PROMPT:].tolist()
+    stream = selfspec.wrap(model, draft).stream(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)
+    found = [*next(stream).tokens, *next(stream).tokens]
+    yield
+    for chunk in stream:
+        found += chunk.tokens
+    assert found == wanted
+
+
+@contextmanager
+def _abandoned(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    next(selfspec.wrap(model, draft).stream(tiny.prompt(PROMPT), max_new_tokens=20))
+    yield
+
+
+@contextmanager
+def _generated(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    selfspec.wrap(model, draft).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
+    yield
+
+
+@contextmanager
+def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    model.generate(tiny.prompt(PROMPT, 2), custom_generate=selfspec.wrap(model, draft), max_new_tokens=12)
+    yield
+
+
+@contextmanager
+def _unwrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    spec = selfspec.wrap(model, draft)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=12)
+    assert spec.unwrap() is model
+    yield
+
+
+Moment = Callable[[PreTrainedModel, selfspec.Drafter], Any]
+MOMENTS = [_wrapped, _in_a_stream, _abandoned, _generated, _generated_through_transformers, _unwrapped]
+
+
+@pytest.fixture(params=MOMENTS, ids=lambda moment: moment.__name__.strip("_"))
+def moment(request: pytest.FixtureRequest) -> Moment:
+    function: Moment = request.param
+    return function
+
+
+def test_nothing_of_the_model_changes(architecture: str, draft: selfspec.Drafter, moment: Moment) -> None:
+    model = tiny.BUILDERS[architecture]()
+    before = Snapshot(model)
+    with moment(model, draft):
+        before.assert_same(model)
+    before.assert_same(model)
+
+
+def test_a_snapshot_sees_what_a_careless_wrapper_would_do() -> None:
+    """The test above would be worth nothing if the snapshot were blind."""
+    spoilers: list[Callable[[Any], object]] = [
+        lambda m: m.model.layers[1].register_forward_hook(print),
+        lambda m: m.model.layers[1].register_forward_pre_hook(print, with_kwargs=True),
+        lambda m: setattr(m.model.layers[1], "forward", print),
+        lambda m: setattr(m.model.layers, "note", 1),
+        lambda m: m.model.layers.append(copy.deepcopy(m.model.layers[0])),
+        lambda m: m.model.layers.__setitem__(1, m.model.layers[2]),
+        lambda m: setattr(m.config, "num_hidden_layers", 3),
+        lambda m: setattr(m.generation_config, "max_new_tokens", 3),
+        lambda m: m.lm_head.weight.data.mul_(1.0 + 1e-12),
+        lambda m: setattr(m.lm_head, "weight", torch.nn.Parameter(m.lm_head.weight.detach().clone())),
+        lambda m: m.train(),
+        lambda m: m.lm_head.weight.requires_grad_(False),
+        lambda m: m.register_buffer("more", torch.zeros(1)),
+    ]
+    for spoil in spoilers:
+        model = tiny.llama()
+        before = Snapshot(model)
+        spoil(model)
+        with pytest.raises(AssertionError):
+            before.assert_same(model)
+
+
+def _outputs(model: PreTrainedModel) -> list[Tensor]:
+    tokens = tiny.prompt(11, 2, seed=4)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        plain = model(tokens).logits
+        padded = model(tokens, attention_mask=mask).logits[mask.bool()]
+        whole = model(tokens, output_hidden_states=True, output_attentions=True)
+    assert len(whole.hidden_states) == tiny.DEPTH + 1
+    assert len(whole.attentions) == tiny.DEPTH
+    return [plain, padded, *whole.hidden_states, *whole.attentions]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_a_plain_forward_gives_what_it_gave(architecture: str, draft: selfspec.Drafter, moment: Moment) -> None:
+    model = tiny.BUILDERS[architecture](attention="eager")
+    before = _outputs(model)
+    with moment(model, draft):
+        during = _outputs(model)
+    for wanted, found, after in zip(before, during, _outputs(model), strict=True):
+        assert torch.equal(found, wanted)
+        assert torch.equal(after, wanted)
+
+
+def test_hidden_states_first_asked_for_during_a_stream_are_all_there(architecture: str, draft: selfspec.Drafter) -> None:
+    """`transformers` hangs its recording hooks on the model when it is first asked to record."""
+    wanted = _outputs(tiny.BUILDERS[architecture](attention="eager"))
+    model = tiny.BUILDERS[architecture](attention="eager")
+    with _in_a_stream(model, draft):
+        for found, right in zip(_outputs(model), wanted, strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
+def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, draft: selfspec.Drafter) -> None:
+    model = tiny.llama(attention="eager")
+    wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).tolist()
+    setattr(model.config, flag, True)
+    spec = selfspec.wrap(model, draft)
+    assert spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences.tolist() == wanted
+    with torch.no_grad():
+        recorded = getattr(model(tiny.prompt(3)), flag.removeprefix("output_"))
+    assert len(recorded) == (tiny.DEPTH + 1 if flag == "output_hidden_states" else tiny.DEPTH)
+
+
+def test_training_goes_on_beside_a_stream(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    def gradients() -> list[Tensor]:
+        llama.zero_grad()
+        llama(tiny.prompt(9), labels=tiny.prompt(9)).loss.backward()
+        found = [parameter.grad.clone() for parameter in llama.parameters()]
+        llama.zero_grad()
+        return found
+
+    wanted = gradients()
+    with _in_a_stream(llama, draft):
+        assert all(torch.equal(found, right) for found, right in zip(gradients(), wanted, strict=True))
+
+
+def _saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_it_saves_the_same_files_to_the_byte(
+    architecture: str, draft: selfspec.Drafter, moment: Moment, tmp_path: Path
+) -> None:
+    model = tiny.BUILDERS[architecture](num_hidden_layers=4)
+    before = _saved(model, tmp_path / "before")
+    assert {"config.json", "model.safetensors"} <= set(before)
+    with moment(model, draft):
+        assert _saved(model, tmp_path / "during") == before
+    assert _saved(model, tmp_path / "after") == before
+
+
+def test_it_pickles_and_copies_as_before(llama: PreTrainedModel, draft: selfspec.Drafter, moment: Moment) -> None:
+    before = pickle.dumps(llama)
+    with torch.no_grad():
+        wanted = llama(tiny.prompt(9)).logits
+    with moment(llama, draft):
+        during, copied = pickle.dumps(llama), copy.deepcopy(llama)
+    assert len(during) == len(before)
+    with torch.no_grad():
+        for other in (copied, pickle.loads(during)):
+            assert torch.equal(other(tiny.prompt(9)).logits, wanted)
+            assert list(other.state_dict()) == list(llama.state_dict())
+            own = {weight.data_ptr() for weight in llama.parameters()}
+            assert not own & {weight.data_ptr() for weight in other.parameters()}
+
+
+def test_a_copy_can_be_wrapped_on_its_own(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    with _in_a_stream(llama, draft):
+        copied = copy.deepcopy(llama)
+        copied.lm_head.weight.data.neg_()
+        wanted = copied.generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False)
+        out = selfspec.wrap(copied, draft).generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False)
+        assert torch.equal(out.sequences, wanted)
+
+
+def _texts(model: PreTrainedModel) -> list[list[list[int]]]:
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 9, "pad_token_id": 0}
+    return [
+        model.generate(tiny.prompt(PROMPT, 2), do_sample=False, **options).tolist(),
+        model.generate(tiny.prompt(PROMPT, 2), do_sample=True, **options).tolist(),
+        model.generate(tiny.prompt(PROMPT), num_beams=2, do_sample=False, **options).tolist(),
+    ]
+
+
+def test_plain_generate_gives_what_it_gave(architecture: str, moment: Moment) -> None:
+    model = tiny.BUILDERS[architecture]()
+    wanted = _texts(model)
+    with moment(model, DRAFTS["sublayers"]):
+        assert _texts(model) == wanted
+    assert _texts(model) == wanted
+
+
+def test_weights_changed_after_wrapping_are_the_weights_used(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft)
+    old = spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences
+    with torch.no_grad():
+        llama.model.layers[1].mlp.down_proj.weight.mul_(-2.0)
+    llama.lm_head = torch.nn.Linear(32, tiny.VOCABULARY, dtype=torch.float64)
+    llama.model.layers[2] = copy.deepcopy(llama.model.layers[3])
+    llama.model.layers[2].self_attn.layer_idx = 2
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False)
+    assert not torch.equal(wanted, old)
+    assert torch.equal(spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences, wanted)
+
+
+# Hooks of the user's own.
+
+
+def _hook_everything(model: PreTrainedModel, fired: list[tuple[str, str]]) -> list[Any]:
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(lambda *_, name=name: fired.append(("after", name))))
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: fired.append(("before", name))))
+        handles.append(
+            module.register_forward_hook(lambda *_, name=name, **__: fired.append(("always", name)), always_call=True)
+        )
+    return handles
+
+
+def test_hooks_hung_before_wrapping_fire_as_before(
+    architecture: str, draft: selfspec.Drafter, moment: Moment
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    fired: list[tuple[str, str]] = []
+    _hook_everything(model, fired)
+
+    def order() -> list[tuple[str, str]]:
+        fired.clear()
+        with torch.no_grad():
+            model(tiny.prompt(5))
+        return list(fired)
+
+    before = order()
+    with moment(model, draft):
+        assert order() == before
+    assert order() == before
+
+
+def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    fired: list[tuple[str, str]] = []
+    before = Snapshot(llama)
+    with _in_a_stream(llama, draft):
+        handles = _hook_everything(llama, fired)
+        with torch.no_grad():
+            llama(tiny.prompt(5))
+        assert fired.count(("after", "model.layers.3.mlp")) == 1
+        for handle in handles:
+            handle.remove()
+    assert fired.count(("after", "model.layers.3.mlp")) == 1
+    before.assert_same(llama)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_hooks_that_steer_the_model_steer_its_generations_too(
+    architecture: str, draft: selfspec.Drafter, sampled: bool
+) -> None:
+    """What a hook makes of the model is the model: greedy text and stream alike follow it."""
+    model = tiny.BUILDERS[architecture]()
+    plain = model.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+
+    def steer(module: object, args: object, output: Any) -> Any:
+        return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+
+    for sublayer in (Sublayer(1, Part.ATTENTION), Sublayer(0, Part.MLP), Sublayer(2, Part.ATTENTION)):
+        sublayer_module(model, sublayer).register_forward_hook(steer)
+    layers_of(model)[2].register_forward_hook(steer)
+    model.get_output_embeddings().register_forward_hook(steer)
+    wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+    assert not torch.equal(wanted, plain)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    if sampled:
+        found = spec.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=True, top_k=1, seed=0).sequences
+    else:
+        found = spec.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False).sequences
+    assert torch.equal(found, wanted)
+
+
+# accelerate's hooks, which shadow `forward` on the modules they are put on.
+
+
+def _accelerate_everywhere(model: PreTrainedModel) -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList):
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=not name))
+
+
+def _accelerate_offload(model: PreTrainedModel) -> None:
+    """All weights off the device but while their module runs."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed").cpu_offload(
+        model, execution_device=torch.device("cpu")
+    )
+
+
+def _accelerate_dispatch(model: PreTrainedModel) -> None:
+    """Some layers stay, some are loaded for each forward, as `device_map="auto"` leaves a model too large."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    away = tuple(name for name, module in model.named_modules() if module in (layers_of(model)[1], layers_of(model)[3]))
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    accelerate.dispatch_model(
+        model,
+        device_map={name: "cpu" if not name.startswith(away) else "disk" for name in names},
+        main_device="cpu",
+        state_dict=None,
+        offload_index=None,
+        offload_dir=None,
+    ) if False else accelerate.hooks.attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", **{name: "cpu" for name in away}},
+        offload={"": False, **{name: True for name in away}},
+        weights_map=weights,
+    )
+
+
+@pytest.mark.parametrize("hook", [_accelerate_everywhere, _accelerate_offload, _accelerate_dispatch])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_accelerate_hooks_keep_working_and_stay(
+    architecture: str, draft: selfspec.Drafter, hook: Callable[[PreTrainedModel], None]
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    wanted = model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist()
+    hook(model)
+    assert model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist() == wanted
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    out = selfspec.wrap(model, draft).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False)
+    assert out.sequences.tolist() == wanted
+    drafting = tiny.BUILDERS[architecture]()
+    alone = selfspec.wrap(drafting, draft).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False)
+    assert out.stats.accepted_per_position == alone.stats.accepted_per_position, "the draft was another"
+    for name, module in model.named_modules():
+        assert module.__dict__.get("forward") is before[name].get("forward"), name
+        assert module.__dict__.get("_hf_hook") is before[name].get("_hf_hook"), name
+        assert module.__dict__.get("_old_forward") is before[name].get("_old_forward"), name
+    assert model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist() == wanted
+
+
+def test_a_skipped_layer_is_not_loaded_by_accelerate(llama: PreTrainedModel) -> None:
+    """What a draft leaves out must not be fetched for it."""
+    _accelerate_dispatch(llama)
+    loads = 0
+    hook = llama.model.layers[3].mlp.up_proj._hf_hook
+    load = hook.pre_forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        return load(*args, **kwargs)
+
+    hook.pre_forward = counted
+    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=30)
+    next(stream)
+    assert loads == 2, "once in prefill, once in verification"
+    next(stream)
+    assert loads == 3
+
+
+# What cannot be wrapped.
+
+
+def _no_forward(model: torch.nn.Module) -> None:
+    """Make any forward of the model or inside it a failure."""
+
+    def ran(module: torch.nn.Module, args: object) -> None:
+        pytest.fail(f"{type(module).__name__} ran")
+
+    for module in model.modules():
+        module.register_forward_pre_hook(ran)
+
+
+def _opt() -> PreTrainedModel:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16)).eval()
+
+
+def _t5() -> PreTrainedModel:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes)).eval()
+
+
+def _headless() -> PreTrainedModel:
+    return tiny.llama().model
+
+
+def _classifier() -> PreTrainedModel:
+    from transformers import LlamaForSequenceClassification
+
+    return LlamaForSequenceClassification(tiny.llama().config).eval()
+
+
+def _cross_attention() -> PreTrainedModel:
+    return tiny.gpt2(add_cross_attention=True)
+
+
+def _flex() -> PreTrainedModel:
+    model = tiny.llama()
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+def _dropout_modules() -> PreTrainedModel:
+    return tiny.gpt2(resid_pdrop=0.1).train()
+
+
+def _dropout_in_attention_only() -> PreTrainedModel:
+    """Llama drops attention out by a function, not by a module."""
+    return tiny.llama(attention_dropout=0.1).train()
+
+
+def _training_with_checkpointing() -> PreTrainedModel:
+    """`transformers` takes the cache away from layers that checkpoint activations."""
+    model = tiny.llama().train()
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+            module._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (_opt, r"no adapter for architecture 'opt'; known: .*llama.*selfspec\.Adapter"),
+        (_t5, "not decoder-only"),
+        (_headless, "no language-model head; load it with AutoModelForCausalLM"),
+        (_classifier, "no language-model head; load it with AutoModelForCausalLM"),
+        (_cross_attention, "not decoder-only"),
+        (_flex, "'flex_attention' is not supported; load the model with attn_implementation='sdpa'"),
+        (_dropout_modules, r"training mode.*model\.eval\(\)"),
+        (_dropout_in_attention_only, r"training mode.*model\.eval\(\)"),
+        (_training_with_checkpointing, r"model\.eval\(\)"),
+        (lambda: torch.nn.Linear(2, 2), "not a transformers model; load it with AutoModelForCausalLM"),
+        (lambda: object(), "not a transformers model; load it with AutoModelForCausalLM"),
+        (lambda: None, "not a transformers model; load it with AutoModelForCausalLM"),
+        (lambda: "gpt2", "not a transformers model; load it with AutoModelForCausalLM"),
+    ],
+)
+def test_a_model_that_cannot_draft_for_itself_is_refused(build: Callable[[], Any], match: str) -> None:
+    model = build()
+    if isinstance(model, torch.nn.Module):
+        _no_forward(model)
+    for draft in (None, selfspec.EarlyExit(1)):
+        with pytest.raises(UnsupportedModelError, match=match):
+            selfspec.wrap(model, draft)
+
+
+def test_training_mode_without_dropout_is_fine(architecture: str) -> None:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
+    model = tiny.BUILDERS[architecture](**off).train()
+    wanted = model.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    assert torch.equal(selfspec.wrap(model, DRAFTS["exit"]).generate(tiny.prompt(5), max_new_tokens=9).sequences, wanted)
+
+
+def test_a_model_put_into_training_after_wrapping_is_refused_before_it_runs() -> None:
+    model = tiny.gpt2()
+    spec = selfspec.wrap(model, DRAFTS["exit"])
+    _no_forward(model)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3)
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        spec.stream(tiny.prompt(5), max_new_tokens=3)
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        selfspec.Adapter(model_types=("llama",), layers="transformer.h"),
+        selfspec.Adapter(model_types=("llama",), layers="model.norm"),
+        selfspec.Adapter(model_types=("llama",), attention="attention"),
+        selfspec.Adapter(model_types=("llama",), mlp="feed_forward"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_names_what_the_model_does_not_have_is_refused(
+    llama: PreTrainedModel, adapter: selfspec.Adapter
+) -> None:
+    _no_forward(llama)
+    with pytest.raises(UnsupportedModelError, match="Adapter|adapter"):
+        selfspec.wrap(llama, DRAFTS["sublayers"], adapter=adapter)
+
+
+@pytest.mark.parametrize("build", [_t5, _headless, lambda: torch.nn.Linear(2, 2)])
+def test_an_adapter_does_not_make_a_causal_model_of_another(build: Callable[[], Any]) -> None:
+    adapter = selfspec.Adapter(model_types=("llama",), layers="layers")
+    with pytest.raises(UnsupportedModelError):
+        selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter)
+
+
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit, 4, 4.0, "early", [2], {"layer": 2}, object(), tiny.llama, True])
+def test_what_is_no_drafter_is_refused(llama: PreTrainedModel, draft: Any) -> None:
+    _no_forward(llama)
+    with pytest.raises(DraftConfigError, match=r"draft must be a drafter such as EarlyExit\(layer=4\)"):
+        selfspec.wrap(llama, draft)
+
+
+@pytest.mark.parametrize("length", [0, -1, -100, True, False, 1.0, 2.5, "3", [3], float("nan")])
+class TestADraftLengthThatIsNoPositiveInteger:
+    def test_is_refused_by_wrap(self, llama: PreTrainedModel, length: Any) -> None:
+        _no_forward(llama)
+        for draft in (None, selfspec.EarlyExit(2)):
+            with pytest.raises(DraftConfigError, match="draft length must be .*at least 1"):
+                selfspec.wrap(llama, draft, draft_length=length)
+
+    def test_is_refused_by_a_call(self, llama: PreTrainedModel, length: Any) -> None:
+        _no_forward(llama)
+        for draft in (None, selfspec.EarlyExit(2)):
+            spec = selfspec.wrap(llama, draft)
+            with pytest.raises(DraftConfigError, match="draft length must be .*at least 1"):
+                spec.generate(tiny.prompt(5), max_new_tokens=3, draft_length=length)
+            with pytest.raises(DraftConfigError, match="draft length must be .*at least 1"):
+                spec.stream(tiny.prompt(5), max_new_tokens=3, draft_length=length)
+            with pytest.raises(DraftConfigError, match="draft length must be .*at least 1"):
+                llama.generate(tiny.prompt(5), max_new_tokens=3, custom_generate=spec, draft_length=length)
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", [1], 2**70, True])
+def test_a_seed_that_is_no_integer_is_refused_before_the_model_runs(llama: PreTrainedModel, seed: Any) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    _no_forward(llama)
+    with pytest.raises(selfspec.SelfSpecError, match="seed"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3, do_sample=True, seed=seed)
+
+
+def test_after_unwrap_everything_is_refused_and_says_what_to_do(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    waiting = spec.stream(tiny.prompt(5), max_new_tokens=3)
+    assert spec.unwrap() is llama
+    del waiting
+    _no_forward(llama)
+    for use in (
+        lambda: spec.generate(tiny.prompt(5), max_new_tokens=3),
+        lambda: spec.stream(tiny.prompt(5), max_new_tokens=3),
+        lambda: llama.generate(tiny.prompt(5), max_new_tokens=3, custom_generate=spec),
+        spec.unwrap,
+    ):
+        with pytest.raises(ClosedError, match=r"selfspec\.wrap\(model\) again"):
+            use()
+
+
+def test_a_stream_begun_before_unwrap_ends_well(llama: PreTrainedModel) -> None:
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    stream = spec.stream(tiny.prompt(5), max_new_tokens=12, do_sample=False)
+    found = list(next(stream).tokens)
+    spec.unwrap()
+    for chunk in stream:
+        found += chunk.tokens
+    assert found == wanted
+
+
+def test_a_model_can_be_wrapped_again_and_twice_at_once(llama: PreTrainedModel) -> None:
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)
+    selfspec.wrap(llama, DRAFTS["exit"]).unwrap()
+    one, two = selfspec.wrap(llama, DRAFTS["sublayers"]), selfspec.wrap(llama, DRAFTS["layers"])
+    assert torch.equal(one.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False).sequences, wanted)
+    one.unwrap()
+    assert torch.equal(two.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False).sequences, wanted)
+
+
+# Streams.
+
+
+def test_a_streams_rounds_make_up_what_generate_gives(architecture: str, draft: selfspec.Drafter) -> None:
+    model = tiny.BUILDERS[architecture]()
+    prompts = tiny.prompt(PROMPT, 3)
+    mask = torch.ones_like(prompts)
+    mask[0, :5] = mask[1, :2] = 0
+    eos = int(model.generate(prompts[2:], max_new_tokens=9, do_sample=False)[0, -1])
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 5}):
+        options = {**options, "max_new_tokens": 25, "eos_token_id": eos, "pad_token_id": 0}
+        spec = selfspec.wrap(model, draft, draft_length=3)
+        out = spec.generate(prompts, mask, **options)
+        rows: list[list[int]] = [[], [], []]
+        rounds = 0
+        for chunk in spec.stream(prompts, mask, **options):
+            rounds += 1
+            assert any(row.tokens for row in chunk.rows)
+            for row, part in zip(rows, chunk.rows, strict=True):
+                assert part.accepted <= len(part.draft) <= 3
+                assert part.tokens[: part.accepted] == part.draft[: part.accepted]
+                assert len(part.tokens) - part.accepted in (0, 1)
+                row += part.tokens
+        assert rounds == out.stats.rounds
+        assert tuple(map(len, rows)) == out.lengths
+        for row, sequence in zip(rows, out.sequences.tolist(), strict=True):
+            assert sequence[PROMPT:] == row + [0] * (max(map(len, rows)) - len(row))
+
+
+def test_a_streams_argument_errors_come_with_the_call(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    _no_forward(llama)
+    for error, call in (
+        (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5)[:, :0], max_new_tokens=3)),
+        (selfspec.PromptError, lambda: spec.stream(max_new_tokens=3)),
+        (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=1000)),
+        (UnsupportedOptionError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, num_beams=2)),
+        (UnsupportedOptionError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, no_such_option=2)),
+        (DraftConfigError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, draft_length=0)),
+    ):
+        with pytest.raises(error):
+            call()
+
+
+def test_a_stream_does_nothing_before_it_is_asked(llama: PreTrainedModel) -> None:
+    _no_forward(llama)
+    selfspec.wrap(llama, DRAFTS["exit"]).stream(tiny.prompt(5), max_new_tokens=3)
+
+
+def test_streams_may_take_turns(llama: PreTrainedModel) -> None:
+    """Several generations of one model, advanced round by round in turn, with plain ones in between."""
+    plain = llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False)
+    spec = selfspec.wrap(llama, DRAFTS["sublayers"])
+    calls: list[tuple[selfspec.SelfSpeculative, dict[str, Any]]] = [
+        (selfspec.wrap(llama, DRAFTS["exit"]), {"do_sample": False}),
+        (spec, {"do_sample": False}),
+        (spec, {"do_sample": True, "seed": 1}),
+        (spec, {"do_sample": True, "seed": 2, "draft_length": 2}),
+        (selfspec.wrap(llama), {"do_sample": True, "seed": 3}),
+    ]
+    prompts = [tiny.prompt(PROMPT + number, seed=number) for number in range(len(calls))]
+    wanted = [
+        s.generate(prompt, max_new_tokens=15, **options).sequences[0, prompt.shape[1] :].tolist()
+        for (s, options), prompt in zip(calls, prompts, strict=True)
+    ]
+    streams = [s.stream(p, max_new_tokens=15, **options) for (s, options), p in zip(calls, prompts, strict=True)]
+    found: list[list[int]] = [[] for _ in calls]
+    waiting = set(range(len(calls)))
+    while waiting:
+        for number in sorted(waiting):
+            chunk = next(streams[number], None)
+            if chunk is None:
+                waiting.discard(number)
+            else:
+                found[number] += chunk.tokens
+        assert torch.equal(llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False), plain)
+        next(spec.stream(tiny.prompt(4), max_new_tokens=9))  # begun and abandoned
+    assert found == wanted
+
+
+def test_a_seed_leaves_torchs_own_generator_alone(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    before = torch.get_rng_state()
+    selfspec.wrap(llama, draft).generate(tiny.prompt(5), max_new_tokens=9, do_sample=True, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_torchs_own_decides(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=True).sequences.tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+# Through `model.generate(custom_generate=spec)`.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "seed": 4},
+        {"do_sample": True, "seed": 4, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "draft_length": 2},
+        {"do_sample": True, "seed": 4, "num_return_sequences": 3},
+        {"do_sample": False, "eos_token_id": [3, 7, 20], "pad_token_id": 1},
+    ],
+    ids=str,
+)
+def test_custom_generate_gives_what_the_wrapper_gives(
+    architecture: str, draft: selfspec.Drafter, options: dict[str, Any]
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, draft)
+    prompts = tiny.prompt(PROMPT, 2)
+    mask = torch.ones_like(prompts)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 15, "attention_mask": mask, **options}
+    wanted = spec.generate(prompts, **options)
+    found = model.generate(prompts, custom_generate=spec, **options)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, wanted.sequences)
+    whole = model.generate(prompts, custom_generate=spec, return_dict_in_generate=True, **options)
+    assert torch.equal(whole.sequences, wanted.sequences)
+    assert whole.lengths == wanted.lengths
+    assert whole.stats.accepted_per_position == wanted.stats.accepted_per_position
+    if not options["do_sample"]:
+        plain = {name: value for name, value in options.items() if name not in ("seed", "draft_length")}
+        assert torch.equal(found, model.generate(prompts, **plain))
+
+
+def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    other = tiny.llama(seed=1)
+    _no_forward(other)
+    _no_forward(llama)
+    with pytest.raises(UnsupportedModelError, match="another model"):
+        other.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "num_beams.*model.generate for beam search"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"cache_implementation": "static"}, "cache_implementation.*drop it"),
+        ({"use_cache": False}, "use_cache"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "logits processor"),
+        ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.new_ones(1).bool()])}, "stopping criterion"),
+    ],
+    ids=str,
+)
+def test_custom_generate_refuses_what_the_wrapper_refuses(
+    llama: PreTrainedModel, options: dict[str, Any], match: str
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match=match):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize("name", ["inputs_embeds", "position_ids", "past_key_values"])
+def test_custom_generate_refuses_model_inputs_it_would_have_to_ignore(llama: PreTrainedModel, name: str) -> None:
+    from transformers import DynamicCache
+
+    tokens = tiny.prompt(5)
+    past = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(tokens[:, :2], past_key_values=past)
+    given: dict[str, Any] = {
+        "inputs_embeds": llama.get_input_embeddings()(tokens).detach() * 2,
+        "position_ids": torch.tensor([[0, 1, 2, 9, 10]]),
+        "past_key_values": past,
+    }
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match=name):
+        llama.generate(input_ids=tokens, custom_generate=spec, max_new_tokens=3, **{name: given[name]})
+
+
+def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
+    model = tiny.gpt2()
+    spec = selfspec.wrap(model, DRAFTS["exit"])
+    _no_forward(model)
+    types = torch.ones_like(tiny.prompt(5))
+    with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
+        model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, token_type_ids=types)
