@@ -1,21 +1,25 @@
 """selfspec: self-speculative decoding. One language model drafts for itself; the output is exactly its own."""
 
-from selfspec.adapter import Adapter
-from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip
-from selfspec.errors import (
-    CheckpointError,
-    ClosedError,
-    DraftConfigError,
-    NonFiniteLogitsError,
-    PromptError,
-    SelfSpecError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
-from selfspec.generation import Generation
-from selfspec.output import GenerateOutput, Round, RowRound
-from selfspec.stats import Stats
-from selfspec.wrapped import SelfSpeculative, wrap
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from selfspec.adapter import Adapter
+    from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip
+    from selfspec.errors import (
+        CheckpointError,
+        ClosedError,
+        DraftConfigError,
+        NonFiniteLogitsError,
+        PromptError,
+        SelfSpecError,
+        UnsupportedModelError,
+        UnsupportedOptionError,
+    )
+    from selfspec.generation import Generation
+    from selfspec.output import GenerateOutput, Round, RowRound
+    from selfspec.stats import Stats
+    from selfspec.wrapped import SelfSpeculative, wrap
 
 __version__ = "0.1.0"
 
@@ -42,3 +46,26 @@ __all__ = [
     "__version__",
     "wrap",
 ]
+
+# Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
+_HOMES = {
+    "adapter": ["Adapter"],
+    "draft": ["Draft", "Drafter", "EarlyExit", "LayerSkip"],
+    "errors": [name for name in __all__ if name.endswith("Error")],
+    "generation": ["Generation"],
+    "output": ["GenerateOutput", "Round", "RowRound"],
+    "stats": ["Stats"],
+    "wrapped": ["SelfSpeculative", "wrap"],
+}
+
+
+def __getattr__(name: str) -> object:
+    """The public name, from the module it lives in."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"selfspec.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -118,6 +118,12 @@ class SharedCache(Cache):
         """Move each row's cursor over its own number of tokens."""
         self._cursors.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
 
+    def scrub(self, rows: Sequence[int]) -> None:
+        """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
+        for layer in self.layers:
+            for row in rows:
+                layer.scrub(row)
+
     def positions(self, width: int) -> Tensor:
         """Position ids of a pass over `width` tokens, `[batch or 1, width]`.
 
@@ -196,6 +202,11 @@ class _SharedLayer(CacheLayerMixin):
         elif self.keys.shape[2] < self._cursors.capacity:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
         return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def scrub(self, row: int) -> None:
+        if self.keys is not None:
+            self.keys[row, :, self._cursors.lengths[row] :] = 0
+            self.values[row, :, self._cursors.lengths[row] :] = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cursors.visible(query_length), 0

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from selfspec.adapters import ADAPTERS
-from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.wrapped import adapter_for
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 """What weights are computed in; "auto" is the checkpoint's own choice."""
@@ -194,13 +194,9 @@ def _refuse_source(name: str, error: Exception) -> NoReturn:
 
 
 def _check_architecture(name: str, model_type: object) -> None:
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
-    if model_type not in ADAPTERS:
-        raise UnsupportedModelError(
-            f"no adapter for architecture {model_type!r}; known: {', '.join(sorted(ADAPTERS))}. Declare one in Python: "
-            "selfspec.wrap(model, adapter=selfspec.Adapter(...))"
-        )
+    adapter_for(model_type)
 
 
 def _check_config_files(folder: Path) -> None:

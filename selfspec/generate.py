@@ -42,7 +42,8 @@ def rounds(
             prefill(state, request)
         while any(state.live):
             state.cache.reserve(state.longest)
-            length = control.choose(remaining(state, request)) if drafter else 0
+            state.cache.scrub(state.doubted)
+            length = 0 if drafter is None or state.doubted else control.choose(remaining(state, request))
             with clock.phase("draft"):
                 draft = drafter.draft(state, length) if drafter and length else Draft(state.last[:, :0])
             with clock.phase("verify"):
@@ -122,8 +123,7 @@ def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     p = sampling.probabilities(logits)
     finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
-    p = torch.where(finite[..., None], p, 0.0)
-    decided = sampling.decide(p, state.cache.positions(p.shape[1]) + 1)
+    decided = torch.where(finite[..., None], sampling.decide(p, state.cache.positions(p.shape[1]) + 1), 0.0)
     q = None if sampling.decided else draft.q
     noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)
     count = rule.accepted(noise < rule.heads(draft.tokens, q, decided, logits))
@@ -138,7 +138,7 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
     verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
     # As doubles, which hold every token id exactly, all of it comes over at once.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
-    rows = []
+    rows, doubted = [], []
     for row, numbers in enumerate(table):
         if not state.live[row]:
             rows.append(RowRound((), (), 0))
@@ -150,8 +150,8 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         state.committed[row] += kept
         done = len(state.committed[row]) == request.max_new_tokens or (bool(kept) and kept[-1] in request.eos)
         if not done and not finite:
-            state.failed.append(row)
-        state.live[row] = not done and bool(finite)
+            (doubted if draft.length else state.failed).append(row)
+        state.live[row] = not done and row not in state.failed
         stands = min(count, len(kept))
         # The target judged one token more than it accepted, unless it had accepted all or the row was over.
         judged = min(stands + 1, draft.length) if len(kept) > stands else stands
@@ -159,7 +159,10 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         rows.append(RowRound(tuple(kept), tuple(drafted), stands))
     stats.rounds += 1
     state.cache.commit([len(row.tokens) if live else 0 for row, live in zip(rows, state.live, strict=True)])
-    state.last = accepted.token[:, None]
+    state.doubted = doubted
+    # A row in doubt has no token of the target's own after what stands.
+    stood = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count[:, None])
+    state.last = torch.where(accepted.finite[:, None], accepted.token[:, None], stood)
     return Round(tuple(rows))
 
 

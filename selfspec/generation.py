@@ -24,10 +24,10 @@ from selfspec.stats import Stats
 class Generation(Iterator[Round]):
     """One call of `generate` or `stream`. It runs as it is iterated over, and not before.
 
-    It may be abandoned at any round; nothing needs closing.
+    It may be abandoned at any round.
 
     Attributes:
-        stats: what has been counted. Times and bytes are filled in when the generation ends or is abandoned.
+        stats: what has been counted. Times and bytes are filled in when the generation ends or is closed.
     """
 
     def __init__(
@@ -80,6 +80,10 @@ class Generation(Iterator[Round]):
             if failed:
                 raise NonFiniteLogitsError(self.output(), tuple(sorted(failed))) from None
             raise
+
+    def close(self) -> None:
+        """Stop here. `stats` is then complete; nothing else needs it."""
+        self._rounds.close()
 
     def finish(self) -> GenerateOutput:
         """Run all rounds that are left.

@@ -24,6 +24,8 @@ class State:
         last: the last committed token of each row, `[batch, 1]`.
         committed: the new tokens of each row, final.
         live: whether each row goes on.
+        doubted: rows whose logits were not finite in the last round, behind a draft. A draft token's keys and values
+            may have done that, so they get a round without a draft before they are given up.
         failed: rows that ended because the target's logits were not finite.
     """
 
@@ -34,6 +36,7 @@ class State:
     last: Tensor
     committed: list[list[int]]
     live: list[bool]
+    doubted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 
     @property

@@ -67,17 +67,26 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model; load it with AutoModelForCausalLM.from_pretrained"
         )
-    config, model_type = model.config, model.config.model_type
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
+    adapter = adapter_for(model.config.model_type)
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
+        )
+    return adapter
+
+
+def adapter_for(model_type: str) -> Adapter:
+    """The declared adapter of an architecture.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
     if model_type not in ADAPTERS:
         raise UnsupportedModelError(
             f"no adapter for architecture {model_type!r}; known: {', '.join(sorted(ADAPTERS))}. "
             "Declare one: selfspec.wrap(model, adapter=selfspec.Adapter(...))"
-        )
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
         )
     return ADAPTERS[model_type]
 

@@ -51,8 +51,8 @@ def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     chosen = nn.ModuleList([layers[index] for index in kept])
     for number, layer in enumerate(chosen):
         for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = number
+            if "layer_idx" in module.__dict__:
+                module.__dict__["layer_idx"] = number
     layer_types = getattr(copied.config, "layer_types", None)
     copied.config.num_hidden_layers = len(chosen)
     if layer_types is not None:

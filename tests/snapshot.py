@@ -36,7 +36,9 @@ class Snapshot:
             assert list(kind.__dict__) == list(attributes)
             assert all(kind.__dict__[name] is value for name, value in attributes.items())
         for name, weight in self._weights.items():
-            assert all(found is old or found == old for found, old in zip(now._weights[name], weight, strict=True)), name
+            assert all(found is old or found == old for found, old in zip(now._weights[name], weight, strict=True)), (
+                name
+            )
             assert torch.equal(now._values[name], self._values[name])
         assert list(now._state.items()) == list(self._state.items())
         assert now._configs == self._configs

@@ -83,7 +83,9 @@ class AnyMoves(RuleBasedStateMachine):
     def pass_and_ragged_commit(self, width: int, moves: list[int]) -> None:
         tokens = self._passed(width)
         room = [min(width, self.limit - len(row)) for row in self.rows]
-        self._commit(tokens, [max(-len(row), min(move, most)) for row, move, most in zip(self.rows, moves, room)])
+        self._commit(
+            tokens, [max(-len(row), min(move, most)) for row, move, most in zip(self.rows, moves, room, strict=False)]
+        )
 
     @precondition(lambda self: self.longest < self.limit)
     @rule(width=st.integers(1, slack + 1))
@@ -235,7 +237,7 @@ class _Operations(TorchDispatchMode):
     """Counts every tensor operation."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,7 +281,7 @@ def test_moving_the_cursors_does_no_tensor_operation_whatever_the_length(llama: 
 
 def test_room_doubles_up_to_the_limit_and_a_draft_behind_it() -> None:
     cache = SharedCache(tiny.DEPTH, 1, limit=300, slack=5, device=CPU)
-    seen = []
+    seen: list[int] = []
     for committed in range(1, 400):
         cache.reserve(committed)
         if not seen or cache.capacity != seen[-1]:
@@ -422,11 +424,12 @@ class TestMemoryGoesAtOnce:
 
     def test_when_a_stream_ends(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        for _ in (stream := selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)):
+        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
+        for _ in stream:
             assert watch.alive == 2
         assert watch.keys
-        del stream
-        assert watch.alive == 0
+        assert watch.alive == 0, "the stream is kept for its stats, its memory is not"
+        assert stream.output().lengths == (9,)
 
     def test_when_a_stream_is_abandoned(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
@@ -448,9 +451,31 @@ class TestMemoryGoesAtOnce:
         assert watch.keys
         assert watch.alive == 0
 
+    def test_when_a_stream_failed(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+        watch = _Watch(llama)
+        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=30)
+        next(stream)
+
+        def failing(*_: object) -> None:
+            raise RuntimeError("planted")
+
+        llama.model.layers[2].register_forward_hook(failing)
+        try:
+            next(stream)
+        except RuntimeError:
+            pass
+        else:
+            pytest.fail("nothing was raised")
+        assert watch.alive == 0, "the stream is kept for what it gave, its memory is not"
+        assert stream.output().sequences.shape[1] >= 6
+
     @pytest.mark.parametrize(
         ("error", "module"),
-        [(RuntimeError, "model.layers.3.mlp"), (KeyboardInterrupt, "model.layers.0"), (torch.OutOfMemoryError, "lm_head")],
+        [
+            (RuntimeError, "model.layers.3.mlp"),
+            (KeyboardInterrupt, "model.layers.0"),
+            (torch.OutOfMemoryError, "lm_head"),
+        ],
     )
     def test_after_an_exception(
         self, llama: PreTrainedModel, draft: selfspec.Drafter | None, error: type[BaseException], module: str
@@ -522,9 +547,7 @@ def _layers(model: PreTrainedModel) -> Any:
 
 def _cache_spy(found: list[weakref.ref[Any]]) -> Callable[..., None]:
     def look(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for value in [*args, *kwargs.values()]:
-            if isinstance(value, SharedCache):
-                found.append(weakref.ref(value))
+        found.extend(weakref.ref(value) for value in [*args, *kwargs.values()] if isinstance(value, SharedCache))
 
     return look
 

@@ -35,21 +35,23 @@ SKIP_SETS = [[s] for s in ALL] + [
 LAYER_SETS = [(0,), (1,), (3,), (1, 2), (0, 3), (0, 1, 2), (2, 3)]
 
 
-@pytest.fixture(params=["sdpa", "eager"])
-def kernel(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(params=[0, PAST], ids=["no past", "past in the cache"])
-def past(request: pytest.FixtureRequest) -> int:
-    number: int = request.param
-    return number
+@pytest.fixture(
+    params=[("sdpa", 0), ("sdpa", PAST), ("eager", PAST)],
+    ids=["sdpa", "sdpa, past in the cache", "eager, past in the cache"],
+)
+def setting(request: pytest.FixtureRequest) -> tuple[str, int]:
+    kernel, past = request.param
+    return kernel, past
 
 
 @pytest.fixture
-def model(architecture: str, kernel: str) -> PreTrainedModel:
-    return _model(architecture, kernel)
+def past(setting: tuple[str, int]) -> int:
+    return setting[1]
+
+
+@pytest.fixture
+def model(architecture: str, setting: tuple[str, int]) -> PreTrainedModel:
+    return _model(architecture, setting[0])
 
 
 @functools.cache
@@ -212,7 +214,11 @@ def test_what_a_pass_left_is_taken_once(llama: PreTrainedModel) -> None:
 def test_a_view_shares_every_weight_and_changes_no_module(architecture: str) -> None:
     model = _model(architecture, "sdpa")
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    for path in (Path.up_to(tiny.DEPTH, ALL[4]), Path.without(tiny.DEPTH, ALL[2:4]), Path.without(tiny.DEPTH, ALL[3:5])):
+    for path in (
+        Path.up_to(tiny.DEPTH, ALL[4]),
+        Path.without(tiny.DEPTH, ALL[2:4]),
+        Path.without(tiny.DEPTH, ALL[3:5]),
+    ):
         view = GatedModel(model, ADAPTERS[architecture], path)
         shared = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in view.module.named_parameters(remove_duplicate=False):
@@ -272,7 +278,9 @@ def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_fu
     def louder(module: object, args: object, output: Any) -> Any:
         return (output[0] * 1.25, *output[1:]) if isinstance(output, tuple) else output * 1.25
 
-    def shifted(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def shifted(
+        module: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (args[0] + 0.125, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + 0.125}

@@ -373,3 +373,52 @@ def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
     model.lm_head.register_forward_hook(overflow)
     found = p_values(selfspec.wrap(model, Overflowing(2), draft_length=2), Warp(temperature=0.8))
     assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_tokens_before_logits_that_are_not_finite_still_follow_the_joint(rule: str) -> None:
+    prompt, clean, kept = PROMPTS[0], small(seed=1), 3
+    expected: dict[tuple[int, ...], float] = {}
+    for outcome, chance in joint(clean, prompt, Warp(), None).items():
+        expected[outcome[:kept]] = expected.get(outcome[:kept], 0.0) + chance
+    model = small(seed=1)
+    plant_not_finite(model, float("nan"), position=len(prompt) + kept - 1)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=4, accept=rule)
+    seen = []
+    for seed in range(BATCHES):
+        with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
+            spec.generate(
+                torch.tensor([prompt]).expand(ROWS, -1), max_new_tokens=8, seed=seed, do_sample=True, top_k=None
+            )
+        assert set(caught.value.output.lengths) == {kept}
+        seen += [tuple(row[len(prompt) :]) for row in caught.value.output.sequences.tolist()]
+    assert p_value(seen, expected) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit(1), selfspec.EarlyExit(3), selfspec.LayerSkip(layers=[0])])
+def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter, attention: str) -> None:
+    # NaN in the keys and values of a rejected token reaches the positions before it: masked, but 0 * NaN is NaN.
+    model = tiny.llama(attention=attention)
+    prompts = [tiny.prompt(4, seed=1), tiny.prompt(9, seed=2)]
+    expected = [model.generate(prompt, do_sample=False, max_new_tokens=24)[0] for prompt in prompts]
+    used = set(torch.cat(expected).tolist())
+    poison = next(token for token in range(50) if token not in used)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = float("nan")
+
+    class Poisoning(type(draft)):  # type: ignore[misc]
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            made: selfspec.Draft = super().draft(state, length)
+            made.tokens[:, -1] = poison
+            return made
+
+    poisoning = Poisoning(**vars(draft))
+    spec = selfspec.wrap(model, poisoning, draft_length=3)
+    for prompt, text in zip(prompts, expected, strict=True):
+        assert torch.equal(spec.generate(prompt, do_sample=False, max_new_tokens=24).sequences[0], text)
+    ids = torch.cat([torch.nn.functional.pad(prompts[0], (5, 0)), prompts[1]])
+    mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
+    together = spec.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24).sequences
+    for row, text in zip(together, expected, strict=True):
+        assert torch.equal(row[9:], text[-24:])

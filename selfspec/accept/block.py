@@ -29,6 +29,8 @@ class Block:
         left = _residual(stands[:, :-1], p[:, 1:-1], q[:, 1:]).sum(-1)
         # 0 / 0 where the draft stands for sure and p equals q after it: it goes on standing.
         inner = torch.where(left > 0, left / (left + (1 - stands[:, :-1])), (stands[:, :-1] == 1).to(p.dtype))
+        # Where the target gives no distribution (its logits were not finite) the draft ends.
+        inner = torch.where(p[:, 1:-1].sum(-1) > 0, inner, stands[:, :-1])
         return torch.cat([inner, stands[:, -1:]], 1)
 
     def accepted(self, coins: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from selfspec.cli.json_output import print_json, versions
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.stats_table import by_position
 from selfspec.cli.text_stream import decoded
+from selfspec.demo import PROMPTS, checkpoint_folder
 from selfspec.demo.comparison import Arm, Comparison, Total, compare, runs
-from selfspec.demo.embedded import MODEL_FOLDER, PROMPTS
 from selfspec.demo.verdict import verdict
 from selfspec.draft import Drafter
 
@@ -64,7 +64,7 @@ def run(job: Job) -> None:
     logging.set_verbosity_error()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    checkpoint = load_checkpoint(str(MODEL_FOLDER), "float32", job.device)
+    checkpoint = load_checkpoint(str(checkpoint_folder()), "float32", job.device)
     comparison = _measured(job, checkpoint)
     sentence = verdict(comparison, checkpoint.model.num_parameters())
     result = _result(job, checkpoint, comparison, sentence)
@@ -101,7 +101,7 @@ def _result(job: Job, checkpoint: Checkpoint, comparison: Comparison, sentence: 
     stories = zip(PROMPTS, comparison.identical, *(arm.tokens for arm in comparison.arms), strict=True)
     return {
         "settings": {
-            "model": MODEL_FOLDER.parent.name + "/" + MODEL_FOLDER.name,
+            "model": "embedded stories260K",
             "draft": job.draft,
             "draft_length": job.draft_length,
             "max_new_tokens": job.max_new_tokens,

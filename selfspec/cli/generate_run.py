@@ -117,6 +117,7 @@ def _show_rounds(
             display.show(committed.rows[0])
     except (KeyboardInterrupt, NonFiniteLogitsError) as error:
         ended_by = error
+    generation.close()
     display.finish()
     return ended_by
 

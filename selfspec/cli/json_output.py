@@ -10,9 +10,9 @@ from typing import Any
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
+    """Print one JSON object on one line."""
     # Written as ASCII, so that no terminal or pipe encoding can spoil it.
-    sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 

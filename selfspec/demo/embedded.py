@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
-
-MODEL_FOLDER = Path(str(files("selfspec.demo"))) / "model"
-"""A `transformers` folder; its MODEL_CARD.md says what it is."""
 
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
@@ -14,3 +10,8 @@ PROMPTS = (
     "Tom had a big red ball. He liked to",
 )
 """Beginnings of stories such as the model was trained on."""
+
+
+def checkpoint_folder() -> Path:
+    """The `transformers` folder of the embedded model; its MODEL_CARD.md says what it is."""
+    return Path(__file__).parent / "model"

@@ -1,20 +1,22 @@
-"""The declared architectures: each declaration fits the stock model, and each generates exactly what it does plainly."""
+"""The declared architectures: each declaration fits the stock model, and drafting with it changes no token."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from pathlib import Path as FilePath
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
 import selfspec
 import selfspec.adapters
 import tiny
-import torch
 from reference import layers_of, sublayer_module
 from selfspec.adapters import ADAPTERS
 from selfspec.path import sublayers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 DRAFTS = [
     selfspec.EarlyExit(1),
@@ -59,30 +61,31 @@ def test_a_declaration_says_what_a_layer_returns(architecture: str) -> None:
     assert seen == {ADAPTERS[architecture].layer_returns}
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("kernel", "draft"), [*(("sdpa", draft) for draft in DRAFTS), ("eager", DRAFTS[0]), ("eager", DRAFTS[4])], ids=str
+)
 def test_greedy_text_is_the_models_own(architecture: str, kernel: str, draft: selfspec.Drafter) -> None:
     model = tiny.BUILDERS[architecture](attention=kernel)
     prompts = tiny.prompt(9, 3)
     mask = torch.ones_like(prompts)
     mask[0, :8] = mask[2, :3] = 0
-    out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, mask, max_new_tokens=24, do_sample=False)
+    out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, mask, max_new_tokens=14, do_sample=False)
     # Each row alone: eager attention in fp64 makes NaN of a left-padded batch in transformers itself.
     for row, used in enumerate(mask.sum(1).tolist()):
-        wanted = model.generate(prompts[row : row + 1, -used:], max_new_tokens=24, do_sample=False)
-        assert out.sequences[row, -used - 24 :].tolist() == wanted[0].tolist()
-    assert 0 < out.stats.rounds <= 24
+        wanted = model.generate(prompts[row : row + 1, -used:], max_new_tokens=14, do_sample=False)
+        assert out.sequences[row, -used - 14 :].tolist() == wanted[0].tolist()
+    assert 0 < out.stats.rounds <= 14
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+@pytest.mark.parametrize("draft", [DRAFTS[1], DRAFTS[4]], ids=str)
 def test_text_may_fill_the_context_to_its_last_position(architecture: str, draft: selfspec.Drafter) -> None:
-    model = tiny.BUILDERS[architecture](max_position_embeddings=32)
+    model = tiny.BUILDERS[architecture](max_position_embeddings=24)
     prompts = tiny.prompt(9, 2)
     mask = torch.ones_like(prompts)
     mask[1, :4] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 23, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
     out = selfspec.wrap(model, draft, draft_length=5).generate(prompts, **options)
-    assert out.sequences.shape == (2, 32)
+    assert out.sequences.shape == (2, 24)
     assert out.sequences.tolist() == model.generate(prompts, **options).tolist()
 
 
@@ -102,7 +105,7 @@ def test_an_architecture_selfspec_does_not_know_can_be_declared() -> None:
         eos_token_id=None,
     )
     model = GPTNeoXForCausalLM(config).double().eval()
-    with pytest.raises(selfspec.UnsupportedModelError, match="gpt_neox.*Adapter"):
+    with pytest.raises(selfspec.UnsupportedModelError, match=r"gpt_neox.*Adapter"):
         selfspec.wrap(model, selfspec.EarlyExit(2))
     adapter = selfspec.Adapter(model_types=("gpt_neox",), layers="gpt_neox.layers", attention="attention")
     wanted = model.generate(tiny.prompt(7), max_new_tokens=20, do_sample=False)
@@ -125,7 +128,7 @@ def test_a_trained_checkpoint_says_what_it_says_plainly(checkpoints: FilePath, f
         pytest.skip(f"no checkpoint {folder}")
     model = AutoModelForCausalLM.from_pretrained(checkpoints / folder, dtype=torch.float32).eval()
     tokens = AutoTokenizer.from_pretrained(checkpoints / folder)(text, return_tensors="pt").input_ids
-    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     wanted = model.generate(tokens, **options)
     depth = len(layers_of(model))
     for draft in (
@@ -142,13 +145,12 @@ def _dtypes(model: PreTrainedModel) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lower_precision_runs_in_its_own_dtype(architecture: str, dtype: torch.dtype) -> None:
     model = tiny.BUILDERS[architecture](dtype=dtype)
     prompts = tiny.prompt(9, 2)
     mask = torch.ones_like(prompts)
     mask[0, :4] = 0
-    for draft in DRAFTS[1:3]:
-        out = selfspec.wrap(model, draft).generate(prompts, mask, max_new_tokens=12, do_sample=False)
-        assert out.sequences.shape == (2, 21)
+    out = selfspec.wrap(model, DRAFTS[4]).generate(prompts, mask, max_new_tokens=8, do_sample=False)
+    assert out.sequences.shape == (2, 17)
     assert _dtypes(model) == {dtype}

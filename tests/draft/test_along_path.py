@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from transformers import PreTrainedModel
+
 import selfspec
 import tiny
 from reference import Calls, first_linear, layers_of, sublayer_module
 from selfspec.path import sublayers
-from transformers import PreTrainedModel
 
 ALL = sublayers(tiny.DEPTH)
 PROMPT = 7
@@ -78,9 +79,7 @@ def test_no_token_passes_an_exact_sublayer_twice(
 
 
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
-def test_an_early_exit_round_runs_a_draft_and_one_token_through_every_layer(
-    architecture: str, exit_layer: int
-) -> None:
+def test_an_early_exit_round_runs_a_draft_and_one_token_through_every_layer(architecture: str, exit_layer: int) -> None:
     """The promise in plain numbers, apart from the general count above."""
     drafted = 4
     model = tiny.BUILDERS[architecture]()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
+
 import selfspec
 import tiny
-import torch
 from reference import with_layers
 from selfspec.errors import DraftConfigError
 from selfspec.path import Part, Path, Sublayer
-from transformers import PreTrainedModel
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])

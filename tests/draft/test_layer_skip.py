@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
+
 import selfspec
 import tiny
 from selfspec.errors import DraftConfigError
 from selfspec.path import Part, Sublayer, sublayers
-from transformers import PreTrainedModel
 
 
 def _skipped(draft: selfspec.LayerSkip, depth: int = 4) -> list[tuple[int, Part]]:
@@ -78,7 +79,7 @@ def test_a_sublayer_named_alone_and_with_its_layer_is_refused(llama: PreTrainedM
 
 def test_an_empty_skip_set_is_refused(llama: PreTrainedModel) -> None:
     for empty in (selfspec.LayerSkip(), selfspec.LayerSkip(attention=[], mlp=[], layers=[])):
-        with pytest.raises(DraftConfigError, match="empty.*draft=None to decode plainly"):
+        with pytest.raises(DraftConfigError, match=r"empty.*draft=None to decode plainly"):
             selfspec.wrap(llama, empty)
 
 
@@ -88,7 +89,7 @@ def test_skipping_everything_is_refused(llama: PreTrainedModel) -> None:
         selfspec.LayerSkip(attention=range(4), mlp=range(4)),
         selfspec.LayerSkip(layers=[0, 1], attention=[2, 3], mlp=[3, 2]),
     ):
-        with pytest.raises(DraftConfigError, match="leaves nothing.*skip fewer"):
+        with pytest.raises(DraftConfigError, match=r"leaves nothing.*skip fewer"):
             selfspec.wrap(llama, everything)
 
 

@@ -1,0 +1,107 @@
+"""`selfspec demo`: three ways to decode agree, and what it says of their speed is what it measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from cli.running import Invoke
+from selfspec.demo import PROMPTS
+from selfspec.demo import comparison as measuring
+from selfspec.demo.comparison import Arm, Comparison, Decoded
+from selfspec.demo.peak_memory import peak_memory
+from selfspec.demo.verdict import verdict
+from selfspec.stats import Stats
+
+QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
+
+
+def test_text(invoke: Invoke) -> None:
+    ending = invoke(*QUICK)
+    assert ending.status == 0
+    for said in ("plain decoding", "self-speculation", "All tokens are identical.", "tokens/s, median", "peak memory"):
+        assert said in ending.stdout
+    assert "Drafting " in ending.stdout
+
+
+def test_json(invoke: Invoke) -> None:
+    ending = invoke(*QUICK, "--repeats", "2", "--draft", "exit:3", "--draft-length", "2", "--output", "json")
+    found = json.loads(ending.stdout)
+    assert ending.status == 0
+    assert found["identical"]
+    assert [story["prompt"] for story in found["stories"]] == list(PROMPTS)
+    for story in found["stories"]:
+        ids = story["token_ids"]
+        assert ids["plain"] == ids["drafting"] == ids["model_generate"]
+        assert len(ids["plain"]) == 8
+    for arm in ("model_generate", "plain", "drafting"):
+        speed = found[arm]["tokens_per_second"]
+        assert len(speed["repeats"]) == 2
+        assert 0 < speed["lowest"] <= speed["median"] <= speed["highest"]
+    assert len(found["drafting"]["total"]["accepted_per_position"]) == 2
+    assert (found["settings"]["draft"], found["settings"]["repeats"]) == ("exit:3", 2)
+
+
+def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_stock", lambda model, prompt, length: Decoded([0] * length, None))
+    ending = invoke(*QUICK, "--output", "json")
+    found = json.loads(ending.stdout)
+    assert ending.status == 1
+    assert not found["identical"]
+    assert found["error"]["type"] == "TokensDifferError"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--draft", "none"], "give --draft exit:E"),
+        (["--draft", "exit:5"], "choose 1..4"),
+        (["--repeats", "0"], "--repeats"),
+        (["--max-new-tokens", "1"], "--max-new-tokens"),
+        (["--max-new-tokens", "600"], "context of 512"),
+    ],
+)
+def test_bad_input(invoke: Invoke, words: list[str], remedy: str) -> None:
+    ending = invoke("demo", *words)
+    assert (ending.status, ending.stdout) == (2, "")
+    assert remedy in ending.stderr
+
+
+def measured(plain: list[float], drafting: list[float], judged: int = 30) -> Comparison:
+    """A comparison with these speeds: 10 rounds that commit 30 tokens, 20 of them accepted of `judged`."""
+    stats = Stats(rounds=10, row_rounds=10, new_tokens=30, drafted=30)
+    stats.accepted_per_position, stats.judged_per_position = [20], [judged]
+    stats.seconds = {"draft": 3.0, "verify": 1.0}
+
+    def arm(name: str, speeds: list[float]) -> Arm:
+        return Arm(name, lambda prompt: Decoded([], None), tokens_per_second=speeds)
+
+    stock, drafting_arm = arm("model.generate", [1.0]), arm("selfspec drafting", drafting)
+    drafting_arm.stats.append(stats)
+    return Comparison(stock, arm("selfspec plain", plain), drafting_arm)
+
+
+def test_verdict_when_it_paid() -> None:
+    assert verdict(measured([10.0, 11.0], [12.0, 13.0]), 10**6).startswith("Drafting paid on this machine: 1.19 times")
+
+
+def test_verdict_within_the_noise() -> None:
+    assert verdict(measured([10.0, 12.0], [11.5, 13.0]), 10**6).startswith("Drafting made no clear difference")
+
+
+def test_verdict_when_it_did_not_pay_says_why() -> None:
+    said = verdict(measured([10.0], [5.0]), 260_032)
+    assert "0.50 times the speed of selfspec plain" in said
+    # A round commits 3 tokens at half the speed: 6 plain steps, three quarters of them for its 3 draft steps.
+    assert "commits 3.00 tokens but costs as much as 6.00 plain steps (3.0 draft steps at 1.50 each, 1.50 for" in said
+    assert "not trained" not in said
+    assert "acceptance rate 0.40" in verdict(measured([10.0], [5.0], judged=50), 260_032)
+
+
+def test_peak_memory_sees_what_was_freed_again() -> None:
+    peak = peak_memory(lambda: torch.ones(2**24).sum(), torch.device("cpu"))
+    if peak is None:
+        pytest.skip("this system does not tell")
+    assert 0.8 * 2**26 < peak < 4 * 2**26

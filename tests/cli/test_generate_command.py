@@ -1,0 +1,284 @@
+"""`selfspec generate`: the text is the model's own, however it is drafted, read in, printed or ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import selfspec
+import tiny
+from cli.running import Invoke
+from selfspec.cli.display import PlainDisplay
+from selfspec.output import RowRound
+
+PROMPT = "Once upon a time"
+NEW = 24
+
+
+@pytest.fixture(scope="session")
+def expected(stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Prompt and greedy continuation, by `model.generate`."""
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    sequence: list[int] = stories.generate(prompt, max_new_tokens=NEW, do_sample=False)[0].tolist()
+    return sequence
+
+
+@pytest.fixture(scope="session")
+def expected_text(expected: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The continuation as text."""
+    whole = tokenizer.decode(expected, skip_special_tokens=True)
+    assert isinstance(whole, str)
+    return whole.removeprefix(PROMPT)
+
+
+def words(folder: str, *more: str) -> list[str]:
+    return ["generate", "--model", folder, "--prompt", PROMPT, "--max-new-tokens", str(NEW), *more]
+
+
+def result(stdout: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(stdout)
+    return found
+
+
+@pytest.mark.parametrize("draft", ["none", "exit:3", "skip:attn=0;mlp=2", "skip:layers=1-2"])
+def test_prints_the_continuation_and_a_line_break(invoke: Invoke, folder: str, expected_text: str, draft: str) -> None:
+    ending = invoke(*words(folder, "--draft", draft))
+    assert (ending.status, ending.stdout, ending.stderr) == (0, expected_text + "\n", "")
+
+
+def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expected_text: str) -> None:
+    ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--output", "json"))
+    found = result(ending.stdout)
+    assert (ending.status, ending.stderr) == (0, "")
+    assert found["sequence"] == expected == found["prompt_token_ids"] + found["token_ids"]
+    assert (found["prompt"], found["text"]) == (PROMPT, expected_text)
+    assert found["stats"]["new_tokens"] == NEW == len(found["token_ids"])
+    assert found["stats"]["accepted"] == sum(found["stats"]["accepted_per_position"])
+    assert len(found["stats"]["accepted_per_position"]) == 3
+    assert found["versions"].keys() == {"selfspec", "torch", "transformers", "python"}
+    settings = found["settings"]
+    assert (settings["model"], settings["draft"], settings["draft_length"]) == (folder, "exit:4", 3)
+    assert (settings["dtype"], settings["device"]) == ("float32", "cpu")
+    assert settings["sampling"] == {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None, "seed": None}
+    assert "rounds" not in found
+
+
+def test_json_from_a_process_of_its_own_is_all_that_stdout_holds(folder: str, expected: list[int]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-m", "selfspec", *words(folder, "--draft", "exit:4", "--output", "json")]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert result(ended.stdout)["sequence"] == expected
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_reads_a_file_and_stdin_less_the_last_line_break(
+    invoke: Invoke, folder: str, tmp_path: Path, expected_text: str, end: str
+) -> None:
+    content = (PROMPT + end).encode()
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    common = ["generate", "--model", folder, "--max-new-tokens", str(NEW)]
+    assert invoke(*common, "--prompt-file", str(file)).stdout == expected_text + "\n"
+    assert invoke(*common, stdin=content).stdout == expected_text + "\n"
+
+
+def test_an_empty_prompt_starts_from_the_bos_token(invoke: Invoke, folder: str) -> None:
+    ending = invoke("generate", "--model", folder, "--prompt", "", "--max-new-tokens", "3", "--output", "json")
+    assert result(ending.stdout)["prompt_token_ids"] == [1]
+
+
+def test_sampling_is_what_the_library_draws_with_the_same_seed(
+    invoke: Invoke, folder: str, stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ending = invoke(*words(folder, "--draft", "exit:4", "--temperature", "1.3", "--seed", "7", "--output", "json"))
+    spec = selfspec.wrap(stories, draft=selfspec.EarlyExit(layer=4))
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    # The default top-k of transformers is 50; the command line's is none.
+    output = spec.generate(prompt, max_new_tokens=NEW, do_sample=True, temperature=1.3, top_k=0, seed=7)
+    assert result(ending.stdout)["sequence"] == output.sequences[0].tolist()
+
+
+def test_filters_reach_the_sampler(invoke: Invoke, folder: str, expected: list[int]) -> None:
+    for only_the_likeliest in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1.0"]):
+        ending = invoke(*words(folder, "--temperature", "2", *only_the_likeliest, "--output", "json"))
+        assert result(ending.stdout)["sequence"] == expected
+
+
+def test_a_sampled_text_can_be_repeated_from_its_json(invoke: Invoke, folder: str) -> None:
+    sampled = words(folder, "--temperature", "1", "--output", "json")
+    first, other = result(invoke(*sampled).stdout), result(invoke(*sampled).stdout)
+    assert first["settings"]["sampling"]["seed"] != other["settings"]["sampling"]["seed"]
+    again = result(invoke(*sampled, "--seed", str(first["settings"]["sampling"]["seed"])).stdout)
+    assert again["token_ids"] == first["token_ids"]
+
+
+def test_the_checkpoints_sampling_defaults_are_not_used(invoke: Invoke, copied: Path, expected: list[int]) -> None:
+    file = copied / "generation_config.json"
+    defaults = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 1.5}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **defaults}))
+    assert result(invoke(*words(str(copied), "--output", "json")).stdout)["sequence"] == expected
+
+
+def test_stats_are_a_table_on_stderr(invoke: Invoke, folder: str, expected_text: str) -> None:
+    ending = invoke(*words(folder, "--draft", "exit:4", "--stats"))
+    assert ending.stdout == expected_text + "\n"
+    for count in ("new tokens", "rounds", "mean accepted length", "acceptance by position", "seconds", "KV cache"):
+        assert count in ending.stderr
+
+
+def test_show_drafts_as_json_lists_the_rounds(invoke: Invoke, folder: str) -> None:
+    found = result(invoke(*words(folder, "--draft", "exit:4", "--show-drafts", "--output", "json")).stdout)
+    rounds = found["rounds"]
+    assert [token for each in rounds for token in each["tokens"]] == found["token_ids"]
+    assert all(each["tokens"][: each["accepted"]] == each["draft"][: each["accepted"]] for each in rounds)
+    assert sum(each["accepted"] for each in rounds) == found["stats"]["accepted"]
+
+
+def test_show_drafts_strikes_rejected_tokens_through(
+    invoke: Invoke, folder: str, expected_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    ending = invoke(*words(folder, "--draft", "exit:3", "--show-drafts"))
+    shown = Text.from_ansi(ending.stdout)
+    legend, text = shown.split("\n")[0], shown[len(shown.split("\n")[0]) + 2 :]
+    assert legend.plain == "accepted draft | the target's own | rejected draft"
+    kept, struck = split_by_stroke(text)
+    assert kept.rstrip("\n") == expected_text
+    assert struck
+
+
+def split_by_stroke(text: Text) -> Sequence[str]:
+    """The text that is not struck through, and that which is."""
+    struck = {
+        index
+        for span in text.spans
+        if not isinstance(span.style, str) and span.style.strike
+        for index in range(span.start, span.end)
+    }
+    parts = (True, False)
+    return ["".join(c for i, c in enumerate(text.plain) if (i not in struck) is kept) for kept in parts]
+
+
+BAD_INPUT: list[tuple[list[str], str, str]] = [
+    (["--draft", "exit"], "DraftConfigError", "write exit:E for an early exit"),
+    (["--draft", "exit:5"], "DraftConfigError", "this model has 5 layers, choose 1..4"),
+    (["--draft", "skip:attn=7"], "DraftConfigError", "layers 0..4"),
+    (["--draft", "skip:layers=0-4"], "DraftConfigError", "skip fewer layers"),
+    (["--draft", "exit:2", "--draft-length", "0"], "BadParameter", "--draft-length"),
+    (["--prompt-file", "other.txt"], "PromptError", "--prompt or --prompt-file"),
+    (["--max-new-tokens", "600"], "PromptError", "context of 512"),
+    (["--max-new-tokens", "0"], "BadParameter", "--max-new-tokens"),
+    (["--temperature", "-1"], "UnsupportedOptionError", "--temperature must be 0 (greedy) or more"),
+    (["--temperature", "nan"], "UnsupportedOptionError", "--temperature"),
+    (["--temperature", "1", "--top-p", "0"], "UnsupportedOptionError", "--top-p must be above 0"),
+    (["--temperature", "1", "--top-k", "0"], "UnsupportedOptionError", "--top-k must be at least 1"),
+    (["--temperature", "1", "--min-p", "2"], "UnsupportedOptionError", "--min-p must be from 0 to 1"),
+    (["--temperature", "1", "--seed", "-1"], "UnsupportedOptionError", "--seed"),
+    (["--top-p", "0.9"], "UnsupportedOptionError", "add --temperature 1"),
+    (["--device", "nowhere"], "UnsupportedOptionError", "choose cpu"),
+    (["--dtype", "int8"], "BadParameter", "'float32'"),
+    (["--no-such-option"], "NoSuchOption", "--no-such-option"),
+]
+
+
+@pytest.mark.parametrize(("more", "error", "remedy"), BAD_INPUT, ids=lambda value: " ".join(value)[:40])
+def test_bad_input_is_one_line_or_one_object(
+    invoke: Invoke, folder: str, more: list[str], error: str, remedy: str
+) -> None:
+    ending = invoke(*words(folder, *more))
+    assert (ending.status, ending.stdout) == (2, "")
+    assert ending.stderr.startswith("error: ")
+    assert ending.stderr.count("\n") == 1
+    assert remedy in ending.stderr
+    as_json = invoke(*words(folder, *more, "--output=json"))
+    assert as_json.status == 2
+    found = result(as_json.stdout)
+    assert found.keys() == {"error"}
+    assert found["error"]["type"] == error
+    assert remedy in found["error"]["message"]
+
+
+def test_show_drafts_needs_a_terminal(invoke: Invoke, folder: str) -> None:
+    ending = invoke(*words(folder, "--draft", "exit:2", "--show-drafts"))
+    assert (ending.status, ending.stdout) == (2, "")
+    assert "FORCE_COLOR" in ending.stderr
+
+
+@pytest.mark.parametrize(
+    ("stdin", "fault"), [(b"", "is empty"), (b"\n", "is empty"), (b"caf\xe9", "is not UTF-8")], ids=repr
+)
+def test_unusable_stdin(invoke: Invoke, folder: str, stdin: bytes, fault: str) -> None:
+    ending = invoke("generate", "--model", folder, stdin=stdin)
+    assert (ending.status, ending.stdout) == (2, "")
+    assert f"error: standard input {fault}" in ending.stderr
+
+
+def test_a_prompt_file_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    ending = invoke("generate", "--model", folder, "--prompt-file", str(tmp_path / "none.txt"))
+    assert ending.status == 2
+    assert "cannot be read: No such file" in ending.stderr
+
+
+def test_a_damaged_checkpoint(invoke: Invoke, copied: Path) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    ending = invoke(*words(str(copied)))
+    assert (ending.status, ending.stdout) == (2, "")
+    assert "truncated or corrupt" in ending.stderr
+
+
+def test_an_interrupt_keeps_what_was_printed(
+    invoke: Invoke, folder: str, expected: list[int], expected_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = PlainDisplay.show
+
+    def interrupted(display: PlainDisplay, committed: RowRound) -> None:
+        show(display, committed)
+        if committed.tokens[0] == expected[10]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlainDisplay, "show", interrupted)
+    ending = invoke(*words(folder))
+    assert (ending.status, ending.stderr) == (130, "interrupted\n")
+    assert len(ending.stdout) > 5
+    assert expected_text.startswith(ending.stdout.removesuffix("\n"))
+
+
+def poison(copied: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Make a checkpoint whose logits become NaN after some tokens; return the new tokens before that."""
+    model = tiny.llama(vocab_size=len(tokenizer), dtype=torch.float32)
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    tokens: list[int] = model.generate(prompt, max_new_tokens=NEW, do_sample=False)[0, prompt.shape[1] :].tolist()
+    fatal = next(i for i in range(3, NEW) if tokens[i] not in prompt[0].tolist() + tokens[:i])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokens[fatal]] = torch.nan
+    model.save_pretrained(copied)
+    return tokens[: fatal + 1]
+
+
+@pytest.mark.parametrize("draft", ["none", "exit:2", "exit:3", "skip:mlp=1"])
+def test_logits_that_are_not_finite_fail_the_run_and_keep_the_text(
+    invoke: Invoke, copied: Path, tokenizer: PreTrainedTokenizerBase, draft: str
+) -> None:
+    tokens = poison(copied, tokenizer)
+    ending = invoke(*words(str(copied), "--draft", draft))
+    assert ending.status == 1
+    assert len(ending.stdout) > 1
+    assert ending.stderr.startswith("error: the full model's logits became NaN")
+    as_json = invoke(*words(str(copied), "--draft", draft, "--output", "json"))
+    found = result(as_json.stdout)
+    assert as_json.status == 1
+    assert found["error"]["type"] == "NonFiniteLogitsError"
+    assert found["token_ids"] == tokens

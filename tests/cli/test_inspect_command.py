@@ -1,0 +1,41 @@
+"""`selfspec inspect`: the anatomy as tables or JSON, from the configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from cli.running import Invoke
+from selfspec.anatomy import describe
+
+
+def test_tables(invoke: Invoke, folder: str) -> None:
+    ending = invoke("inspect", folder)
+    assert (ending.status, ending.stderr) == (0, "")
+    for said in (
+        "LlamaForCausalLM",
+        "5 layers",
+        "self_attn: LlamaAttention",
+        "layer 0-4, each: MLP",
+        "exit:4",
+        "260,032",
+    ):
+        assert said in ending.stdout
+
+
+def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, stories: PreTrainedModel) -> None:
+    for file in copied.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    found = json.loads(invoke("inspect", str(copied), "--output", "json").stdout)
+    assert found.pop("checkpoint") == str(copied)
+    assert found.pop("versions").keys() == {"selfspec", "torch", "transformers", "python"}
+    assert found == json.loads(json.dumps(describe(stories).to_dict()))
+
+
+def test_a_folder_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
+    ending = invoke("inspect", str(tmp_path / "none"), "--output", "json")
+    assert ending.status == 2
+    assert json.loads(ending.stdout)["error"]["type"] == "CheckpointError"

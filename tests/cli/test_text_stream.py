@@ -1,0 +1,71 @@
+"""Text that comes piece by piece is the text of the whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from selfspec.cli.text_stream import TextStream, decoded
+
+PROMPTS = ("", "Once upon", "é 日本 🎉", "a\n")
+
+
+@pytest.fixture(params=["byte fallback", "byte level"])
+def any_tokenizer(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Two ways to write what is not in the vocabulary: bytes as tokens of their own kind, or bytes throughout."""
+    if request.param == "byte fallback":
+        return tokenizer
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    built = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=built)
+
+
+def streamed(tokenizer: PreTrainedTokenizerBase, prompt: list[int], tokens: list[int], chance: random.Random) -> str:
+    stream = TextStream(tokenizer, prompt)
+    text, start = "", 0
+    while start < len(tokens):
+        end = start + chance.randrange(4)
+        text += stream.push(tokens[start:end])
+        start = end
+    return text + stream.finish()
+
+
+@pytest.mark.parametrize("text", [" there was", "\n\n  two  spaces ", "naïve 日本語 🎉🎉 ok", "tab\tand\x07bell"])
+def test_text_comes_whole(any_tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    for seed, prompt_text in enumerate(PROMPTS):
+        prompt = any_tokenizer(prompt_text).input_ids
+        whole = any_tokenizer(prompt_text + text).input_ids
+        if whole[: len(prompt)] == prompt:
+            assert streamed(any_tokenizer, prompt, whole[len(prompt) :], random.Random(seed)) == text
+
+
+def test_random_tokens_come_as_the_whole_decodes(any_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Among them special tokens, and bytes that make no character."""
+    for seed in range(400):
+        chance = random.Random(seed)
+        prompt = any_tokenizer(chance.choice(PROMPTS)).input_ids
+        # Bytes have the lowest ids, and half of the cases are rich in them.
+        ids = range(len(any_tokenizer) if seed % 2 else min(len(any_tokenizer), 262))
+        tokens = chance.choices(ids, k=chance.randrange(1, 30))
+        expected = decoded(any_tokenizer, prompt + tokens)[len(decoded(any_tokenizer, prompt)) :]
+        assert streamed(any_tokenizer, prompt, tokens, chance) == expected
+
+
+def test_a_character_comes_with_its_last_token(any_tokenizer: PreTrainedTokenizerBase) -> None:
+    letters = any_tokenizer("a🎉b").input_ids
+    stream = TextStream(any_tokenizer, any_tokenizer("").input_ids)
+    pieces = [stream.push([token]) for token in letters[len(any_tokenizer("").input_ids) :]]
+    assert "".join([*pieces, stream.finish()]).endswith("a🎉b")
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_foreseeing_takes_nothing_in(tokenizer: PreTrainedTokenizerBase) -> None:
+    stream = TextStream(tokenizer, tokenizer("Once upon").input_ids)
+    tokens = tokenizer("Once upon a time").input_ids[len(tokenizer("Once upon").input_ids) :]
+    assert stream.foresee(tokens) == " a time"
+    assert stream.push(tokens) == " a time"

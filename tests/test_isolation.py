@@ -1,0 +1,268 @@
+"""Isolation: nothing that happens to one generation, an exception at any point included, reaches another one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from snapshot import Snapshot
+
+PROMPT, NEW = 7, 7
+DRAFTS: dict[str, selfspec.Drafter] = {
+    "exit": selfspec.EarlyExit(2),
+    "sublayers": selfspec.LayerSkip(attention=[3], mlp=[1]),
+    "layers": selfspec.LayerSkip(layers=[0, 2]),
+}
+
+
+def _prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    prompts = tiny.prompt(PROMPT, 2)
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0
+    return prompts, mask
+
+
+class _Everyone:
+    """What plain `generate` and the wrapper give, and that they still give it."""
+
+    def __init__(self, model: PreTrainedModel, spec: selfspec.SelfSpeculative) -> None:
+        self.model, self.spec = model, spec
+        self.snapshot = Snapshot(model)
+        self.wanted = self._all()
+
+    def _all(self) -> list[Any]:
+        prompts, mask = _prompts()
+        plain = self.model.generate(prompts, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        greedy = self.spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
+        sampled = self.spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=3)
+        return [plain.tolist(), *((out.sequences.tolist(), _counts(out.stats)) for out in (greedy, sampled))]
+
+    def assert_unharmed(self) -> None:
+        self.snapshot.assert_same(self.model)
+        assert self._all() == self.wanted
+
+
+def _counts(stats: selfspec.Stats) -> tuple[object, ...]:
+    return stats.rounds, stats.drafted, stats.judged_per_position, stats.accepted_per_position
+
+
+class PlantedError(Exception):
+    pass
+
+
+class _FailAt(TorchDispatchMode):
+    """Raises instead of the n-th tensor operation (of a name): in a layer, in the head, in sampling, in the cache."""
+
+    def __init__(self, number: int | None, error: type[BaseException] = PlantedError, name: str = "") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number, self.error, self.name, self.seen = number, error, name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.name in str(func):
+            self.seen += 1
+            if self.seen == self.number:
+                raise self.error("planted")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_an_exception_at_any_operation_leaves_everything_right(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    everyone = _Everyone(llama, selfspec.wrap(llama, draft, draft_length=2))
+    prompts, mask = _prompts()
+
+    def run(number: int | None, error: type[BaseException] = PlantedError) -> int:
+        with _FailAt(number, error) as mode:
+            everyone.spec.generate(prompts, mask, max_new_tokens=6, do_sample=True, seed=1)
+        return int(mode.seen)
+
+    errors = [PlantedError, KeyboardInterrupt, torch.OutOfMemoryError, SystemExit]
+    total = run(None)
+    assert total > 1000
+    points = range(1, total + 1, total // 10)
+    for count, number in enumerate(points):
+        error = errors[count % len(errors)]
+        with pytest.raises(error, match="planted"):
+            run(number, error)
+        everyone.assert_unharmed()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("operation", ["exponential_", "rand", "_softmax", "cumprod"])
+def test_an_exception_in_sampling_or_acceptance_leaves_everything_right(
+    llama: PreTrainedModel, operation: str, number: int
+) -> None:
+    everyone = _Everyone(llama, selfspec.wrap(llama, DRAFTS["exit"], draft_length=1))
+    with pytest.raises(PlantedError), _FailAt(number, PlantedError, f"aten.{operation}"):
+        everyone.spec.generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=True, seed=1)
+    everyone.assert_unharmed()
+
+
+@pytest.mark.parametrize(
+    ("call", "error"), [(1, StopIteration), (2, PlantedError), (4, KeyboardInterrupt), (9, torch.OutOfMemoryError)]
+)
+@pytest.mark.parametrize("name", ["model.layers.0", "model.layers.1.mlp", "model.layers.3.self_attn", "lm_head"])
+def test_a_hook_that_raises_leaves_everything_right(
+    llama: PreTrainedModel, name: str, call: int, error: type[BaseException]
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=2)
+    everyone = _Everyone(llama, spec)
+    calls = 0
+
+    def failing(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error("planted")
+
+    handle = llama.get_submodule(name).register_forward_pre_hook(failing)
+    stream = spec.stream(tiny.prompt(PROMPT), max_new_tokens=30, do_sample=False)
+    # Python itself turns a StopIteration inside a generator into a RuntimeError.
+    with pytest.raises(RuntimeError if error is StopIteration else error):
+        for _ in stream:
+            pass
+    assert calls == call
+    handle.remove()
+    assert next(stream, None) is None, "a stream that failed is over"
+    everyone.assert_unharmed()
+
+
+def test_an_exception_through_custom_generate_leaves_everything_right(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    everyone = _Everyone(llama, spec)
+    with pytest.raises(PlantedError), _FailAt(500):
+        llama.generate(tiny.prompt(PROMPT), custom_generate=spec, max_new_tokens=12)
+    everyone.assert_unharmed()
+
+
+def test_a_generation_inside_a_hook_of_another_is_right(llama: PreTrainedModel) -> None:
+    """The deepest interleaving there is: a generation in the middle of another one's pass."""
+    spec = selfspec.wrap(llama, DRAFTS["sublayers"])
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False)[0].tolist()
+    inner_wanted = llama.generate(tiny.prompt(5, seed=2), max_new_tokens=9, do_sample=False)[0].tolist()
+    inner: list[list[int]] = []
+    busy, calls = False, 0
+
+    def within(*_: object) -> None:
+        nonlocal busy, calls
+        calls += not busy
+        if not busy and calls in (1, 3, 4, 9):
+            busy = True
+            for generate in (spec.generate, selfspec.wrap(llama, DRAFTS["exit"]).generate):
+                out = generate(tiny.prompt(5, seed=2), max_new_tokens=9, do_sample=False)
+                inner.append(out.sequences[0].tolist())
+            inner.append(llama.generate(tiny.prompt(5, seed=2), max_new_tokens=9, do_sample=False)[0].tolist())
+            busy = False
+
+    llama.model.layers[2].mlp.register_forward_hook(within)
+    assert spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences[0].tolist() == wanted
+    assert len(inner) == 12
+    assert all(text == inner_wanted for text in inner)
+
+
+# Threads.
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Let Python change threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Results of jobs that start at once, one thread each."""
+    barrier = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return job()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(run, jobs))
+
+
+@pytest.mark.usefixtures("eager_switching")
+@pytest.mark.parametrize(
+    ("architecture", "shared"), [("llama", False), ("llama", True), ("qwen2", True), ("gpt2", False)]
+)
+def test_threads_that_share_a_model_get_what_they_would_get_alone(architecture: str, shared: bool) -> None:
+    model = tiny.BUILDERS[architecture]()
+    before = Snapshot(model)
+    prompts, mask = _prompts()
+    one = selfspec.wrap(model, DRAFTS["exit"], draft_length=2)
+    two = one if shared else selfspec.wrap(model, DRAFTS["sublayers"], draft_length=3)
+
+    def drafting(spec: selfspec.SelfSpeculative, seed: int) -> list[Any]:
+        found: list[Any] = []
+        for repeat in range(2):
+            greedy = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
+            options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9}
+            options["seed"] = seed + repeat
+            sampled = spec.generate(prompts, mask, draft_length=1 + seed % 3, **options)
+            streamed = [chunk.rows for chunk in spec.stream(tiny.prompt(4, seed=seed), **options)]
+            found += [greedy.sequences.tolist(), sampled.sequences.tolist(), _counts(sampled.stats), streamed]
+        return found
+
+    def plain() -> list[Any]:
+        options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        return [model.generate(prompts, **options).tolist() for _ in range(5)]
+
+    def through_transformers() -> list[Any]:
+        options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "seed": 8}
+        return [model.generate(prompts, custom_generate=two, **options).tolist() for _ in range(3)]
+
+    def forward() -> list[Any]:
+        with torch.no_grad():
+            return [model(prompts, output_hidden_states=True).hidden_states[3].tolist() for _ in range(12)]
+
+    jobs: list[Callable[[], Any]] = [lambda: drafting(one, 10), lambda: drafting(two, 21), plain, through_transformers]
+    alone = [job() for job in jobs]
+    assert _together(jobs) == alone
+    before.assert_same(model)
+    # Not before the snapshot was compared: transformers hangs hooks of its own for this.
+    assert _together([*jobs, forward]) == [*alone, forward()]
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_a_thread_that_fails_leaves_the_others_alone(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["layers"])
+    prompts, mask = _prompts()
+    here = threading.local()
+
+    def failing(module: nn.Module, args: object) -> None:
+        here.calls = getattr(here, "calls", 0) + 1
+        if getattr(here, "fails", False) and here.calls % 7 == 0:
+            raise PlantedError("planted")
+
+    llama.model.layers[1].mlp.register_forward_pre_hook(failing)
+
+    def good(seed: int) -> list[Any]:
+        options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "seed": seed}
+        return [spec.generate(prompts, mask, **options).sequences.tolist() for _ in range(4)]
+
+    def bad() -> int:
+        here.fails = True
+        failures = 0
+        for _ in range(8):
+            try:
+                spec.generate(prompts, mask, max_new_tokens=NEW)
+            except PlantedError:
+                failures += 1
+        here.fails = False
+        return failures
+
+    alone = [good(1), good(2)]
+    assert _together([lambda: good(1), bad, lambda: good(2)]) == [alone[0], 8, alone[1]]
