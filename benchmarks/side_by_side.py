@@ -54,7 +54,7 @@ def arms(model: PreTrainedModel, exit_layer: int, skip: selfspec.LayerSkip, leng
     """All arms, the reference first."""
 
     def stock(ids: Tensor) -> list[int]:
-        return model.generate(ids, do_sample=False, max_new_tokens=new)[0, ids.shape[1] :].tolist()
+        return new_tokens(model.generate(ids, do_sample=False, max_new_tokens=new), ids)
 
     def stock_early_exit(ids: Tensor) -> list[int]:
         # transformers reads the draft length from the model's own generation config only.
@@ -65,7 +65,7 @@ def arms(model: PreTrainedModel, exit_layer: int, skip: selfspec.LayerSkip, leng
             output = model.generate(ids, do_sample=False, max_new_tokens=new, assistant_early_exit=exit_layer)
         finally:
             model.generation_config.num_assistant_tokens, model.generation_config.num_assistant_tokens_schedule = kept
-        return output[0, ids.shape[1] :].tolist()
+        return new_tokens(output, ids)
 
     def own(name: str, draft: selfspec.Drafter | None) -> Arm:
         spec = selfspec.wrap(model, draft, draft_length=length)
@@ -73,7 +73,7 @@ def arms(model: PreTrainedModel, exit_layer: int, skip: selfspec.LayerSkip, leng
         def run(ids: Tensor) -> list[int]:
             output = spec.generate(ids, do_sample=False, max_new_tokens=new)
             arm.stats.append(output.stats.to_dict())
-            return output.sequences[0, ids.shape[1] :].tolist()
+            return new_tokens(output.sequences, ids)
 
         arm = Arm(name, run)
         return arm
@@ -90,6 +90,12 @@ def arms(model: PreTrainedModel, exit_layer: int, skip: selfspec.LayerSkip, leng
         own(f"selfspec, exit {exit_layer}", selfspec.EarlyExit(exit_layer)),
         own(f"selfspec, skip {'; '.join(parts)}", skip),
     ]
+
+
+def new_tokens(sequences: Tensor, prompt: Tensor) -> list[int]:
+    """What was generated after a prompt, `[1, prompt]`."""
+    tokens: list[int] = sequences[0, prompt.shape[1] :].tolist()
+    return tokens
 
 
 def measure(contestants: list[Arm], prompts: list[Tensor], repeats: int) -> None:

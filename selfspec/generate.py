@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from selfspec.stats import PhaseClock, Stats
 @torch.no_grad()
 def rounds(
     state: State, request: Request, drafter: Drafter | None, control: FixedLength, rule: Rule, stats: Stats
-) -> Iterator[Round]:
+) -> Generator[Round, None, None]:
     """Generate, round by round.
 
     Args:
@@ -128,8 +128,9 @@ def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)
     count = rule.accepted(noise < rule.heads(draft.tokens, q, decided, logits))
     token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)
-    coupled = draft.q is not None and q is None
-    overlap = torch.minimum(p[:, :-1], draft.q).sum(-1) if coupled else torch.zeros_like(noise)
+    overlap = torch.zeros_like(noise)
+    if draft.q is not None and sampling.decided:
+        overlap = torch.minimum(p[:, :-1], draft.q).sum(-1)
     return Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap)
 
 
@@ -138,7 +139,8 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
     verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
     # As doubles, which hold every token id exactly, all of it comes over at once.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
-    rows, doubted = [], []
+    rows: list[RowRound] = []
+    doubted: list[int] = []
     for row, numbers in enumerate(table):
         if not state.live[row]:
             rows.append(RowRound((), (), 0))

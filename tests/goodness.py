@@ -16,7 +16,8 @@ def p_value(observed: Iterable[tuple[int, ...]], joint: Mapping[tuple[int, ...],
     if any(joint.get(outcome, 0.0) == 0.0 for outcome in counts):
         return 0.0
     total = counts.total()
-    cells, pooled_observed, pooled_expected = [], 0.0, 0.0
+    cells: list[tuple[float, float]] = []
+    pooled_observed, pooled_expected = 0.0, 0.0
     for outcome, probability in sorted(joint.items(), key=lambda item: item[1]):
         expected = total * probability
         if expected == 0:

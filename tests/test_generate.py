@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -90,14 +90,16 @@ def joint(model: PreTrainedModel, prompt: tuple[int, ...], warp: Warp, eos: int 
     return {**outputs, **prefixes}
 
 
-def sample(spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None, seed: int) -> dict[tuple[int, ...], list[Any]]:
+def sample(
+    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None, seed: int, batches: int
+) -> dict[tuple[int, ...], list[Any]]:
     """Outputs of each prompt; every batch holds both prompts, left-padded, so that its rows are ragged."""
     width = max(map(len, PROMPTS))
     repeats = ROWS // len(PROMPTS)
     ids = torch.tensor([(PAD,) * (width - len(prompt)) + prompt for prompt in PROMPTS] * repeats)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS] * repeats)
     seen: dict[tuple[int, ...], list[Any]] = {prompt: [] for prompt in PROMPTS}
-    for batch in range(BATCHES):
+    for batch in range(batches):
         sequences = spec.generate(
             ids,
             attention_mask=mask,
@@ -113,8 +115,10 @@ def sample(spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None, seed: in
     return seen
 
 
-def p_values(spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None = None, seed: int = 0) -> dict[str, float]:
-    seen = sample(spec, warp, eos, seed)
+def p_values(
+    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None = None, seed: int = 0, batches: int = BATCHES
+) -> dict[str, float]:
+    seen = sample(spec, warp, eos, seed, batches)
     return {str(prompt): p_value(outputs, joint(spec.model, prompt, warp, eos)) for prompt, outputs in seen.items()}
 
 
@@ -136,15 +140,44 @@ WARPS = (
 )
 
 
+LOSSLESS = ("token", "block", "coupled")
+
+
 def test_samples_follow_the_exact_joint() -> None:
-    # Five tokens of vocabulary and four new ones: prefill, a bonus token and several rounds are all in it.
+    # Five tokens of vocabulary and four new ones: prefill, a bonus token and several rounds are all in it. The numbers
+    # that choose rule, draft length and end of sequence share no factor, so all their pairs come up.
     found = {}
     for number, (draft, warp) in enumerate(itertools.product(DRAFTS, WARPS)):
-        length, eos = 1 + number % 4, EOS if number % 2 else None
-        spec = selfspec.wrap(small(seed=number % 3), draft, draft_length=length)
+        rule, length, eos = LOSSLESS[number % 3], 1 + number % 4, EOS if number % 5 < 2 else None
+        spec = selfspec.wrap(small(seed=number % 7), draft, draft_length=length, accept=rule)
         for prompt, value in p_values(spec, warp, eos, seed=100 * number).items():
-            found[f"{draft} {warp} length {length} eos {eos} prompt {prompt}"] = value
+            found[f"{draft} {rule} {warp} length {length} eos {eos} prompt {prompt}"] = value
     assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
+def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: str) -> None:
+    found = {}
+    for length, warp in zip((1, 2, 3), (WARPS[0], WARPS[1], WARPS[5]), strict=True):
+        spec = selfspec.wrap(small(seed=length), draft, draft_length=length, accept=rule)
+        for prompt, value in p_values(spec, warp, EOS, seed=1000 * length, batches=80).items():
+            found[f"{warp} length {length} prompt {prompt}"] = value
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.slow
+def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
+    class Mismatched(selfspec.EarlyExit):
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            draft: selfspec.Draft = super().draft(state, length)
+            assert draft.q is not None
+            hotter = draft.q ** (1 / 1.1)
+            return replace(draft, q=hotter / hotter.sum(-1, keepdim=True))
+
+    spec = selfspec.wrap(small(), Mismatched(2), draft_length=2, accept="token")
+    assert holm_rejects(p_values(spec, Warp(), batches=80), 0.01)
 
 
 class ResidualFromP(TokenLevel):

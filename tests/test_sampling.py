@@ -37,7 +37,7 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
 def test_draws_follow_weights_that_are_not_normalised() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 2.0, 1e-3]).expand(20_000, 5)
     drawn = draw(weights, torch.Generator().manual_seed(0))
-    joint = {(token,): float(weight / weights[0].sum()) for token, weight in enumerate(weights[0])}
+    joint: dict[tuple[int, ...], float] = {(token,): float(weight / weights[0].sum()) for token, weight in enumerate(weights[0])}
     assert p_value([(int(token),) for token in drawn], joint) > 0.01
 
 
@@ -48,7 +48,7 @@ def test_a_single_possible_token_is_always_drawn() -> None:
 
 def test_draws_do_not_depend_on_each_other() -> None:
     drawn = draw(torch.ones(20_000, 2, 3), torch.Generator().manual_seed(0))
-    joint = {(a, b): 1 / 9 for a in range(3) for b in range(3)}
+    joint: dict[tuple[int, ...], float] = {(a, b): 1 / 9 for a in range(3) for b in range(3)}
     assert p_value([tuple(pair) for pair in drawn.tolist()], joint) > 0.01
 
 

@@ -44,7 +44,7 @@ class Typical(_Relaxed):
     def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
         """1 where a draft token is typical, else 0, `[batch, drafted]`."""
         judged = p[:, : tokens.shape[1]]
-        entropy = torch.special.entr(judged).sum(-1)
+        entropy: Tensor = torch.special.entr(judged).sum(-1)
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
         return (judged.gather(-1, tokens[..., None])[..., 0] > threshold).to(p.dtype)
 

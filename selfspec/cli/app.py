@@ -12,6 +12,7 @@ from selfspec.cli.demo import demo
 from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
+from selfspec.cli.verify import verify
 
 app = typer.Typer(
     name="selfspec",
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(inspect)
+app.command()(verify)
 app.command()(demo)
 
 
