@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from selfspec.accept import Rule, find_rule
+from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS
 from selfspec.control import FixedLength
@@ -24,7 +24,6 @@ from selfspec.output import GenerateOutput
 from selfspec.request import Request, prepared_request, read_request
 
 DEFAULT_DRAFT_LENGTH = 4
-DEFAULT_RULE = "token"
 _ATTENTION_KERNELS = ("eager", "sdpa")
 
 
@@ -33,7 +32,7 @@ def wrap(
     draft: Drafter | None = None,
     *,
     draft_length: int = DEFAULT_DRAFT_LENGTH,
-    accept: str | Rule = DEFAULT_RULE,
+    accept: str | Rule | None = None,
     adapter: Adapter | None = None,
 ) -> SelfSpeculative:
     """Make a model draft for itself.
@@ -46,7 +45,7 @@ def wrap(
         draft_length: tokens drafted each round, at least 1.
         accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
-            "relaxed-top-k"; or a rule object.
+            "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
 
     Raises:
@@ -101,7 +100,7 @@ class SelfSpeculative:
         model: the stock model, unchanged.
         draft: what drafts; None for plain decoding.
         draft_length: tokens drafted each round, unless a call says otherwise.
-        rule: judges drafts, unless a call says otherwise.
+        rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
     """
 
@@ -110,13 +109,13 @@ class SelfSpeculative:
         model: PreTrainedModel,
         draft: Drafter | None,
         draft_length: int,
-        accept: str | Rule,
+        accept: str | Rule | None,
         adapter: Adapter,
     ) -> None:
         self.model = model
         self.draft = draft
         self.draft_length = draft_length
-        self.rule = find_rule(accept)
+        self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self._closed = False
         self._check_model()
@@ -233,7 +232,7 @@ class SelfSpeculative:
         self._check_open()
         self._check_model()
         length = self._check_draft(self.draft_length if draft_length is None else draft_length)
-        rule = self.rule if accept is None else find_rule(accept)
+        rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
 
     def _check_open(self) -> None:

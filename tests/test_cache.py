@@ -439,6 +439,15 @@ class TestMemoryGoesAtOnce:
         del stream
         assert watch.alive == 0
 
+    def test_when_a_stream_is_closed(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+        watch = _Watch(llama)
+        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
+        committed = len(next(stream).tokens)
+        stream.close()
+        assert watch.alive == 0, "the stream is kept for its stats, its memory is not"
+        assert next(stream, None) is None
+        assert stream.output().lengths == (committed,)
+
     def test_when_a_stream_was_never_begun(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         caches = _alive(SharedCache)
         stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
@@ -522,13 +531,12 @@ def test_nothing_is_held_twice(architecture: str, draft: selfspec.Drafter) -> No
         sizes |= {"num_key_value_heads": 2, "intermediate_size": 256}
     model = tiny.BUILDERS[architecture](**sizes)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    spec = selfspec.wrap(model, draft)
-    spec.generate(tiny.prompt(5), max_new_tokens=3)
+    selfspec.wrap(tiny.BUILDERS[architecture](), draft).generate(tiny.prompt(5), max_new_tokens=3)
     caches: list[weakref.ref[Any]] = []
     spy = _layers(model)[0].register_forward_pre_hook(_cache_spy(caches), with_kwargs=True)
     gc.collect()
     before = _bytes_alive()
-    stream = spec.stream(tiny.prompt(5), max_new_tokens=12)
+    stream = selfspec.wrap(model, draft).stream(tiny.prompt(5), max_new_tokens=12)
     next(stream)
     next(stream)
     held_more = _bytes_alive() - before

@@ -24,6 +24,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 """Every rule by name. The names of those that are not lossless begin with `relaxed-`."""
 
 
+def default_rule(greedy: bool) -> Rule:
+    """The rule of callers who name none: block verification where tokens are sampled.
+
+    Under greedy decoding all lossless rules accept alike, and the token-level one has the least to compute.
+    """
+    return RULES["token" if greedy else "block"]
+
+
 def find_rule(accept: str | Rule) -> Rule:
     """The rule of that name, or the rule itself.
 
