@@ -40,7 +40,7 @@ class Generation(Iterator[Round]):
         rule: Rule,
         seed: int | None,
     ) -> None:
-        device = model.get_input_embeddings().weight.device
+        device = _device(model, request)
         batch = request.input_ids.shape[0]
         cache = SharedCache(
             depth=len(adapter.decoder_layers(model)),
@@ -56,7 +56,7 @@ class Generation(Iterator[Round]):
         self.stats = Stats()
         self._request = request
         self._lossless = rule.lossless
-        self._state = State(
+        state = State(
             passes=Passes(model, adapter, cache),
             cache=cache,
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
@@ -65,7 +65,9 @@ class Generation(Iterator[Round]):
             committed=[[] for _ in range(batch)],
             live=[request.max_new_tokens > 0] * batch,
         )
-        self._rounds = rounds(self._state, request, draft, control, rule, self.stats)
+        # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
+        self._committed, self._failed = state.committed, state.failed
+        self._rounds = rounds(state, request, draft, control, rule, self.stats)
 
     def __next__(self) -> Round:
         """Run one round.
@@ -76,7 +78,7 @@ class Generation(Iterator[Round]):
         try:
             return next(self._rounds)
         except StopIteration:
-            failed, self._state.failed = self._state.failed, []
+            failed, self._failed = self._failed, []
             if failed:
                 raise NonFiniteLogitsError(self.output(), tuple(sorted(failed))) from None
             raise
@@ -97,10 +99,16 @@ class Generation(Iterator[Round]):
 
     def output(self) -> GenerateOutput:
         """What has been generated so far."""
-        committed = self._state.committed
+        committed = self._committed
         longest = max(len(tokens) for tokens in committed)
         padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
         prompts = self._request.input_ids
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
         return GenerateOutput(torch.cat([prompts, new], 1), lengths, self.stats, self._lossless)
+
+
+def _device(model: PreTrainedModel, request: Request) -> torch.device:
+    """Where tokens go in and logits come out: with the weights, or with the prompt if all weights are offloaded."""
+    embeddings: torch.device = model.get_input_embeddings().weight.device
+    return request.input_ids.device if embeddings.type == "meta" else embeddings

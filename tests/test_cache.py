@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
@@ -186,6 +186,7 @@ _ANY_MOVES = settings(
     max_examples=12,
     stateful_step_count=14,
     suppress_health_check=list(HealthCheck),
+    phases=[phase for phase in Phase if phase is not Phase.explain],
 )
 AnyMoves.TestCase.settings = _ANY_MOVES
 AnyMovesMistral.TestCase.settings = _ANY_MOVES
