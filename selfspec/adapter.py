@@ -7,6 +7,8 @@ from typing import Literal
 
 from torch import nn
 
+from selfspec.errors import UnsupportedModelError
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -25,6 +27,25 @@ class Adapter:
     attention: str = "self_attn"
     mlp: str = "mlp"
     layer_returns: Literal["tensor", "tuple"] = "tensor"
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that does not have what this adapter names.
+
+        Raises:
+            UnsupportedModelError: naming what is missing.
+        """
+        try:
+            layers = model.get_submodule(self.layers)
+        except AttributeError as error:
+            raise UnsupportedModelError(f"the adapter's layers={self.layers!r} is not in the model: {error}") from error
+        if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+            raise UnsupportedModelError(f"the adapter's layers={self.layers!r} is no ModuleList of decoder layers")
+        for name in (self.attention, self.mlp):
+            if not all(isinstance(getattr(layer, name, None), nn.Module) for layer in layers):
+                raise UnsupportedModelError(
+                    f"the adapter names {name!r}, which {type(layers[0]).__name__} does not have; it has "
+                    + ", ".join(child for child, _ in layers[0].named_children())
+                )
 
     def decoder_layers(self, model: nn.Module) -> list[nn.Module]:
         """The decoder layers of `model`, first to last."""

@@ -200,6 +200,31 @@ def prepared_request(
     )
 
 
+def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse inputs of the model that a `custom_generate` callable is handed and selfspec does not pass on.
+
+    `transformers` adds an empty cache and default positions of its own; only what differs from these was asked for.
+
+    Raises:
+        UnsupportedOptionError: naming the input.
+    """
+    for name, value in model_kwargs.items():
+        if value is None or name in ("attention_mask", "use_cache", "logits_to_keep"):
+            continue
+        if name == "past_key_values" and value.get_seq_length() == 0:
+            continue
+        if name == "position_ids" and _are_default(value, model_kwargs.get("attention_mask")):
+            continue
+        raise _unsupported(name)
+
+
+def _are_default(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
+    mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask.to(position_ids.device)
+    if mask.shape != position_ids.shape:
+        return False
+    return bool(((position_ids == mask.cumsum(-1) - 1) | (mask == 0)).all())
+
+
 def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
         raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")

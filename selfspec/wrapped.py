@@ -21,7 +21,7 @@ from selfspec.errors import (
 )
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
-from selfspec.request import Request, prepared_request, read_request
+from selfspec.request import Request, check_model_inputs, prepared_request, read_request
 
 DEFAULT_DRAFT_LENGTH = 4
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -53,6 +53,7 @@ def wrap(
         DraftConfigError: the draft does not fit the model.
         UnsupportedOptionError: there is no acceptance rule of that name.
     """
+    check_causal(model)
     return SelfSpeculative(model, draft, draft_length, accept, adapter or find_adapter(model))
 
 
@@ -62,18 +63,26 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
     Raises:
         UnsupportedModelError: there is none, or the model is not a decoder-only causal LM.
     """
+    check_causal(model)
+    return adapter_for(model.config.model_type)
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuse what is no decoder-only causal LM of `transformers`.
+
+    Raises:
+        UnsupportedModelError: naming what it is instead.
+    """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model; load it with AutoModelForCausalLM.from_pretrained"
         )
     if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
-    adapter = adapter_for(model.config.model_type)
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
         )
-    return adapter
 
 
 def adapter_for(model_type: str) -> Adapter:
@@ -118,6 +127,7 @@ class SelfSpeculative:
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self._closed = False
+        adapter.check(model)
         self._check_model()
         self._check_draft(draft_length)
 
@@ -192,9 +202,7 @@ class SelfSpeculative:
         """
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
-        past = model_kwargs.get("past_key_values")
-        if past is not None and past.get_seq_length() > 0:
-            raise UnsupportedOptionError("past_key_values is not supported: pass the whole conversation as input_ids")
+        check_model_inputs(model_kwargs)
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
@@ -232,6 +240,8 @@ class SelfSpeculative:
         self._check_open()
         self._check_model()
         length = self._check_draft(self.draft_length if draft_length is None else draft_length)
+        if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
+            raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
 
@@ -245,15 +255,25 @@ class SelfSpeculative:
             raise UnsupportedModelError(
                 f"attention kernel {kernel!r} is not supported; load the model with attn_implementation='sdpa'"
             )
-        if self.model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.model.modules()):
-            raise UnsupportedModelError("the model is in training mode with dropout; call model.eval() first")
+        if self.model.training and any(_differs_in_training(module) for module in self.model.modules()):
+            raise UnsupportedModelError(
+                "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
+            )
 
     def _check_draft(self, draft_length: int) -> int:
+        length = FixedLength(draft_length).length
         if self.draft is None:
             return 0
         if not isinstance(self.draft, Drafter):
             raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {self.draft!r}")
         self.draft.check(len(self.adapter.decoder_layers(self.model)))
-        if draft_length == 0:
+        if length == 0:
             raise DraftConfigError("draft length must be at least 1; wrap with draft=None to decode plainly")
-        return FixedLength(draft_length).length
+        return length
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    drops = isinstance(rate, float) and rate > 0
+    # Layers that checkpoint their activations get no cache.
+    return drops or bool(getattr(module, "gradient_checkpointing", False))

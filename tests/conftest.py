@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 
 import tiny
 
+# The models are too small to share among threads, which on busy cores wait for each other.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

@@ -392,6 +392,39 @@ def test_a_users_stopping_criterion_is_obeyed_or_refused(llama: PreTrainedModel,
     assert out.sequences[0].tolist() == text[:9]
 
 
+def _as_given(kind: str, tokens: list[int]) -> Any:
+    return {"list": tokens, "tuple": tuple(tokens), "tensor": torch.tensor(tokens)}.get(kind, tokens[0])
+
+
+@pytest.mark.parametrize("kind", ["int", "list", "tuple", "tensor"])
+@pytest.mark.parametrize("padding", [None, 1])
+def test_end_of_sequence_tokens_end_and_pad_rows_as_transformers_does(
+    llama: PreTrainedModel, kind: str, padding: int | None
+) -> None:
+    prompts = tiny.prompt(6, 3)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompts)}
+    text = llama.generate(prompts, **options)
+    # The first listed is larger than the second, and the second ends one row before the others.
+    ends, never = int(text[1, 9]), max(set(range(tiny.VOCABULARY)) - set(text.flatten().tolist()))
+    assert ends < never
+    eos = [never, ends] if kind != "int" else [ends]
+    wanted = llama.generate(prompts, eos_token_id=eos, pad_token_id=padding, **options)
+    assert not torch.equal(wanted, text)
+    out = selfspec.wrap(llama, DRAFT).generate(
+        prompts, eos_token_id=_as_given(kind, eos), pad_token_id=padding, **options
+    )
+    assert out.sequences.tolist() == wanted.tolist()
+
+
+def test_an_end_of_sequence_token_may_be_a_tensor_of_no_dimension(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(6), max_new_tokens=12, do_sample=False)[0].tolist()
+    eos = text[9]
+    out = selfspec.wrap(llama, DRAFT).generate(
+        tiny.prompt(6), max_new_tokens=12, do_sample=False, eos_token_id=torch.tensor(eos)
+    )
+    assert out.sequences[0].tolist() == text[: text.index(eos, 6) + 1]
+
+
 def test_token_types_are_refused() -> None:
     model = tiny.gpt2()
     spec = selfspec.wrap(model, DRAFT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -700,6 +701,33 @@ def test_streams_may_take_turns(llama: PreTrainedModel) -> None:
         assert torch.equal(llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False), plain)
         next(spec.stream(tiny.prompt(4), max_new_tokens=9))  # begun and abandoned
     assert found == wanted
+
+
+def test_a_stream_leaves_grad_mode_alone_and_its_rounds_may_run_anywhere(llama: PreTrainedModel) -> None:
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False)[0, PROMPT:].tolist()
+    stream = selfspec.wrap(llama, DRAFTS["sublayers"]).stream(tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False)
+    found = list(next(stream).tokens)
+    assert torch.is_grad_enabled()
+    with torch.inference_mode():
+        found += next(stream).tokens
+    assert torch.is_grad_enabled()
+    with ThreadPoolExecutor(1) as other_thread:
+        found += other_thread.submit(next, stream).result().tokens
+    for chunk in stream:
+        found += chunk.tokens
+    assert found == wanted
+
+
+def test_a_wrapper_can_be_copied_and_pickled_with_its_model(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft)
+    wanted = spec.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=True, seed=1).sequences
+    for other in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert other.model is not llama
+        assert torch.equal(
+            other.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=True, seed=1).sequences, wanted
+        )
+        other.unwrap()
+    assert torch.equal(spec.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=True, seed=1).sequences, wanted)
 
 
 def test_a_seed_leaves_torchs_own_generator_alone(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from pathlib import Path as FilePath
@@ -87,6 +88,52 @@ def test_text_may_fill_the_context_to_its_last_position(architecture: str, draft
     out = selfspec.wrap(model, draft, draft_length=5).generate(prompts, **options)
     assert out.sequences.shape == (2, 24)
     assert out.sequences.tolist() == model.generate(prompts, **options).tolist()
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **more}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"reorder_and_upcast_attn": True, "attention": "eager", "dtype": torch.float32}),
+        ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("llama", _rope("linear")),
+        ("llama", _rope("dynamic") | {"max_position_embeddings": 24}),
+        ("llama", _rope("yarn", original_max_position_embeddings=8)),
+        (
+            "llama",
+            _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8),
+        ),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 2}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen2", {"max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    ],
+    ids=str,
+)
+def test_variants_of_an_architecture_are_exact_too(architecture: str, options: dict[str, Any]) -> None:
+    _assert_exact(tiny.BUILDERS[architecture](**options), prompt=9)
+
+
+@pytest.mark.parametrize("prompt", [4, 7, 8, 9, 14])
+def test_rotary_tables_that_change_with_the_length_are_exact_or_refused(prompt: int) -> None:
+    """longrope changes all frequencies once a text is longer than the model's original context, here 8."""
+    longrope = _rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=8)
+    with contextlib.suppress(selfspec.UnsupportedModelError):
+        _assert_exact(tiny.llama(**longrope), prompt)
+
+
+def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
+    prompts = tiny.prompt(prompt)
+    wanted = model.generate(prompts, max_new_tokens=14, do_sample=False)
+    for draft in (None, DRAFTS[1], DRAFTS[4]):
+        out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, max_new_tokens=14, do_sample=False)
+        assert out.sequences.tolist() == wanted.tolist()
 
 
 def test_an_architecture_selfspec_does_not_know_can_be_declared() -> None:
