@@ -20,6 +20,7 @@ from transformers.generation import (
     EtaLogitsWarper,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -119,7 +120,7 @@ def read_request(
 
     Args:
         model: the model that will run.
-        inputs: prompts, `[batch, prompt]` or `[prompt]`, left-padded where their lengths differ.
+        inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
         attention_mask: 1 for tokens and 0 for padding, of the same shape; None: no padding. Never guessed from ids.
         generation_config: as in `model.generate`.
         options: further keywords of `model.generate`.
@@ -131,9 +132,7 @@ def read_request(
     if inputs is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
     input_ids, mask = _checked_prompt(model, inputs, attention_mask)
-    for name in ("past_key_values", "inputs_embeds", "position_ids", "assistant_model", "streamer", "custom_generate"):
-        if options.get(name) is not None:
-            raise _unsupported(name)
+    _check_keywords(generation_config, options)
     handed_over: dict[str, Any] = {}
 
     def hand_over(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
@@ -177,10 +176,18 @@ def prepared_request(
     """
     input_ids, mask = _checked_prompt(model, input_ids, attention_mask)
     _check_options(generation_config)
-    _check_kinds("logits processor", logits_processor, _WARPERS)
-    _check_kinds("stopping criterion", stopping_criteria, (MaxLengthCriteria, EosTokenCriteria))
-    eos = _ids(generation_config.eos_token_id)
-    pad = generation_config.pad_token_id
+    # Their exact classes: one that derives from them may do anything.
+    for processor in logits_processor:
+        if type(processor) not in _WARPERS:
+            raise UnsupportedOptionError(f"the logits processor {type(processor).__name__} is not supported; drop it")
+    # transformers has read these from the config, whatever form they were given in, and settled what pads.
+    eos, pad = _ids(generation_config._eos_token_tensor), _ids(generation_config._pad_token_tensor)
+    for criterion in stopping_criteria:
+        if not _is_own(criterion, generation_config.max_length, eos):
+            raise UnsupportedOptionError(
+                f"the stopping criterion {type(criterion).__name__} is not supported; drop it, and use max_new_tokens "
+                "and eos_token_id"
+            )
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     lengths = tuple(mask.sum(1).tolist())
@@ -192,9 +199,9 @@ def prepared_request(
     return Request(
         input_ids=input_ids,
         lengths=lengths,
-        sampling=Sampling(logits_processor if generation_config.do_sample else None),
-        eos=eos,
-        pad=pad if isinstance(pad, int) else min(eos, default=0),
+        sampling=Sampling(logits_processor, greedy=not generation_config.do_sample),
+        eos=frozenset(eos),
+        pad=pad[0] if pad else 0,
         max_new_tokens=max_new_tokens,
         return_dict=bool(generation_config.return_dict_in_generate),
     )
@@ -229,9 +236,11 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
     if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
         raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")
     input_ids = inputs.long()
-    if input_ids.ndim == 1:
-        input_ids = input_ids[None]
-    if input_ids.ndim != 2 or input_ids.numel() == 0:
+    if input_ids.ndim != 2:
+        raise PromptError(
+            f"input_ids has shape {list(inputs.shape)}, not [batch, prompt]; for a single prompt write input_ids[None]"
+        )
+    if input_ids.numel() == 0:
         raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
     vocabulary = model.get_input_embeddings().num_embeddings
     lowest, highest = input_ids.min().item(), input_ids.max().item()
@@ -242,6 +251,8 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
         )
     if attention_mask is None:
         return input_ids, torch.ones_like(input_ids)
+    if not isinstance(attention_mask, Tensor):
+        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
     if attention_mask.shape != input_ids.shape:
         raise PromptError(
             f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; they must agree"
@@ -258,10 +269,28 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
     return input_ids, mask
 
 
+def _check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
+    """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec."""
+    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    for name, value in options.items():
+        if name not in fields and value is not None and value is not False:
+            raise _unsupported(name)
+    for name in ("max_new_tokens", "max_length"):
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UnsupportedOptionError(f"{name}={value!r} is no positive integer")
+    cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
+    if cache is not None:
+        raise _unsupported("cache_implementation", cache)
+
+
+def _defaults() -> dict[str, Any]:
+    return {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+
+
 def _check_options(generation_config: GenerationConfig) -> None:
-    defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
     given = generation_config.to_dict()
-    for name, default in defaults.items():
+    for name, default in _defaults().items():
         value = given.get(name, default)
         if name.startswith("_") or name in _HONOURED or value in (None, False, default):
             continue
@@ -270,18 +299,17 @@ def _check_options(generation_config: GenerationConfig) -> None:
         raise _unsupported("use_cache", False)
 
 
-def _check_kinds(what: str, found: LogitsProcessorList | StoppingCriteriaList, known: tuple[type, ...]) -> None:
-    for item in found:
-        if not isinstance(item, known):
-            raise UnsupportedOptionError(f"the {what} {type(item).__name__} is not supported yet; drop it")
-
-
 def _unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
     shown = name if value is ... else f"{name}={value!r}"
     return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")
 
 
-def _ids(value: object) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
+def _ids(tokens: Tensor | None) -> list[int]:
+    return [] if tokens is None else tokens.flatten().tolist()
+
+
+def _is_own(criterion: StoppingCriteria, max_length: int, eos: list[int]) -> bool:
+    """Whether a stopping criterion is one that `transformers` itself makes of the config."""
+    if type(criterion) is MaxLengthCriteria:
+        return bool(criterion.max_length == max_length)
+    return type(criterion) is EosTokenCriteria and set(_ids(criterion.eos_token_id)) <= set(eos)

@@ -13,28 +13,24 @@ class Sampling:
     """Turns logits into the distribution that plain decoding would draw from.
 
     Args:
-        warpers: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them;
-            None for greedy decoding, whose distribution is one-hot at the largest logit.
+        warpers: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
+        greedy: whether the distribution is one-hot at the largest logit that the warpers leave.
         coupling: chooses tokens by the noise of their place; None: by independent draws.
     """
 
-    def __init__(self, warpers: LogitsProcessorList | None, coupling: Coupling | None = None) -> None:
+    def __init__(self, warpers: LogitsProcessorList, greedy: bool, coupling: Coupling | None = None) -> None:
         self._warpers = warpers
         self._coupling = coupling
+        self.greedy = greedy
 
     def coupled(self, seed: int) -> Sampling:
         """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
-        return self if self.greedy else Sampling(self._warpers, Coupling(seed))
+        return self if self.greedy else Sampling(self._warpers, greedy=False, coupling=Coupling(seed))
 
     @property
     def decided(self) -> bool:
         """Whether `decide` leaves one possible token everywhere, so that nothing is drawn."""
         return self.greedy or self._coupling is not None
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every distribution is one-hot."""
-        return self._warpers is None
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution at each position, float32 as in `transformers`.
@@ -46,13 +42,14 @@ class Sampling:
             `[batch, tokens, vocab]`; rows sum to 1.
         """
         scores = logits.float()
-        if self._warpers is None:
+        if self._warpers:
+            flat = scores.flatten(0, 1)
+            # None of the warpers reads the prefix; `request` admits only such.
+            no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+            scores = self._warpers(no_prefix, flat).reshape(scores.shape)
+        if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        flat = scores.flatten(0, 1)
-        # None of the warpers reads the prefix; `request` admits only such.
-        no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        warped: Tensor = self._warpers(no_prefix, flat)
-        return warped.softmax(-1).reshape(scores.shape)
+        return scores.softmax(-1)
 
     def decide(self, p: Tensor, positions: Tensor) -> Tensor:
         """What tokens are drawn from: p itself, or one-hot at what the noise of the place chooses from it.

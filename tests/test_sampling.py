@@ -18,7 +18,7 @@ from selfspec.sampling import Sampling, draw, proper
 def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
     logits = torch.tensor([[[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]], dtype=torch.float64)
     expected = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
-    assert torch.equal(Sampling(None).probabilities(logits), expected)
+    assert torch.equal(Sampling(LogitsProcessorList(), greedy=True).probabilities(logits), expected)
 
 
 def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
@@ -26,7 +26,7 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
         [TemperatureLogitsWarper(0.7), TopKLogitsWarper(7), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
     )
     logits = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(0))
-    block = Sampling(warpers).probabilities(logits)
+    block = Sampling(warpers, greedy=False).probabilities(logits)
     for row in range(3):
         for position in range(4):
             alone = warpers(torch.empty(1, 0, dtype=torch.long), logits[row, position][None]).softmax(-1)[0]
@@ -37,7 +37,9 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
 def test_draws_follow_weights_that_are_not_normalised() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 2.0, 1e-3]).expand(20_000, 5)
     drawn = draw(weights, torch.Generator().manual_seed(0))
-    joint: dict[tuple[int, ...], float] = {(token,): float(weight / weights[0].sum()) for token, weight in enumerate(weights[0])}
+    joint: dict[tuple[int, ...], float] = {
+        (token,): float(weight / weights[0].sum()) for token, weight in enumerate(weights[0])
+    }
     assert p_value([(int(token),) for token in drawn], joint) > 0.01
 
 
