@@ -1,0 +1,120 @@
+"""The work of `selfspec verify`, apart from its options: load, verify, print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from transformers.utils import logging
+
+from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
+from selfspec.cli.ending import FAILED
+from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.options import OutputFormat
+from selfspec.cli.verify_tables import print_report
+from selfspec.draft import Drafter
+from selfspec.verify import PROMPTS, Report, Settings, default_drafts, verify
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asked for, read and checked as far as that needs no model.
+
+    Attributes:
+        model: folder or hub name.
+        drafters: what drafts; None: a spread chosen from the depth.
+        prompts: texts to continue; None: the built-in ones.
+        settings: how much is verified, and how strictly.
+        dtype: what to compute in.
+        device: where.
+        threads: CPU threads; None: torch's own choice.
+        output: what stdout gets.
+    """
+
+    model: str
+    drafters: Sequence[Drafter] | None
+    prompts: Sequence[str] | None
+    settings: Settings
+    dtype: DtypeName
+    device: str
+    threads: int | None
+    output: OutputFormat
+
+
+class _Bar:
+    """Shows the steps of a verification."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("", total=None)
+        self._begun = 0
+
+    def begin(self, steps: int) -> None:
+        """Show how far it is to go."""
+        self._progress.update(self._task, total=steps)
+
+    def step(self, what: str) -> None:
+        """Show what is done now; what was done before is over."""
+        self._progress.update(self._task, description=what, completed=self._begun)
+        self._begun += 1
+
+
+def run(job: Job) -> None:
+    """Verify and print.
+
+    Raises:
+        SelfSpecError: the job cannot be done; nothing was printed.
+        typer.Exit: the output is not exact; everything was printed.
+    """
+    logging.set_verbosity_error()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    find_device(job.device)
+    # Weights may take minutes to load: what the configuration can tell is told before.
+    depth = read_config(job.model).get_text_config(decoder=True).num_hidden_layers
+    drafters = default_drafts(depth) if job.drafters is None else job.drafters
+    for drafter in drafters:
+        drafter.check(depth)
+
+    checkpoint = load_checkpoint(job.model, job.dtype, job.device)
+    texts = job.prompts or PROMPTS
+    started = time.perf_counter()
+    report = _verified(checkpoint, _prompts(checkpoint, texts), drafters, job.settings)
+    seconds = time.perf_counter() - started
+    if job.output == "json":
+        print_json(_result(job, texts, report, seconds))
+    else:
+        print_report(job.model, checkpoint.tokenizer, report, seconds)
+    if not report.verdict.exact:
+        raise typer.Exit(FAILED)
+
+
+def _prompts(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor]:
+    device = checkpoint.model.device
+    return [checkpoint.tokenizer(text, return_tensors="pt").input_ids.long().to(device) for text in texts]
+
+
+def _verified(
+    checkpoint: Checkpoint, prompts: Sequence[Tensor], drafters: Sequence[Drafter], settings: Settings
+) -> Report:
+    columns = (TextColumn("verifying"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        return verify(checkpoint.model, prompts, drafters, settings, watch=_Bar(progress))
+
+
+def _result(job: Job, texts: Sequence[str], report: Report, seconds: float) -> dict[str, Any]:
+    found = report.to_dict()
+    return {
+        **found,
+        "checkpoint": job.model,
+        "settings": {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()},
+        "seconds": seconds,
+        "versions": versions(),
+    }

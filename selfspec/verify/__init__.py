@@ -1,0 +1,11 @@
+"""Verification on a model of one's own: drafting changes none of its tokens, and not what it samples from."""
+
+from selfspec.verify.drafts import default_drafts, draft_name
+from selfspec.verify.prompts import PROMPTS
+from selfspec.verify.report import Report
+from selfspec.verify.run import verify
+from selfspec.verify.settings import Settings
+from selfspec.verify.verdict import Verdict
+from selfspec.verify.watch import Watch
+
+__all__ = ["PROMPTS", "Report", "Settings", "Verdict", "Watch", "default_drafts", "draft_name", "verify"]

@@ -1,0 +1,81 @@
+"""The stock model's own passes over its own cache: the reference, which nothing of selfspec has a hand in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A greedy text by the stock model.
+
+    Attributes:
+        prompt: `[1, prompt]`.
+        tokens: the new tokens of `model.generate`.
+        logits: of one-token passes over this text, `[new tokens, vocab]`, one row for each new token.
+    """
+
+    prompt: Tensor
+    tokens: list[int]
+    logits: Tensor
+
+
+def bare(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its generation defaults, but for its special tokens: a shallow copy with the same modules.
+
+    Verification says itself how tokens are chosen, and the model's own defaults must not be changed.
+    """
+    given = model.generation_config
+    copied = copy.copy(model)
+    copied.generation_config = GenerationConfig(
+        bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
+    )
+    return copied
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a text."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset(ids if isinstance(ids, list) else [ids])
+
+
+def read_reference(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> Reference:
+    """The greedy continuation of a prompt, `[1, prompt]`, by `model.generate`, and the logits it was chosen from."""
+    mask = torch.ones_like(prompt)
+    sequences = model.generate(prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+    tokens: list[int] = sequences[0, prompt.shape[1] :].tolist()
+    return Reference(prompt, tokens, stepwise_logits(model, prompt, tokens))
+
+
+@torch.no_grad()
+def stepwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits of each of the new tokens, `[new tokens, vocab]`, by a pass over the prompt and then passes over one."""
+    following = torch.tensor([list(tokens)], device=prompt.device)
+    return _logits_of_passes(model, [prompt, *following[:, :-1].split(1, 1)])[-len(tokens) :]
+
+
+@torch.no_grad()
+def blockwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int], width: int) -> Tensor:
+    """Logits of each of the new tokens, `[new tokens, vocab]`, by passes over `width` tokens each.
+
+    As in speculative decoding, the first pass is over the prompt less its last token.
+    """
+    following = torch.tensor([list(tokens)], device=prompt.device)
+    read = torch.cat([prompt[:, -1:], following[:, :-1]], 1)
+    before = [prompt[:, :-1]] if prompt.shape[1] > 1 else []
+    return _logits_of_passes(model, [*before, *read.split(width, 1)])[-len(tokens) :]
+
+
+def _logits_of_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Tensor:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return torch.cat(
+        [model(block, past_key_values=cache, use_cache=True).logits[0] for block in blocks if block.numel()]
+    )

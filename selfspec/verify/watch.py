@@ -1,0 +1,25 @@
+"""Telling a caller how far the verification is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Watch(Protocol):
+    """Is told of each step."""
+
+    def begin(self, steps: int) -> None:
+        """The verification begins, and will take so many steps."""
+
+    def step(self, what: str) -> None:
+        """A step begins."""
+
+
+class Unwatched:
+    """Tells nobody."""
+
+    def begin(self, steps: int) -> None:
+        """Nothing."""
+
+    def step(self, what: str) -> None:
+        """Nothing."""
