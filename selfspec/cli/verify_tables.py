@@ -76,8 +76,8 @@ def _greedy(report: Report) -> Table:
 def _rounding(bound: Bound) -> str:
     return (
         f"Rounding: passes of the model itself over 1 and over {_listed(bound.widths)} tokens differ by up to "
-        f"{bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of positions: "
-        f"{bound.quantile:.1e} and {bound.gap_quantile:.1e}). A gap of up to {bound.near_tie:.1e} counts as a near-tie; "
+        f"{bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the top-2 gap (99% of positions: "
+        f"{bound.quantile:.1e} and {bound.gap_quantile:.1e}). A gap of up to {bound.near_tie:.1e} is a near-tie; "
         f"{bound.close_calls} of {len(bound.gaps)} are."
     )
 

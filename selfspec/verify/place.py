@@ -78,7 +78,8 @@ def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature
     found: dict[tuple[int, ...], dict[Outcome, float]] = {}
     for part in candidates.split(max(_rows(model, 1) // _BRANCHES, 1)):
         found |= _cells(model, part, temperature, _SMALLEST_EXPECTED / samples)
-    prefix = max(found, key=lambda prefix: _variety(found[prefix]) * sum(found[prefix].values()))
+    # Squared, because what is pooled hides what is wrong among it.
+    prefix = max(found, key=lambda prefix: _variety(found[prefix]) * sum(found[prefix].values()) ** 2)
     cells = found[prefix]
     rest = 1 - sum(cells.values())
     if cells and rest * samples < _SMALLEST_EXPECTED:

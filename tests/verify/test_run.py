@@ -302,7 +302,7 @@ def test_bad_input_is_refused_before_any_pass(llama: PreTrainedModel) -> None:
     llama.register_forward_hook(lambda *_: pytest.fail("a pass was made"))
     exits = [selfspec.EarlyExit(2)]
     prompt = tiny.prompt(5)
-    with pytest.raises(DraftConfigError, match="choose 1..3"):
+    with pytest.raises(DraftConfigError, match=r"choose 1\.\.3"):
         verify(llama, [prompt], [selfspec.EarlyExit(4)])
     with pytest.raises(DraftConfigError, match="exit:2 is named more than once"):
         verify(llama, [prompt], exits * 2)
