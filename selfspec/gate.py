@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.adapter import Adapter
+from selfspec.errors import UnsupportedModelError
 from selfspec.path import Part, Path, Sublayer
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -175,6 +176,14 @@ def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     twin: nn.Module = object.__new__(type(module))
     for name, value in module.__dict__.items():
         twin.__dict__[name] = _rebound(value, module, twin)
+    if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
+        raise UnsupportedModelError(
+            f"the forward of {type(module).__name__} was replaced by a function that selfspec cannot look into; undo "
+            "that before wrapping, or replace it by a bound method"
+        )
+    # Compiled for the module itself, with its own children inside.
+    if twin.__dict__.get("_compiled_call_impl") is not None:
+        twin.__dict__["_compiled_call_impl"] = None
     twin.__dict__["_modules"] = {**module._modules, **children}
     return twin
 
@@ -192,7 +201,8 @@ def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
     # A `forward` shadowed on the instance (accelerate's hooks do this) is bound to the module it was put on.
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, twin)
-    if isinstance(value, partial) and any(argument is module for argument in value.args):
-        arguments = (twin if argument is module else argument for argument in value.args)
-        return partial(value.func, *arguments, **value.keywords)
+    if isinstance(value, partial) and any(bound is module for bound in [*value.args, *value.keywords.values()]):
+        arguments = (twin if bound is module else bound for bound in value.args)
+        keywords = {name: twin if bound is module else bound for name, bound in value.keywords.items()}
+        return partial(value.func, *arguments, **keywords)
     return value

@@ -79,6 +79,12 @@ def check_causal(model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"rotary tables of type {rope['rope_type']!r} change with the length of a pass, so a block is not exact; "
+            "not supported yet"
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"

@@ -336,6 +336,30 @@ def test_hooks_that_steer_the_model_steer_its_generations_too(
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
+def test_hooks_on_all_modules_of_the_process_steer_alike(
+    llama: PreTrainedModel, draft: selfspec.Drafter, kind: str
+) -> None:
+    """torch can hang a hook on every module there is; it must see a layer run once, not each gate around it."""
+    layer = layers_of(llama)[0]
+    wanted_type = type(layer if kind == "layer" else layer.mlp if kind == "mlp" else layer.self_attn)
+
+    def steer(module: object, args: object, output: Any) -> Any:
+        if type(module) is not wanted_type:
+            return None
+        return (output[0] * -2.0, *output[1:]) if isinstance(output, tuple) else output * -2.0
+
+    plain = llama.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+    handle = torch.nn.modules.module.register_module_forward_hook(steer)
+    try:
+        wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+        found = selfspec.wrap(llama, draft).generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False).sequences
+    finally:
+        handle.remove()
+    assert not torch.equal(wanted, plain)
+    assert torch.equal(found, wanted)
+
+
 # accelerate's hooks, which shadow `forward` on the modules they are put on.
 
 

@@ -76,9 +76,9 @@ def _greedy(report: Report) -> Table:
 def _rounding(bound: Bound) -> str:
     return (
         f"Rounding: passes of the model itself over 1 and over {_listed(bound.widths)} tokens differ by up to "
-        f"{bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the top-2 gap (99% of positions: "
-        f"{bound.quantile:.1e} and {bound.gap_quantile:.1e}). A gap of up to {bound.near_tie:.1e} is a near-tie; "
-        f"{bound.close_calls} of {len(bound.gaps)} are."
+        f"{bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of "
+        f"positions: {bound.quantile:.1e} and {bound.gap_quantile:.1e}). A gap of up to {bound.near_tie:.1e} is a "
+        f"near-tie; {bound.close_calls} of {len(bound.gaps)} are."
     )
 
 

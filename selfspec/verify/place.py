@@ -69,7 +69,12 @@ def choose_places(model: PreTrainedModel, texts: Sequence[Sequence[int]], sample
     windows = sorted({tuple(text[at : at + width]) for text in texts for at in range(len(text) - width + 1)})
     prefixes = torch.tensor(windows, device=model.device)
     logits = torch.cat([model(part).logits[:, -1].float() for part in prefixes.split(_rows(model, width))])
-    return tuple(_place(model, prefixes, logits, temperature, samples) for temperature in _TEMPERATURES)
+    places: list[Place] = []
+    for temperature in _TEMPERATURES:
+        taken = [place.prefix for place in places]
+        free = [row for row, window in enumerate(windows) if window not in taken] or [0]
+        places.append(_place(model, prefixes[free], logits[free], temperature, samples))
+    return tuple(places)
 
 
 def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature: float, samples: int) -> Place:

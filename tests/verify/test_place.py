@@ -59,9 +59,14 @@ def test_no_likely_outcome_is_left_out() -> None:
     assert place.cells.keys() <= likely
 
 
-def test_places_are_neither_certain_nor_open(llama: PreTrainedModel) -> None:
-    for place in choose_places(llama, TEXTS, SAMPLES):
-        assert 1.0 < place.entropy < 4.5
+def test_every_token_of_an_outcome_varies() -> None:
+    texts = [tuple(tiny.prompt(20, seed=seed, vocabulary=6)[0].tolist()) for seed in range(3)]
+    one, two = choose_places(tiny.llama(vocab_size=6), texts, SAMPLES)
+    assert one.prefix != two.prefix
+    for place in (one, two):
+        assert place.rest < 0.5
+        for position in range(NEW_TOKENS):
+            assert len({outcome[position] for outcome in place.cells}) > 1
 
 
 def test_a_text_shorter_than_the_prefix(llama: PreTrainedModel) -> None:

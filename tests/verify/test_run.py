@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,8 +28,11 @@ from selfspec.verify.verdict import Exactness
 from snapshot import Snapshot
 
 QUICK = Settings(max_new_tokens=16, samples=300)
-# One that is accepted often, and one whose draft is seldom right.
-DRAFTS = (selfspec.LayerSkip(attention=[1]), selfspec.EarlyExit(3))
+# Where the texts matter, and where the tests of fit do.
+TEXTS = replace(QUICK, samples=100)
+FITS = replace(QUICK, max_new_tokens=8, samples=600)
+# One that is accepted most of the time, and one that is half of the time.
+DRAFTS = (selfspec.LayerSkip(attention=[1]), selfspec.EarlyExit(4))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert report.verdict.sentence.startswith("EXACT: all 96 greedy tokens are the model's own, 64 coupled tokens")
     assert report.verdict.failures == ()
     assert (report.dtype, report.device, report.depth, report.prompts) == ("float32", "cpu", 5, 2)
-    assert [draft.name for draft in report.drafts] == ["none", "skip:attn=1", "exit:3"]
+    assert [draft.name for draft in report.drafts] == ["none", "skip:attn=1", "exit:4"]
     for draft in report.drafts:
         assert draft.greedy.free_running["token"].equal_texts == 2
         assert draft.greedy.forced.positions == 32
@@ -84,7 +88,7 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=dtype)
-    report = verified(model, prompts, replace(QUICK, max_new_tokens=32, samples=100))
+    report = verified(model, prompts, replace(TEXTS, max_new_tokens=32))
     assert report.verdict.exact
     assert report.dtype == str(dtype).removeprefix("torch.")
     if dtype is torch.float64:
@@ -96,14 +100,14 @@ def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[
 
 def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
     drafts = [selfspec.EarlyExit(2)]
-    one, two = (verified(llama, [tiny.prompt(5)], replace(QUICK, samples=100), drafts) for _ in range(2))
+    one, two = (verified(llama, [tiny.prompt(5)], TEXTS, drafts) for _ in range(2))
     assert one.to_dict() == two.to_dict()
-    other = verified(llama, [tiny.prompt(5)], replace(QUICK, samples=100, seed=1), drafts)
+    other = verified(llama, [tiny.prompt(5)], replace(TEXTS, seed=1), drafts)
     assert [fit.test.statistic for fit in other.fits] != [fit.test.statistic for fit in one.fits]
 
 
 def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
-    report = verify(llama, [tiny.prompt(5)], settings=replace(QUICK, max_new_tokens=4, samples=100))
+    report = verify(llama, [tiny.prompt(5)], settings=replace(TEXTS, max_new_tokens=4))
     assert [draft.name for draft in report.drafts] == [
         "none",
         "exit:2",
@@ -117,21 +121,16 @@ def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
 
 def test_generation_defaults_of_the_model_play_no_part(llama: PreTrainedModel) -> None:
     llama.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=3, min_p=0.2, do_sample=True, num_beams=3)
-    report = verified(llama, [tiny.prompt(5)], replace(QUICK, samples=100), [selfspec.EarlyExit(2)])
+    report = verified(llama, [tiny.prompt(5)], TEXTS, [selfspec.EarlyExit(2)])
     assert report.verdict.exactness is Exactness.EXACT
 
 
 def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
-    end = verify(stories, prompts, DRAFTS[:1], replace(QUICK, samples=100))
-    ordinary = stories.generation_config
+    copied = copy.copy(stories)
     # A full stop ends the text.
-    stories.generation_config = GenerationConfig(eos_token_id=426, pad_token_id=0)
-    try:
-        report = verified(stories, prompts, replace(QUICK, samples=100), DRAFTS[:1])
-    finally:
-        stories.generation_config = ordinary
-    tokens = report.drafts[0].greedy.free_running["token"].tokens
-    assert tokens < end.drafts[0].greedy.free_running["token"].tokens
+    copied.generation_config = GenerationConfig(eos_token_id=426, pad_token_id=0)
+    report = verified(copied, prompts, TEXTS, DRAFTS[:1])
+    assert report.drafts[0].greedy.free_running["token"].tokens < 2 * TEXTS.max_new_tokens
     assert report.verdict.exactness is Exactness.EXACT
 
 
@@ -139,31 +138,28 @@ def failed(report: Report, part: str) -> bool:
     return any(part in failure for failure in report.verdict.failures)
 
 
+def next_from_p(self: object, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+    """The rule's token after the accepted ones, drawn from p even where it should come from the residual."""
+    return p[torch.arange(tokens.shape[0]), accepted]
+
+
+@pytest.mark.parametrize(("rule", "broken", "other"), [("token", TokenLevel, "block"), ("block", Block, "token")])
 def test_a_residual_from_p_shows(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    stories: PreTrainedModel,
+    prompts: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    broken: type,
+    other: str,
 ) -> None:
-    def from_p(self: object, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        return p[torch.arange(tokens.shape[0]), accepted]
-
-    monkeypatch.setattr(TokenLevel, "next", from_p)
-    report = verified(stories, prompts)
+    monkeypatch.setattr(broken, "next", next_from_p)
+    report = verified(stories, prompts, replace(FITS, rules=(rule, other)), DRAFTS[1:])
     assert report.verdict.exactness is Exactness.NOT_EXACT
-    assert failed(report, "exit:3: tokens sampled under token do not fit")
-    # Greedy decoding cannot see it, and block verification has a residual of its own.
+    # Greedy decoding cannot see it, and the other rule has a residual of its own.
+    assert [failure.split(" (p")[0] for failure in report.verdict.failures] == [
+        f"exit:4: tokens sampled under {rule} do not fit the model's distribution"
+    ]
     assert report.divergences == ()
-    assert not failed(report, "under block")
-
-
-def test_a_block_residual_from_p_shows(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def from_p(self: object, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        return p[torch.arange(tokens.shape[0]), accepted]
-
-    monkeypatch.setattr(Block, "next", from_p)
-    report = verified(stories, prompts)
-    assert failed(report, "exit:3: tokens sampled under block do not fit")
-    assert not failed(report, "under token")
 
 
 def test_a_bonus_token_that_is_too_sure_shows(
@@ -176,7 +172,7 @@ def test_a_bonus_token_that_is_too_sure_shows(
         return torch.where((accepted == tokens.shape[1])[:, None], weights**2, weights)
 
     monkeypatch.setattr(TokenLevel, "next", sharpened)
-    report = verified(stories, prompts)
+    report = verified(stories, prompts, replace(FITS, rules=("token",)), DRAFTS[:1])
     assert failed(report, "skip:attn=1: tokens sampled under token do not fit")
     assert report.divergences == ()
 
@@ -192,7 +188,7 @@ def test_a_bonus_token_from_the_place_before_shows(
         return torch.where(whole[:, None], wrong, right(self, tokens, q, p, accepted))
 
     monkeypatch.setattr(TokenLevel, "next", behind)
-    report = verified(stories, prompts)
+    report = verified(stories, prompts, TEXTS, DRAFTS[:1])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     assert failed(report, "skip:attn=1: free-running token")
     # The passes are right; what is made of them is not.
@@ -206,10 +202,10 @@ def test_states_shifted_by_a_token_show(
     monkeypatch.setattr(
         ExactStates, "concatenated", lambda parts: ExactStates(right(parts).hidden.roll(1, 1), right(parts).attention)
     )
-    report = verified(stories, prompts)
+    report = verified(stories, prompts, TEXTS, DRAFTS[1:])
     assert report.verdict.exactness is Exactness.NOT_EXACT
-    assert failed(report, "exit:3: teacher-forced token")
-    assert failed(report, "exit:3: logits are off by")
+    assert failed(report, "exit:4: teacher-forced token")
+    assert failed(report, "exit:4: logits are off by")
     # Without a draft nothing is resumed.
     assert not failed(report, "none:")
 
@@ -223,14 +219,24 @@ def test_noise_that_depends_on_the_draft_shows(
         return right(self, weights, positions - positions[:, :1])
 
     monkeypatch.setattr(Coupling, "choose", by_block)
-    report = verified(stories, prompts, replace(QUICK, rules=("coupled",)))
-    assert failed(report, "exit:3: coupled token")
-    # The same noise at every place is not independent from token to token.
+    report = verified(stories, prompts, replace(TEXTS, rules=("coupled",)), DRAFTS[1:])
+    assert failed(report, "exit:4: coupled token")
+    assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
+
+
+def test_noise_that_favours_the_likely_shows(
+    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Coupling.choose
+    monkeypatch.setattr(Coupling, "choose", lambda self, weights, positions: right(self, weights**2, positions))
+    report = verified(stories, prompts, replace(FITS, rules=("coupled",)), DRAFTS[1:])
+    # Drafting and plain decoding agree; both are wrong.
+    assert report.divergences == ()
     assert failed(report, "none: tokens sampled under coupled do not fit")
 
 
 def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
-    report = verified(stories, prompts, replace(QUICK, rules=("token", "relaxed-top-k")))
+    report = verified(stories, prompts, replace(FITS, rules=("token", "relaxed-top-k")), DRAFTS[1:])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     assert not report.settings.lossless
     assert report.to_dict()["lossless"] is False
@@ -263,7 +269,7 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
 
 
 def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = verified(nudged_twin(monkeypatch, 3e-6), PAIR, QUICK, [selfspec.EarlyExit(2)])
+    report = verified(nudged_twin(monkeypatch, 3e-6), PAIR, TEXTS, [selfspec.EarlyExit(2)])
     assert report.divergences
     for divergence in report.divergences:
         assert divergence.is_near_tie(report.bound)
@@ -274,7 +280,7 @@ def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, QUICK, [selfspec.EarlyExit(2)])
+    report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, TEXTS, [selfspec.EarlyExit(2)])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     # The tokens are tied, so the divergences are excused, but the logits are not.
     assert failed(report, "exit:2: logits are off by 0.01")
