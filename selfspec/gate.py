@@ -7,7 +7,6 @@ views of one pass belong to one generation, so the model itself, other threads a
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from selfspec.adapter import Adapter
 from selfspec.errors import UnsupportedModelError
 from selfspec.path import Part, Path, Sublayer
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     """A shallow twin of `module` whose named children are replaced."""
-    twin: nn.Module = object.__new__(type(module))
+    twin = _copy(module)
     for name, value in module.__dict__.items():
         twin.__dict__[name] = _rebound(value, module, twin)
     if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
@@ -189,12 +186,17 @@ def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
 
 
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A shallow twin of `module` that runs `forward` instead; the module's hooks do not see it run."""
-    twin = _twin(module, {})
-    twin.__dict__["forward"] = forward
-    for name in _HOOKS:
-        twin.__dict__[name] = OrderedDict()
+    """A shallow twin of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
+    twin = _copy(module)
+    # Where torch keeps a compiled call, it calls that one as it is, without hooks.
+    twin.__dict__["forward"] = twin.__dict__["_compiled_call_impl"] = forward
     return twin
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    return copy
 
 
 def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:

@@ -105,7 +105,8 @@ def _verified(
     checkpoint: Checkpoint, prompts: Sequence[Tensor], drafters: Sequence[Drafter], settings: Settings
 ) -> Report:
     columns = (TextColumn("verifying"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         return verify(checkpoint.model, prompts, drafters, settings, watch=_Bar(progress))
 
 

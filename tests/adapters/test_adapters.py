@@ -102,7 +102,6 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
         ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("llama", _rope("linear")),
-        ("llama", _rope("dynamic") | {"max_position_embeddings": 24}),
         ("llama", _rope("yarn", original_max_position_embeddings=8)),
         (
             "llama",

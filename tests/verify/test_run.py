@@ -88,7 +88,7 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=dtype)
-    report = verified(model, prompts, replace(TEXTS, max_new_tokens=32))
+    report = verified(model, prompts, TEXTS, DRAFTS[:1])
     assert report.verdict.exact
     assert report.dtype == str(dtype).removeprefix("torch.")
     if dtype is torch.float64:
@@ -100,9 +100,10 @@ def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[
 
 def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
     drafts = [selfspec.EarlyExit(2)]
-    one, two = (verified(llama, [tiny.prompt(5)], TEXTS, drafts) for _ in range(2))
+    short = replace(TEXTS, max_new_tokens=8)
+    one, two = (verified(llama, [tiny.prompt(5)], short, drafts) for _ in range(2))
     assert one.to_dict() == two.to_dict()
-    other = verified(llama, [tiny.prompt(5)], replace(TEXTS, seed=1), drafts)
+    other = verified(llama, [tiny.prompt(5)], replace(short, seed=1), drafts)
     assert [fit.test.statistic for fit in other.fits] != [fit.test.statistic for fit in one.fits]
 
 

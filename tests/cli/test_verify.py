@@ -1,0 +1,191 @@
+"""`selfspec verify`: the verdict, where it is printed, and the exit status that says it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cli.running import Ending, Invoke
+from selfspec.accept import TokenLevel
+from selfspec.passes import Pass, Passes
+from selfspec.verify import PROMPTS, Settings
+
+QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    """Two prompts, and lines without any."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("Once upon a time\n\n  \nTom had a big red ball.\n", encoding="utf-8")
+    return file
+
+
+def words(folder: str, file: Path, *more: str) -> list[str]:
+    return ["verify", folder, *QUICK, "--prompt-file", str(file), *more]
+
+
+def result(ending: Ending) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ending.stdout)
+    return found
+
+
+def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the token after a draft that stands whole from the place before it."""
+
+    def behind(self: TokenLevel, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        return p[torch.arange(tokens.shape[0]), (accepted - 1).clamp(min=0)]
+
+    monkeypatch.setattr(TokenLevel, "next", behind)
+
+
+def test_json_says_all(invoke: Invoke, folder: str, prompt_file: Path) -> None:
+    ending = invoke(*words(folder, prompt_file, "--draft", "exit:4", "--output", "json"))
+    found = result(ending)
+    assert (ending.status, ending.stderr) == (0, "")
+    assert (found["verdict"], found["exact"], found["lossless"], found["failures"]) == ("EXACT", True, True, [])
+    assert found["sentence"].startswith("EXACT: all 48 greedy tokens are the model's own, 32 coupled tokens")
+    assert found["divergences"] == []
+    assert found["checkpoint"] == folder
+    assert found["model"] == {"class": "LlamaForCausalLM", "dtype": "float32", "device": "cpu", "layers": 5}
+    settings = found["settings"]
+    assert settings["prompts"] == ["Once upon a time", "Tom had a big red ball."]
+    assert settings["rules"] == ["token", "block", "coupled"]
+    assert settings["threads"] == torch.get_num_threads()
+    assert (settings["max_new_tokens"], settings["samples"], settings["seed"]) == (8, 100, 0)
+    assert 0 < found["bound"]["logits_largest"] < 1e-4
+    assert [draft["draft"] for draft in found["drafts"]] == ["none", "skip:attn=1", "exit:4"]
+    for draft in found["drafts"][1:]:
+        assert draft["free_running"]["token"] == {"texts": 2, "equal_texts": 2, "tokens": 16}
+        assert draft["teacher_forced"]["equal_positions"] == draft["teacher_forced"]["positions"] == 16
+        assert draft["coupled"]["coupled"]["equal_texts"] == 2
+        assert [fit["rule"] for fit in draft["fits"]] == ["token", "block"]
+    assert found["smallest_p_value"] == min(fit["p_value"] for draft in found["drafts"] for fit in draft["fits"])
+    assert found["versions"].keys() == {"selfspec", "torch", "transformers", "python"}
+
+
+def test_text_ends_with_the_verdict(invoke: Invoke, folder: str, prompt_file: Path) -> None:
+    ending = invoke(*words(folder, prompt_file))
+    assert (ending.status, ending.stderr) == (0, "")
+    for said in ("Greedy decoding, against model.generate", "skip:attn=1", "2/2", "16/16", "Rounding:", "p, block"):
+        assert said in ending.stdout
+    assert "Divergences" not in ending.stdout
+    last = ending.stdout.rstrip().splitlines()[-3:]
+    assert any(line.startswith("EXACT: all 32 greedy tokens are the model's own") for line in last)
+
+
+def test_a_planted_error_fails_it(
+    invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    ending = invoke(*words(folder, prompt_file))
+    assert (ending.status, ending.stderr) == (1, "")
+    for said in ("Divergences", "free-running", "NO", "- skip:attn=1: free-running token", "NOT EXACT: skip:attn=1:"):
+        assert said in ending.stdout
+
+
+def test_a_planted_error_in_json(
+    invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    ending = invoke(*words(folder, prompt_file, "--output", "json"))
+    found = result(ending)
+    assert (ending.status, ending.stderr) == (1, "")
+    assert (found["verdict"], found["exact"]) == ("NOT EXACT", False)
+    assert found["failures"]
+    divergence = found["divergences"][0]
+    assert (divergence["check"], divergence["near_tie"]) == ("free-running", False)
+    assert divergence["gap"] > found["bound"]["near_tie"]
+
+
+def test_near_ties_are_listed_and_pass(
+    invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every passing is made to lift the second choice above the first where the two are close by.
+    right = Passes.logits
+
+    def lifted(passes: Passes, *arguments: Any) -> Pass:
+        done = right(passes, *arguments)
+        first, second = done.logits.topk(2, -1).values.unbind(-1)
+        close = (first - second < 0.05)[..., None]
+        top = torch.zeros_like(done.logits, dtype=torch.bool).scatter_(-1, done.logits.argmax(-1, keepdim=True), True)
+        done.logits.sub_(torch.where(close & top, 0.06, 0.0))
+        return done
+
+    monkeypatch.setattr(Passes, "logits", lifted)
+    ending = invoke(*words(folder, prompt_file, "--dtype", "bfloat16", "--max-new-tokens", "32", "--output", "json"))
+    found = result(ending)
+    assert (ending.status, found["verdict"]) == (0, "EXACT WITHIN ROUNDING")
+    assert found["divergences"]
+    assert all(divergence["near_tie"] for divergence in found["divergences"])
+
+
+def test_a_relaxed_rule_is_not_exact(invoke: Invoke, folder: str, prompt_file: Path) -> None:
+    ending = invoke(*words(folder, prompt_file, "--accept", "relaxed-typical", "--output", "json"))
+    found = result(ending)
+    assert (ending.status, found["verdict"], found["lossless"]) == (1, "NOT EXACT", False)
+    assert found["failures"][-1] == "relaxed-typical is not lossless, whatever was measured"
+    assert found["settings"]["rules"] == ["relaxed-typical"]
+
+
+def test_defaults_are_those_of_settings(invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("selfspec.cli.verify_run.run", asked.append)
+    assert invoke("verify", folder).status == 0
+    (job,) = asked
+    assert job.settings == Settings()
+    assert (job.drafters, job.prompts) == (None, None)
+    assert len(PROMPTS) > 1
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        (["--draft", "none"], "plain decoding is always verified"),
+        (["--draft", "exit:9"], "choose 1..4"),
+        (["--draft", "skip:attn=1"], "named more than once"),
+        (["--draft", "half"], "is not understood"),
+        (["--accept", "tokn"], "choose one of token, block"),
+        (["--accept", "token", "--accept", "token"], "name each acceptance rule once"),
+        (["--samples", "10"], "--samples"),
+        (["--level", "2"], "between 0 and 1"),
+        (["--seed", "-1"], "from 0 to 2**63 - 1"),
+        (["--max-new-tokens", "600"], "context of 512"),
+        (["--device", "abacus"], "is no device"),
+    ],
+)
+def test_bad_input(invoke: Invoke, folder: str, prompt_file: Path, more: list[str], remedy: str) -> None:
+    ending = invoke(*words(folder, prompt_file, *more))
+    assert (ending.status, ending.stdout) == (2, "")
+    assert remedy in ending.stderr
+
+
+@pytest.mark.parametrize(("content", "remedy"), [(b"\n \n", "holds no prompt"), (b"\xff\xfe", "is not UTF-8 text")])
+def test_prompt_files_without_prompts(invoke: Invoke, folder: str, tmp_path: Path, content: bytes, remedy: str) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    ending = invoke("verify", folder, "--prompt-file", str(file))
+    assert ending.status == 2
+    assert remedy in ending.stderr
+
+
+def test_a_prompt_file_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    ending = invoke("verify", folder, "--prompt-file", str(tmp_path / "none"), "--output", "json")
+    assert ending.status == 2
+    assert result(ending)["error"]["type"] == "PromptError"
+
+
+def test_an_interrupt(invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("selfspec.verify.greedy.read_reference", interrupted)
+    ending = invoke(*words(folder, prompt_file, "--output", "json"))
+    assert ending.status == 130
+    assert result(ending)["error"] == {"type": "KeyboardInterrupt", "message": "interrupted"}
+    assert ending.stderr.strip() == "interrupted"
