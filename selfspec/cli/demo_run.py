@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
@@ -18,6 +17,7 @@ from selfspec.cli.ending import FailedRunError
 from selfspec.cli.json_output import print_json, versions
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.stats_table import by_position
+from selfspec.cli.terminal import progress_bar
 from selfspec.cli.text_stream import decoded
 from selfspec.demo import PROMPTS, checkpoint_folder
 from selfspec.demo.comparison import Arm, Comparison, Total, compare, runs
@@ -83,8 +83,7 @@ def run(job: Job) -> None:
 def _measured(job: Job, checkpoint: Checkpoint) -> Comparison:
     device = checkpoint.model.device
     prompts = [checkpoint.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in PROMPTS]
-    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar("measuring") as progress:
         bar = progress.add_task("", total=runs(job.repeats))
         return compare(
             checkpoint.model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import IO
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from selfspec.errors import UnsupportedOptionError
 
@@ -20,3 +21,23 @@ def require_colours(stream: IO[str]) -> None:
             "--show-drafts marks tokens by colour, and standard output is no terminal; set FORCE_COLOR=1 to colour it "
             "nevertheless, or use --output json, which then lists every round"
         )
+
+
+def progress_bar(verb: str) -> Progress:
+    """A bar on standard error for work of more than a few seconds, gone when done; nothing where that is no terminal.
+
+    Args:
+        verb: what is being done. What a task's description says stands behind the bar.
+    """
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn(verb),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

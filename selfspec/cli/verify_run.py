@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from torch import Tensor
 from transformers.utils import logging
 
@@ -18,6 +17,7 @@ from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpo
 from selfspec.cli.ending import FAILED
 from selfspec.cli.json_output import print_json, versions
 from selfspec.cli.options import OutputFormat
+from selfspec.cli.terminal import progress_bar
 from selfspec.cli.verify_tables import print_report
 from selfspec.draft import Drafter
 from selfspec.verify import PROMPTS, Report, Settings, default_drafts, verify
@@ -104,9 +104,7 @@ def _prompts(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor]:
 def _verified(
     checkpoint: Checkpoint, prompts: Sequence[Tensor], drafters: Sequence[Drafter], settings: Settings
 ) -> Report:
-    columns = (TextColumn("verifying"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar("verifying") as progress:
         return verify(checkpoint.model, prompts, drafters, settings, watch=_Bar(progress))
 
 
