@@ -205,16 +205,41 @@ def test_the_joint_test_sees_a_bonus_token_drawn_without_temperature(monkeypatch
     assert holm_rejects(p_values(spec, Warp(temperature=0.6)), 0.01)
 
 
-def equals_stock(
-    model: PreTrainedModel, draft: Drafter | None, length: int, ids: Tensor, options: dict[str, Any]
-) -> bool:
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
-    spec = selfspec.wrap(model, draft, draft_length=length)
-    return torch.equal(spec.generate(ids, do_sample=False, **options).sequences, expected)
+@dataclass(frozen=True)
+class Case:
+    """A model, a draft and prompts of different lengths."""
+
+    name: str
+    depth: int
+    seed: int
+    draft: Drafter | None
+    draft_length: int
+    prompts: list[int]
+    new: int
+    eos: int | list[int] | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return tiny.BUILDERS[self.name](num_hidden_layers=self.depth, seed=self.seed)
 
 
 @st.composite
-def drafts(draw: st.DrawFn, depth: int = 4) -> Drafter | None:
+def cases(draw: st.DrawFn) -> Case:
+    depth = draw(st.integers(2, 8))
+    return Case(
+        name=draw(st.sampled_from(sorted(tiny.BUILDERS))),
+        depth=depth,
+        seed=draw(st.integers(0, 4)),
+        draft=draw(drafts(depth)),
+        draft_length=draw(st.integers(1, 8)),
+        prompts=draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)),
+        new=draw(st.integers(1, 24)),
+        eos=draw(st.sampled_from([None, 3, [7, 30]])),
+    )
+
+
+@st.composite
+def drafts(draw: st.DrawFn, depth: int) -> Drafter | None:
     kind = draw(st.sampled_from(["none", "exit", "skip"]))
     if kind == "none":
         return None
@@ -234,38 +259,52 @@ def drafts(draw: st.DrawFn, depth: int = 4) -> Drafter | None:
     )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
-    name=st.sampled_from(sorted(tiny.BUILDERS)),
-    draft=drafts(),
-    length=st.integers(1, 8),
-    prompt=st.integers(1, 12),
-    new=st.integers(1, 24),
-    eos=st.sampled_from([None, 3, [7, 30]]),
-    seed=st.integers(0, 100),
-)
-def test_greedy_equals_stock_generate(
-    name: str, draft: Drafter | None, length: int, prompt: int, new: int, eos: Any, seed: int
+def padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts of `[1, length]` as one left-padded batch, and its mask."""
+    width = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.cat([torch.nn.functional.pad(prompt, (width - prompt.shape[1], 0)) for prompt in prompts])
+    return ids, torch.tensor([[0] * (width - prompt.shape[1]) + [1] * prompt.shape[1] for prompt in prompts])
+
+
+def assert_rows_are_stock(
+    model: PreTrainedModel, spec: selfspec.SelfSpeculative, prompts: list[Tensor], **options: Any
 ) -> None:
-    model = tiny.BUILDERS[name](seed=seed % 5)
-    ids = tiny.prompt(prompt, seed=seed)
-    assert equals_stock(model, draft, length, ids, {"max_new_tokens": new, "eos_token_id": eos, "pad_token_id": 0})
+    """Every row of a batch is what `model.generate` gives for its prompt alone, and then padding."""
+    options = {"do_sample": False, "pad_token_id": 0, **options}
+    ids, mask = padded(prompts)
+    together = spec.generate(ids, attention_mask=mask, **options)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :]
+        end = ids.shape[1] + together.lengths[row]
+        assert torch.equal(together.sequences[row, ids.shape[1] : end], alone)
+        assert (together.sequences[row, end:] == 0).all()
+
+
+def assert_case_is_stock(case: Case) -> None:
+    model = case.model
+    spec = selfspec.wrap(model, case.draft, draft_length=case.draft_length)
+    prompts = [tiny.prompt(length, seed=case.seed + row) for row, length in enumerate(case.prompts)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=case.new, eos_token_id=case.eos)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(cases())
+def test_greedy_equals_stock_generate(case: Case) -> None:
+    assert_case_is_stock(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(cases())
+def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:
+    assert_case_is_stock(case)
 
 
 def test_ragged_rows_equal_the_rows_alone(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    lengths, width = (1, 9, 4), 9
-    prompts = [tiny.prompt(length, seed=length) for length in lengths]
-    ids = torch.cat([torch.nn.functional.pad(prompt, (width - prompt.shape[1], 0)) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [3, 11], "pad_token_id": 0}
     spec = selfspec.wrap(model, selfspec.LayerSkip(attention=[2], mlp=[3]), draft_length=3)
-    together = spec.generate(ids, attention_mask=mask, **options)
-    for row, prompt in enumerate(prompts):
-        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :]
-        end = width + together.lengths[row]
-        assert torch.equal(together.sequences[row, width:end], alone)
-        assert (together.sequences[row, end:] == 0).all()
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 9, 4)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=20, eos_token_id=[3, 11])
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 7])

@@ -1,0 +1,423 @@
+"""Planted bugs, those of earlier systems among them. Each must make the suite fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One bug.
+
+    Attributes:
+        name: what is wrong.
+        file: where, from the root of the project.
+        right: the text that stands there, once.
+        wrong: what takes its place.
+        tests: what must fail, as arguments of pytest.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+_JOINT = "tests/test_generate.py::test_samples_follow_the_exact_joint"
+_MANY = "tests/test_exactness_more.py::test_many_samples_follow_the_exact_joint"
+_OWN_Q = "tests/test_exactness_more.py::test_a_draft_is_drawn_from_the_q_it_is_scored_with"
+_ROWS = "tests/test_exactness_more.py::test_rows_of_one_prompt_are_independent_samples"
+_COUPLED = "tests/test_exactness_more.py::test_coupled_drafts_are_accepted_as_often_as_is_promised"
+_GREEDY = "tests/test_generate.py::test_greedy_equals_stock_generate"
+_RAGGED = "tests/test_generate.py::test_ragged_rows_equal_the_rows_alone"
+_EXACT_LENGTH = "tests/test_generate.py::test_max_new_tokens_is_exact_to_the_token"
+_EOS = "tests/test_generate.py::test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row"
+_SEEDS = "tests/test_generate.py::test_a_seed_gives_the_same_tokens_and_another_seed_others"
+_CACHE = "tests/test_cache.py"
+_TOKEN_PROOF = "tests/accept/test_token_level.py"
+_BLOCK_PROOF = "tests/accept/test_block.py"
+
+_TOKEN_LEVEL = "selfspec/accept/token_level.py"
+_BLOCK = "selfspec/accept/block.py"
+_ALONG_PATH = "selfspec/draft/along_path.py"
+_LOOP = "selfspec/generate.py"
+_SAMPLING = "selfspec/sampling.py"
+_SHARED_CACHE = "selfspec/cache.py"
+_PATH = "selfspec/path.py"
+_GATE = "selfspec/gate.py"
+
+CATALOGUE = (
+    # Acceptance, token by token.
+    Mutation(
+        "swapped ratio: a draft token stands with chance q/p",
+        _TOKEN_LEVEL,
+        "(p_token / q.gather(-1, index)[..., 0]).clamp(max=1.0)",
+        "(q.gather(-1, index)[..., 0] / p_token).clamp(max=1.0)",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "residual taken from p",
+        _TOKEN_LEVEL,
+        "residual = (p_next - q_next).clamp_min(0.0)",
+        "residual = p_next",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "residual with the absolute difference",
+        _TOKEN_LEVEL,
+        "residual = (p_next - q_next).clamp_min(0.0)",
+        "residual = (p_next - q_next).abs()",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "bonus token drawn from the residual of the last draft token",
+        _TOKEN_LEVEL,
+        "keep_p = (accepted == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)",
+        "keep_p = residual.sum(-1, keepdim=True) == 0",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "a residual that sums to 0 where p equals q is drawn from",
+        _TOKEN_LEVEL,
+        "keep_p = (accepted == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)",
+        "keep_p = (accepted == drafted)[:, None]",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "tokens after a rejected one are accepted",
+        _TOKEN_LEVEL,
+        "coins.long().cumprod(-1).sum(-1)",
+        "coins.long().sum(-1)",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "the residual at the place before the rejected token",
+        _TOKEN_LEVEL,
+        "rejected = accepted.clamp(max=drafted - 1)",
+        "rejected = (accepted - 1).clamp(min=0)",
+        (_TOKEN_PROOF,),
+    ),
+    # Acceptance of the block.
+    Mutation(
+        "block: weights of a prefix grow beyond 1",
+        _BLOCK,
+        "(weights[-1] * ratio[:, position]).clamp(max=1.0)",
+        "(weights[-1] * ratio[:, position])",
+        (_BLOCK_PROOF,),
+    ),
+    Mutation(
+        "block: the draft stands up to the first heads, not the last",
+        _BLOCK,
+        "(coins * places).amax(-1)",
+        "coins.long().cumprod(-1).sum(-1)",
+        (_BLOCK_PROOF,),
+    ),
+    Mutation(
+        "block: the residual forgets the weight of the prefix",
+        _BLOCK,
+        "residual = _residual(weight, p_next, ",
+        "residual = _residual(torch.ones_like(weight), p_next, ",
+        (_BLOCK_PROOF,),
+    ),
+    Mutation(
+        "block: the residual takes q of the place before",
+        _BLOCK,
+        "q[rows, accepted.clamp(max=drafted - 1)]",
+        "q[rows, (accepted - 1).clamp(min=0)]",
+        (_BLOCK_PROOF,),
+    ),
+    Mutation(
+        "block: coins loaded without what a prefix has lost",
+        _BLOCK,
+        "left / (left + (1 - stands[:, :-1]))",
+        "stands[:, :-1]",
+        (_BLOCK_PROOF,),
+    ),
+    Mutation(
+        "a relaxed rule says it is lossless",
+        "selfspec/accept/relaxed.py",
+        "lossless = False",
+        "lossless = True",
+        ("tests/accept/test_relaxed.py",),
+    ),
+    # What a draft token was drawn from.
+    Mutation(
+        "stale q: the distribution of the draft step before",
+        _ALONG_PATH,
+        "distributions.append(q)",
+        "distributions.append(last if distributions else q); last = q",
+        (_JOINT, _OWN_Q),
+    ),
+    Mutation(
+        "an argmax draft scored with a softmax q",
+        _ALONG_PATH,
+        "token = state.sampling.draw(decided, state.generator)",
+        "token = decided.argmax(-1)",
+        (_OWN_Q,),
+    ),
+    Mutation(
+        "draft tokens drawn at a temperature 10 % off the one they are scored with",
+        _ALONG_PATH,
+        "token = state.sampling.draw(decided, state.generator)",
+        "token = state.sampling.draw(decided**1.1, state.generator)",
+        (_OWN_Q,),
+    ),
+    Mutation(
+        "a draft that overflowed is scored with NaN",
+        _ALONG_PATH,
+        "q = proper(state.sampling.probabilities(step.logits))",
+        "q = state.sampling.probabilities(step.logits)",
+        ("tests/test_generate.py", "-k", "not_finite"),
+    ),
+    Mutation(
+        "a sampled draft judged as if q were one-hot: exact, and wasteful",
+        _LOOP,
+        "q = None if sampling.decided else draft.q",
+        "q = None",
+        ("tests/draft/test_along_path.py",),
+    ),
+    Mutation(
+        "a coupled draft takes its noise from the place before",
+        _ALONG_PATH,
+        "state.cache.positions(1) + 1",
+        "state.cache.positions(1)",
+        (_COUPLED,),
+    ),
+    # What p is and what is drawn from it.
+    Mutation(
+        "the bonus token drawn without temperature or filters",
+        _LOOP,
+        "p = sampling.probabilities(logits)",
+        "p = torch.cat([sampling.probabilities(logits)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)",
+        (_JOINT,),
+    ),
+    Mutation(
+        "filters applied again to the residual",
+        _LOOP,
+        "token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)",
+        "again = rule.next(draft.tokens, q, decided, count).log()[:, None]; "
+        "token = sampling.draw(sampling.probabilities(again)[:, 0], state.generator)",
+        (_JOINT,),
+    ),
+    Mutation(
+        "off by one row of logits: the token after the draft from the place before",
+        _TOKEN_LEVEL,
+        "p_next = p[rows, accepted]",
+        "p_next = p[rows, (accepted - 1).clamp(min=0)]",
+        (_TOKEN_PROOF,),
+    ),
+    Mutation(
+        "off by one row of logits: every draft token judged by the row after its own",
+        _LOOP,
+        "return state.passes.logits(target.resumed_at(draft.resume.start), block, entering).logits",
+        "return state.passes.logits(target.resumed_at(draft.resume.start), block, entering).logits.roll(-1, 1)",
+        (_GREEDY,),
+    ),
+    Mutation(
+        "acceptance and residual share their noise",
+        _LOOP,
+        "noise = torch.rand(draft.tokens.shape, generator=state.generator,",
+        "noise = torch.rand(draft.tokens.shape, generator=state.generator.clone_state(),",
+        (_MANY,),
+    ),
+    Mutation(
+        "every round throws the same coins",
+        _LOOP,
+        "noise = torch.rand(draft.tokens.shape, generator=state.generator,",
+        "noise = torch.rand(draft.tokens.shape, generator=torch.Generator().manual_seed(0),",
+        (_JOINT, _MANY),
+    ),
+    Mutation(
+        "all rows draw with the same noise",
+        _SAMPLING,
+        "noise = torch.empty_like(weights).exponential_(generator=generator)",
+        "noise = torch.empty_like(weights[:1]).exponential_(generator=generator).expand_as(weights).clone()",
+        (_ROWS,),
+    ),
+    Mutation(
+        "all rows of a coupled generation draw with the same noise",
+        "selfspec/coupling.py",
+        "key = _mixed(key + _GOLDEN * torch.arange(1, batch + 1, device=weights.device)[:, None])",
+        "key = _mixed(key.expand(batch, 1))",
+        (_ROWS,),
+    ),
+    Mutation(
+        "the race for a draw is run with uniform noise, not exponential",
+        _SAMPLING,
+        "torch.empty_like(weights).exponential_(generator=generator)",
+        "torch.empty_like(weights).uniform_(generator=generator)",
+        ("tests/test_sampling.py",),
+    ),
+    Mutation(
+        "probabilities in the precision of the logits, not in float32",
+        _SAMPLING,
+        "scores = logits.float()",
+        "scores = logits.clone()",
+        ("tests/test_sampling.py",),
+    ),
+    Mutation(
+        "the seed is not used",
+        "selfspec/generation.py",
+        "generator.manual_seed(seed)",
+        "generator.seed()",
+        (_SEEDS,),
+    ),
+    Mutation(
+        "logits that are NaN are drawn from",
+        _LOOP,
+        "finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()",
+        "finite = torch.ones_like(logits[..., 0], dtype=torch.bool)",
+        ("tests/test_generate.py", "-k", "not_finite"),
+    ),
+    # Where text ends.
+    Mutation(
+        "an end-of-sequence token inside an accepted run is not seen",
+        _LOOP,
+        "first_eos = next((index + 1 for index, token in enumerate(run) if token in eos), len(run))",
+        "first_eos = len(run)",
+        (_EOS,),
+    ),
+    Mutation(
+        "the end-of-sequence token itself is dropped",
+        _LOOP,
+        "next((index + 1 for index, token",
+        "next((index for index, token",
+        (_EOS,),
+    ),
+    Mutation(
+        "an accepted run overshoots max_new_tokens",
+        _LOOP,
+        "return min(first_eos, room)",
+        "return first_eos",
+        (_EXACT_LENGTH, "tests/test_generate.py", "tests/test_request.py"),
+    ),
+    Mutation(
+        "generation stops a token short of max_new_tokens",
+        _LOOP,
+        "done = len(state.committed[row]) == request.max_new_tokens or",
+        "done = len(state.committed[row]) >= request.max_new_tokens - 1 or",
+        (_EXACT_LENGTH,),
+    ),
+    Mutation(
+        "text that holds the pad id is taken for padding",
+        "selfspec/request.py",
+        "lengths = tuple(mask.sum(1).tolist())",
+        "lengths = tuple((input_ids != (pad[0] if pad else 0)).sum(1).tolist())",
+        ("tests/test_generate.py", "-k", "pad_id"),
+    ),
+    # The cache.
+    Mutation(
+        "the draft's tokens are not all rolled back",
+        _ALONG_PATH,
+        "state.cache.rollback(length)",
+        "state.cache.rollback(length - 1)",
+        (_GREEDY,),
+    ),
+    Mutation(
+        "the cursor is one too far after a rejection",
+        _LOOP,
+        "state.cache.commit([len(row.tokens) if live else 0 for",
+        "state.cache.commit([len(row.tokens) + (row.accepted < draft.length) if live else 0 for",
+        (_GREEDY,),
+    ),
+    Mutation(
+        "the cursor is one behind after a rejection",
+        _LOOP,
+        "state.cache.commit([len(row.tokens) if live else 0 for",
+        "state.cache.commit([max(len(row.tokens) - (row.accepted < draft.length), 0) if live else 0 for",
+        (_GREEDY,),
+    ),
+    Mutation(
+        "positions are one off",
+        _SHARED_CACHE,
+        "return self._cursors.slots(width).clamp(",
+        "return (self._cursors.slots(width) + 1).clamp(",
+        (_GREEDY, "tests/adapters/test_adapters.py"),
+    ),
+    Mutation(
+        "ragged rows are written where the longest one stands",
+        _SHARED_CACHE,
+        "return cursor[:, None] + torch.arange",
+        "return cursor[:, None].amax(0, keepdim=True).expand(len(self.lengths), 1) + torch.arange",
+        (_RAGGED,),
+    ),
+    Mutation(
+        "the mask of ragged rows admits the token after a query",
+        _SHARED_CACHE,
+        "pattern(row, head, slots[row, query], key)",
+        "pattern(row, head, slots[row, query] + 1, key)",
+        (_RAGGED,),
+    ),
+    Mutation(
+        "the mask of ragged rows admits rejected tokens of other rounds",
+        _SHARED_CACHE,
+        "pattern(row, head, slots[row, query], key)",
+        "pattern(row, head, slots[:, query].amax(), key)",
+        (_RAGGED,),
+    ),
+    Mutation(
+        "growing the cache loses what it held",
+        _SHARED_CACHE,
+        "new[:, :, : old.shape[2]] = old",
+        "new[:, :, : old.shape[2]] = 0",
+        (_CACHE,),
+    ),
+    Mutation(
+        "prefill reads a padded row from its padding on",
+        _LOOP,
+        "request.input_ids[row, -length:-1]",
+        "request.input_ids[row, : length - 1]",
+        (_RAGGED,),
+    ),
+    Mutation(
+        "NaN that a draft token left in the cache stays there",
+        _LOOP,
+        "state.cache.scrub(state.doubted)",
+        "pass",
+        ("tests/test_generate.py", "-k", "spoils"),
+    ),
+    # Paths and gates.
+    Mutation(
+        "an early exit runs one sublayer more",
+        _PATH,
+        "if sublayer >= end)",
+        "if sublayer > end)",
+        ("tests/test_path.py",),
+    ),
+    Mutation(
+        "verification resumes at the last skipped sublayer, not the first",
+        _PATH,
+        "first = min(self.skipped, default=None)",
+        "first = max(self.skipped, default=None)",
+        (_GREEDY, "tests/test_path.py"),
+    ),
+    Mutation(
+        "the states of the last draft token come first",
+        _LOOP,
+        "[draft.resume.states, tail]",
+        "[tail, draft.resume.states]",
+        (_GREEDY,),
+    ),
+    Mutation(
+        "what was exact is computed again",
+        _LOOP,
+        "if draft.resume is None:",
+        "if True:",
+        ("tests/draft/test_along_path.py",),
+    ),
+    Mutation(
+        "a skipped MLP gives its input in place of nothing",
+        _GATE,
+        "    return torch.zeros_like(_hidden_states(args, kwargs))\n",
+        "    return _hidden_states(args, kwargs)\n",
+        ("tests/test_gate.py",),
+    ),
+    Mutation(
+        "gates are put on the model's own modules",
+        _GATE,
+        "    copy: nn.Module = object.__new__(type(module))\n",
+        "    copy: nn.Module = module\n",
+        ("tests/test_wrapped.py",),
+    ),
+)
