@@ -6,18 +6,21 @@ written, which positions they have, and what they may attend to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
+
+from selfspec.recurrent import RecurrentLayer
 
 _SMALLEST_ROOM = 64
 
@@ -27,6 +30,7 @@ class Cursors:
 
     Attributes:
         lengths: cursor of each row, in slots.
+        ahead: how many tokens every cursor stands past its last commit.
         limit: the most tokens a row may come to hold, prompt included.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
@@ -34,6 +38,7 @@ class Cursors:
 
     def __init__(self, batch: int, limit: int, slack: int, device: torch.device) -> None:
         self.lengths = [0] * batch
+        self.ahead = 0
         self.limit = limit
         self.device = device
         self._slack = slack
@@ -48,6 +53,17 @@ class Cursors:
     def uniform(self) -> bool:
         """Whether all cursors are equal."""
         return all(length == self.lengths[0] for length in self.lengths)
+
+    def move(self, tokens: int) -> None:
+        """Move every cursor over `tokens` tokens that are not committed, or back."""
+        self.ahead += tokens
+        self.lengths = [length + tokens for length in self.lengths]
+
+    def settle(self, tokens: Sequence[int]) -> int:
+        """Move each cursor over its own number of tokens, to stay; returns how far all stood ahead before."""
+        ahead, self.ahead = self.ahead, 0
+        self.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
+        return ahead
 
     def make_room(self, committed: int) -> None:
         """Double the room until it holds `committed` tokens, but never beyond the limit."""
@@ -79,13 +95,22 @@ class SharedCache(Cache):
         limit: the most tokens a row may come to hold, prompt included.
         slack: the longest draft; slots for it are kept past the committed tokens.
         device: where positions are made.
+        recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
     """
 
-    def __init__(self, depth: int, batch: int, limit: int, slack: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        depth: int,
+        batch: int,
+        limit: int,
+        slack: int,
+        device: torch.device,
+        recurrent: Mapping[int, LinearAttentionCacheLayerMixin] = MappingProxyType({}),
+    ) -> None:
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
         self._cursors = Cursors(batch, limit, slack, device)
-        super().__init__(layers=[_SharedLayer(self._cursors) for _ in range(depth)])
+        super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -99,8 +124,22 @@ class SharedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes allocated for keys and values, and the most that states of recurrent layers have taken."""
+        slots = sum(layer.nbytes for layer in self._slotted)
+        return slots + sum(layer.state_bytes for layer in self._recurrent)
+
+    @property
+    def rolls_back_by_cursor(self) -> bool:
+        """Whether there is nothing but keys and values, so that what stands past a cursor is scrap and no more."""
+        return not self._recurrent
+
+    @property
+    def _slotted(self) -> list[_SharedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
+
+    @property
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def reserve(self, committed: int) -> None:
         """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
@@ -108,19 +147,26 @@ class SharedCache(Cache):
 
     def advance(self, tokens: int) -> None:
         """Move every cursor forward over `tokens` tokens that a pass has written."""
-        self.commit([tokens] * len(self.lengths))
+        self._cursors.move(tokens)
 
     def rollback(self, tokens: int) -> None:
         """Move every cursor back over `tokens` tokens. Copies nothing, whatever the length."""
-        self.commit([-tokens] * len(self.lengths))
+        self._cursors.move(-tokens)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move each row's cursor over its own number of tokens."""
-        self._cursors.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
+        """Make each row's next tokens final, its own number of them: its cursor moves over them, to stay."""
+        ahead = self._cursors.settle(tokens)
+        for layer in self._recurrent:
+            layer.settle([ahead + count for count in tokens])
+
+    def record(self, width: int) -> None:
+        """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
+        for layer in self._recurrent:
+            layer.record(width)
 
     def scrub(self, rows: Sequence[int]) -> None:
         """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
-        for layer in self.layers:
+        for layer in self._slotted:
             for row in rows:
                 layer.scrub(row)
 
@@ -156,13 +202,14 @@ class SharedCache(Cache):
             return made
 
         window = getattr(config, "sliding_window", None)
-        patterns = {"full_attention": causal_mask_function}
+        patterns = {"full_attention": causal_mask_function, "hybrid": causal_mask_function}
         if window is not None:
             patterns["sliding_attention"] = sliding_window_causal_mask_function(window)
         layer_types = getattr(config, "layer_types", None)
         if layer_types is None:
             return mask(patterns.get("sliding_attention", causal_mask_function))
-        return {layer_type: mask(patterns[layer_type]) for layer_type in dict.fromkeys(layer_types)}
+        # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
+        return {kind: mask(patterns[kind]) if kind in patterns else None for kind in dict.fromkeys(layer_types)}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The furthest cursor, in slots (`transformers` asks for it as the length of the past)."""
@@ -175,6 +222,22 @@ class SharedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of slots a pass over `query_length` tokens looks at, and the first of them."""
         return self._cursors.visible(query_length), 0
+
+
+def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:
+    """The layers that have recurrent or convolutional state, by number, as `transformers` would keep them."""
+    layers = DynamicCache(config=config).layers
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def _layer_like(
+    stock: LinearAttentionCacheLayerMixin | None, cursors: Cursors
+) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
+    if stock is None:
+        return _SharedLayer(cursors)
+    if isinstance(stock, CacheLayerMixin):
+        return _RecurrentSharedLayer(cursors, stock.number_of_states)
+    return RecurrentLayer(cursors, stock.number_of_states)
 
 
 class _SharedLayer(CacheLayerMixin):
@@ -202,6 +265,11 @@ class _SharedLayer(CacheLayerMixin):
         elif self.keys.shape[2] < self._cursors.capacity:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
         return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def record(self, width: int) -> None:
+        """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
+        for layer in self._recurrent:
+            layer.record(width)
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:
@@ -236,3 +304,18 @@ class _SharedLayer(CacheLayerMixin):
             rows = torch.arange(states.shape[0], device=states.device)[:, None]
             slots[rows, :, self._cursors.slots(width).to(states.device)] = states.transpose(1, 2)
         return slots[:, :, : self._cursors.visible(width)]
+
+
+class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
+    """A layer that has both: slots of keys and values, and states."""
+
+    def __init__(self, cursors: Cursors, number_of_states: int) -> None:
+        _SharedLayer.__init__(self, cursors)
+        RecurrentLayer.__init__(self, cursors, number_of_states)
+
+    def lazy_initialization(self, *slots: Tensor, **states: Any) -> None:
+        """Called with keys and values by attention, by keyword with states by the rest."""
+        if slots:
+            _SharedLayer.lazy_initialization(self, *slots)
+        else:
+            RecurrentLayer.lazy_initialization(self, **states)

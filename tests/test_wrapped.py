@@ -389,6 +389,8 @@ def _accelerate_dispatch(model: PreTrainedModel) -> None:
     )
 
 
+# transformers before some 5.x says this of every model whose weights are all offloaded, plain or wrapped.
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type different")
 @pytest.mark.parametrize("hook", [_accelerate_everywhere, _accelerate_offload, _accelerate_dispatch])
 @pytest.mark.parametrize(
     ("architecture", "draft"), [*(("llama", name) for name in DRAFTS), ("gpt2", "sublayers"), ("gpt2", "exit")]
