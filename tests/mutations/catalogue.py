@@ -217,9 +217,11 @@ CATALOGUE = (
     Mutation(
         "acceptance and residual share their noise",
         _LOOP,
-        "noise = torch.rand(draft.tokens.shape, generator=state.generator,",
-        "noise = torch.rand(draft.tokens.shape, generator=state.generator.clone_state(),",
-        (_MANY,),
+        "noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)",
+        # In float64 the generator gives uniform numbers and exponential ones of the same bits.
+        "noise = torch.rand((len(p), p.shape[-1]), generator=state.generator.clone_state(), dtype=torch.float64)"
+        "[:, : draft.length].to(p.dtype)",
+        (_JOINT, _MANY),
     ),
     Mutation(
         "every round throws the same coins",
