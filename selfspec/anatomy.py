@@ -208,11 +208,17 @@ def describe_config(config: PreTrainedConfig) -> Anatomy:
 
 
 def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerAnatomy:
-    attention, mlp = layer.get_submodule(adapter.attention), layer.get_submodule(adapter.mlp)
-    accounted = _ids([attention, mlp])
+    attention = layer.get_submodule(adapter.attention)
+    names = adapter.mlp_modules_of(layer)
+    parts = [layer.get_submodule(name) for name in names]
+    accounted = _ids([attention, *parts])
     return LayerAnatomy(
         attention=SublayerAnatomy(adapter.attention, type(attention).__name__, Weights.of(attention.parameters())),
-        mlp=SublayerAnatomy(adapter.mlp, type(mlp).__name__, Weights.of(mlp.parameters())),
+        mlp=SublayerAnatomy(
+            ", ".join(names),
+            ", ".join(dict.fromkeys(type(part).__name__ for part in parts)),
+            Weights.of(weight for part in parts for weight in part.parameters()),
+        ),
         norms=Weights.of(weight for weight in layer.parameters() if id(weight) not in accounted),
         window=window,
     )
