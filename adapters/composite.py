@@ -3,7 +3,7 @@
 from selfspec.adapter import Adapter
 
 ADAPTER = Adapter(
-    model_types=("gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize", "fuyu"),
+    model_types=("gemma3", "gemma4", "gemma4_unified", "got_ocr2", "fuyu"),
     layers="model.language_model.layers",
     publishes="store_full_length_kv",
 )

@@ -18,6 +18,7 @@ ADAPTER = Adapter(
         "diffllama",
         "doge",
         "dots1",
+        "emu3",
         "emu3_text_model",
         "ernie4_5",
         "ernie4_5_moe",

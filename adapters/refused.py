@@ -48,6 +48,7 @@ REFUSED: dict[str, str] = {
     "dbrx": "the residual stream is kept inside its attention, so that a sublayer cannot be left out",
     "gemma3n": "it is a model of images, sound and text; load its language model, Gemma3nForCausalLM",
     "gpt_neox_japanese": "its attention hands its bias to the layer apart from its output",
+    "moss_transcribe_diarize": "it transcribes sound; its language model is a qwen3, which works alone",
     "musicgen": "it writes several streams of sound codes at once",
     "musicgen_melody": "it writes several streams of sound codes at once",
     "gemma4_assistant": "it drafts for another model and cannot generate alone",
