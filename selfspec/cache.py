@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
+    chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -34,13 +35,17 @@ class Cursors:
         limit: the most tokens a row may come to hold, prompt included.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
+        aligned: on which side passes find the rows of a ragged batch aligned.
     """
 
-    def __init__(self, batch: int, limit: int, slack: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"]
+    ) -> None:
         self.lengths = [0] * batch
         self.ahead = 0
         self.limit = limit
         self.device = device
+        self.aligned = aligned
         self._slack = slack
         self._room = min(_SMALLEST_ROOM, limit)
 
@@ -82,6 +87,11 @@ class Cursors:
         cursor = torch.tensor(self.lengths, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         return cursor[:, None] + torch.arange(width, device=self.device)
 
+    def right_aligned(self, width: int) -> Tensor:
+        """Which slot stands where once rows are aligned on the right, `[batch, visible]`; negative: padding."""
+        last = self.slots(width)[:, -1:]
+        return last + 1 - self.visible(width) + torch.arange(self.visible(width), device=self.device)
+
 
 class SharedCache(Cache):
     """Keys and values of every layer in preallocated slots, with one cursor per row.
@@ -95,6 +105,8 @@ class SharedCache(Cache):
         limit: the most tokens a row may come to hold, prompt included.
         slack: the longest draft; slots for it are kept past the committed tokens.
         device: where positions are made.
+        aligned: "left": passes find the slots of a ragged batch as they are, and need a 4-D mask. "right": they find a
+            copy that is padded on the left, for models that read nothing but a padding mask.
         recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
     """
 
@@ -105,11 +117,12 @@ class SharedCache(Cache):
         limit: int,
         slack: int,
         device: torch.device,
+        aligned: Literal["left", "right"] = "left",
         recurrent: Mapping[int, LinearAttentionCacheLayerMixin] = MappingProxyType({}),
     ) -> None:
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
-        self._cursors = Cursors(batch, limit, slack, device)
+        self._cursors = Cursors(batch, limit, slack, device, aligned)
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
 
     @property
@@ -183,10 +196,13 @@ class SharedCache(Cache):
 
         None where all cursors are equal: the stock model then derives the mask from the cursor by itself, through
         `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask `[batch, 1, width, slots]` in the form of the
-        model's attention kernel, or a dict of one per layer type where the config has layer types.
+        model's attention kernel, or a dict of one per layer type where the config has layer types; or a padding mask
+        `[batch, slots]` where rows are aligned on the right.
         """
         if self._cursors.uniform:
             return None
+        if self._cursors.aligned == "right":
+            return (self._cursors.right_aligned(width) >= 0).long()
         slots = self._cursors.slots(width)
 
         def mask(pattern: Callable[..., Tensor]) -> Tensor:
@@ -205,6 +221,10 @@ class SharedCache(Cache):
         patterns = {"full_attention": causal_mask_function, "hybrid": causal_mask_function}
         if window is not None:
             patterns["sliding_attention"] = sliding_window_causal_mask_function(window)
+        chunk = getattr(config, "attention_chunk_size", None)
+        if chunk is not None:
+            unpadded = torch.zeros(len(self.lengths), dtype=torch.long, device=self._cursors.device)
+            patterns["chunked_attention"] = chunked_causal_mask_function(chunk, unpadded)
         layer_types = getattr(config, "layer_types", None)
         if layer_types is None:
             return mask(patterns.get("sliding_attention", causal_mask_function))
@@ -264,12 +284,13 @@ class _SharedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < self._cursors.capacity:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
-        return self._written(self.keys, key_states), self._written(self.values, value_states)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        return self.seen(key_states.shape[2])
 
-    def record(self, width: int) -> None:
-        """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
-        for layer in self._recurrent:
-            layer.record(width)
+    def seen(self, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a pass over `width` tokens may look at."""
+        return self._seen(self.keys, width), self._seen(self.values, width)
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:
@@ -295,7 +316,7 @@ class _SharedLayer(CacheLayerMixin):
         new[:, :, : old.shape[2]] = old
         return new
 
-    def _written(self, slots: Tensor, states: Tensor) -> Tensor:
+    def _write(self, slots: Tensor, states: Tensor) -> None:
         width = states.shape[2]
         if self._cursors.uniform:
             start = self._cursors.lengths[0]
@@ -303,7 +324,12 @@ class _SharedLayer(CacheLayerMixin):
         else:
             rows = torch.arange(states.shape[0], device=states.device)[:, None]
             slots[rows, :, self._cursors.slots(width).to(states.device)] = states.transpose(1, 2)
-        return slots[:, :, : self._cursors.visible(width)]
+
+    def _seen(self, slots: Tensor, width: int) -> Tensor:
+        if self._cursors.uniform or self._cursors.aligned == "left":
+            return slots[:, :, : self._cursors.visible(width)]
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        return slots[rows, :, self._cursors.right_aligned(width).clamp(min=0).to(slots.device)].transpose(1, 2)
 
 
 class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
@@ -319,3 +345,19 @@ class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
             _SharedLayer.lazy_initialization(self, *slots)
         else:
             RecurrentLayer.lazy_initialization(self, **states)
+
+
+class CacheReader:
+    """Stands in for a cache where an attention must find keys and values but not write its own.
+
+    Args:
+        cache: what it reads.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
+        """All that the pass may look at in a layer, its own tokens' slots as an earlier pass left them."""
+        seen: tuple[Tensor, Tensor] = self._cache.layers[layer].seen(key_states.shape[2])
+        return seen

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.adapter import Adapter
+from selfspec.cache import CacheReader
 from selfspec.errors import UnsupportedModelError
 from selfspec.path import Part, Path, Sublayer
 
@@ -37,7 +38,8 @@ class ExactStates:
     def concatenated(cls, parts: Sequence[ExactStates]) -> ExactStates:
         """The states of consecutive tokens as one."""
         attention = [part.attention for part in parts if part.attention is not None]
-        return cls(torch.cat([part.hidden for part in parts], 1), torch.cat(attention, 1) if attention else None)
+        # Some models keep several streams of hidden states, before the batch.
+        return cls(torch.cat([part.hidden for part in parts], -2), torch.cat(attention, -2) if attention else None)
 
 
 class Boundary:
@@ -61,10 +63,10 @@ class Boundary:
             return layer(self.given.hidden, *args[1:], **kwargs)
         return layer(**{**kwargs, "hidden_states": self.given.hidden})
 
-    def replay_attention(self, *args: Any, **kwargs: Any) -> Any:
+    def replay_attention(self, returns: int, *args: Any, **kwargs: Any) -> Any:
         """Give the attention output that was computed before, instead of computing it."""
         assert self.given is not None
-        return self.given.attention, None
+        return _values(self.given.attention, returns)
 
     def record_hidden(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a layer and keep its input."""
@@ -74,7 +76,7 @@ class Boundary:
     def record_attention(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run an attention and keep its output."""
         output = attention(*args, **kwargs)
-        self.attention = output[0]
+        self.attention = output[0] if isinstance(output, tuple) else output
         return output
 
 
@@ -97,7 +99,7 @@ class GatedModel:
             _gated_layer(layer, index, adapter, path, self._boundary)
             for index, layer in enumerate(adapter.decoder_layers(model))
         ]
-        self.module = _with_layers(model, adapter.layers.split("."), layers)
+        self.module = _with_layers(model, adapter.path(model), layers)
 
     def enter(self, states: ExactStates | None) -> None:
         """Say what enters at `path.start` in the pass that comes."""
@@ -119,7 +121,10 @@ def _with_layers(module: nn.Module, names: list[str], layers: list[nn.Module]) -
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
     if not any(path.runs(Sublayer(index, part)) for part in Part):
-        gated = _replaced(layer, _pass_through if adapter.layer_returns == "tensor" else _pass_through_tuple)
+        pass_through = partial(_without, "input", adapter.layer_returns)
+        if _is_read_later(layer, index, adapter, path):
+            pass_through = partial(_after, _publishing_layer(layer, index, adapter, path), pass_through)
+        gated = _replaced(layer, pass_through)
     else:
         gated = _gated_sublayers(layer, index, adapter, path, boundary)
     if path.start is not None and path.start.layer == index:
@@ -132,35 +137,67 @@ def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, bou
 def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
     attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
     forwards: dict[str, Callable[..., Any]] = {}
-    if path.start == mlp:
-        forwards[adapter.attention] = boundary.replay_attention
-    elif attention in path.skipped:
-        forwards[adapter.attention] = _no_attention
+    if not path.runs(attention):
+        instead = (
+            partial(boundary.replay_attention, adapter.attention_returns)
+            if path.start == mlp
+            else partial(_without, adapter.without_attention, adapter.attention_returns)
+        )
+        if _is_read_later(layer, index, adapter, path):
+            instead = partial(_after, _publishing(layer, attention, adapter, path), instead)
+        forwards[adapter.attention] = instead
     elif path.hand_over == mlp:
         forwards[adapter.attention] = partial(boundary.record_attention, layer.get_submodule(adapter.attention))
     if mlp in path.skipped:
-        forwards[adapter.mlp] = _no_mlp
+        for name in adapter.mlp_modules_of(layer):
+            forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
     if not forwards:
         return layer
     return _twin(layer, {name: _replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
 
 
-def _pass_through(*args: Any, **kwargs: Any) -> Tensor:
-    return _hidden_states(args, kwargs)
+def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
+    """Stand for a module left out.
+
+    Zeros, where the layer adds the output to the residual stream: they survive post-norms, parallel residuals and
+    multipliers, which leaving the branch out of the layer's code would not.
+    """
+    hidden = args[-1] if gives == "residual" else _hidden_states(args, kwargs)
+    return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)
 
 
-def _pass_through_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _hidden_states(args, kwargs), None
+def _is_read_later(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> bool:
+    """Whether later layers of the path read keys and values that this one publishes."""
+    publishes = adapter.publishes is not None and bool(
+        getattr(layer.get_submodule(adapter.attention), adapter.publishes, False)
+    )
+    return publishes and any(path.runs(Sublayer(later, Part.ATTENTION)) for later in range(index + 1, path.depth))
 
 
-# Zeros stand for a sublayer left out: they survive post-norms, parallel residuals and multipliers, which leaving the
-# residual branch out of the layer's code would not.
-def _no_attention(*args: Any, **kwargs: Any) -> Any:
-    return torch.zeros_like(_hidden_states(args, kwargs)), None
+def _publishing(layer: nn.Module, attention: Sublayer, adapter: Adapter, path: Path) -> Callable[..., Any]:
+    """The layer's attention; before `path.start` it publishes what an earlier pass left in the cache."""
+    module = layer.get_submodule(adapter.attention)
+    if path.start is None or attention > path.start:
+        return module
+    return partial(_reading, module)
 
 
-def _no_mlp(*args: Any, **kwargs: Any) -> Any:
-    return torch.zeros_like(_hidden_states(args, kwargs))
+def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> nn.Module:
+    attention = _publishing(layer, Sublayer(index, Part.ATTENTION), adapter, path)
+    return _twin(layer, {adapter.attention: _replaced(layer.get_submodule(adapter.attention), attention)})
+
+
+def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return attention(*args, **{**kwargs, "past_key_values": CacheReader(kwargs["past_key_values"])})
+
+
+def _after(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    first(*args, **kwargs)
+    return then(*args, **kwargs)
+
+
+def _values(hidden: Tensor | None, returns: int) -> Any:
+    return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

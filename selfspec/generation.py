@@ -48,6 +48,7 @@ class Generation(Iterator[Round]):
             limit=max(request.lengths) + request.max_new_tokens,
             slack=control.length,
             device=device,
+            aligned="right" if adapter.ragged == "padding" else "left",
         )
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())

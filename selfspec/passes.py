@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class Passes:
         self._cache = cache
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self._gated: dict[Path, GatedModel] = {}
 
     def logits(self, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Pass:
@@ -62,7 +64,7 @@ class Passes:
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
         gated = self._view(path)
-        base = gated.module.get_submodule(self._model.base_model_prefix)
+        base = gated.module.get_submodule(self._adapter.path(self._model)[0])
         base(**self._inputs(tokens))
         return gated.leave()
 
@@ -73,9 +75,10 @@ class Passes:
 
     def _inputs(self, tokens: Tensor) -> dict[str, Any]:
         width = tokens.shape[1]
+        positions = {"position_ids": self._cache.positions(width)} if self._takes_positions else {}
         return {
+            **positions,
             "input_ids": tokens,
-            "position_ids": self._cache.positions(width),
             "attention_mask": self._cache.attention_mask(self._config, width, self._dtype),
             "past_key_values": self._cache,
             "use_cache": True,

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
-from selfspec.adapters import ADAPTERS
+from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.errors import (
@@ -22,6 +22,7 @@ from selfspec.errors import (
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
 from selfspec.request import Request, check_model_inputs, prepared_request, read_request
+from selfspec.rotary import check_rotary
 
 DEFAULT_DRAFT_LENGTH = 4
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -79,12 +80,6 @@ def check_causal(model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise UnsupportedModelError(
-            f"rotary tables of type {rope['rope_type']!r} change with the length of a pass, so a block is not exact; "
-            "not supported yet"
-        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
@@ -97,10 +92,12 @@ def adapter_for(model_type: str) -> Adapter:
     Raises:
         UnsupportedModelError: there is none.
     """
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in ADAPTERS:
         raise UnsupportedModelError(
-            f"no adapter for architecture {model_type!r}; known: {', '.join(sorted(ADAPTERS))}. "
-            "Declare one: selfspec.wrap(model, adapter=selfspec.Adapter(...))"
+            f"no adapter for architecture {model_type!r}; declare one: selfspec.wrap(model, "
+            "adapter=selfspec.Adapter(...)), as docs/your_own_adapter.md shows"
         )
     return ADAPTERS[model_type]
 
@@ -248,6 +245,12 @@ class SelfSpeculative:
         length = self._check_draft(self.draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
+        if self.adapter.ragged == "none" and request.input_ids.shape[0] > 1:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts positions in a way that rows of different lengths cannot share; "
+                "pass one prompt at a time"
+            )
+        check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
 

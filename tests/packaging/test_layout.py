@@ -31,6 +31,10 @@ ON_TOP = {
 }
 
 
+# Architectures whose names a source may hold without meaning them.
+ORDINARY_WORDS = {"beam", "git"}
+
+
 def _modules() -> dict[str, Path]:
     """The file of every module of the package, by its dotted name."""
     modules = {}
@@ -97,7 +101,7 @@ def _architectures(source: str) -> set[str]:
     spelled = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower() for text in _words(source)]
     return {
         name
-        for name in ADAPTERS
+        for name in ADAPTERS.keys() - ORDINARY_WORDS
         if any(re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", text) for text in spelled)
     }
 

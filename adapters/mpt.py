@@ -1,0 +1,7 @@
+"""The mpt architecture: ALiBi made of the length of the keys."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=("mpt",), layers="transformer.blocks", attention="attn", mlp="ffn", layer_returns=2, ragged="padding"
+)
