@@ -16,9 +16,12 @@ from selfspec.errors import NonFiniteLogitsError
 from selfspec.generate import rounds
 from selfspec.output import GenerateOutput, Round
 from selfspec.passes import Passes
+from selfspec.record import Record
 from selfspec.request import Request
 from selfspec.state import State
 from selfspec.stats import Stats
+from selfspec.streaming import streamed
+from selfspec.text import Text
 
 
 class Generation(Iterator[Round]):
@@ -45,7 +48,7 @@ class Generation(Iterator[Round]):
         cache = SharedCache(
             depth=len(adapter.decoder_layers(model)),
             batch=batch,
-            limit=max(request.lengths) + request.max_new_tokens,
+            limit=max(request.lengths) + request.stopping.max_new_tokens,
             slack=control.length,
             device=device,
         )
@@ -62,12 +65,16 @@ class Generation(Iterator[Round]):
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,
             last=request.input_ids[:, -1:].to(device),
-            committed=[[] for _ in range(batch)],
-            live=[request.max_new_tokens > 0] * batch,
+            text=Text(request.input_ids, request.pad),
+            scores=Record(request.pad) if request.returned.scores else None,
+            logits=Record(request.pad) if request.returned.logits else None,
         )
         # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
         self._committed, self._failed = state.committed, state.failed
+        self._scores, self._logits = state.scores, state.logits
         self._rounds = rounds(state, request, draft, control, rule, self.stats)
+        if request.streamer is not None:
+            self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
 
     def __next__(self) -> Round:
         """Run one round.
@@ -105,7 +112,14 @@ class Generation(Iterator[Round]):
         prompts = self._request.input_ids
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
-        return GenerateOutput(torch.cat([prompts, new], 1), lengths, self.stats, self._lossless)
+        return GenerateOutput(
+            sequences=torch.cat([prompts, new], 1),
+            lengths=lengths,
+            stats=self.stats,
+            lossless=self._lossless,
+            scores=None if self._scores is None else self._scores.padded(lengths),
+            logits=None if self._logits is None else self._logits.padded(lengths),
+        )
 
 
 def _device(model: PreTrainedModel, request: Request) -> torch.device:

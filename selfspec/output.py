@@ -56,9 +56,15 @@ class GenerateOutput:
         lengths: number of new tokens of each row.
         stats: what was counted.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
+        scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
+            unless `return_dict_in_generate` and `output_scores` ask for them. Where a row has ended, 0 for the padding
+            token and -inf for others.
+        logits: the same of the full model's own logits, for `output_logits`.
     """
 
     sequences: Tensor
     lengths: tuple[int, ...]
     stats: Stats
     lossless: bool
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None

@@ -213,7 +213,7 @@ class SelfSpeculative:
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
         output = self._begin(request, seed, draft_length, accept).finish()
-        return output if request.return_dict else output.sequences
+        return output if request.returned.whole else output.sequences
 
     def unwrap(self) -> PreTrainedModel:
         """Give the model back and end this wrapper. The model needs no restoring: it was never changed.

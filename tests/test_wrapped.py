@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria
 
 import selfspec
 import tiny
@@ -817,15 +818,12 @@ def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> 
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams.*model.generate for beam search"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"guidance_scale": 1.2}, "guidance_scale"),
         ({"cache_implementation": "static"}, "cache_implementation.*drop it"),
         ({"use_cache": False}, "use_cache"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "logits processor"),
-        (
-            {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.new_ones(1).bool()])},
-            "stopping criterion",
-        ),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"logits_processor": LogitsProcessorList([ClassifierFreeGuidanceLogitsProcessor(2.0)])}, "logits processor"),
+        ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.4)])}, "stopping criterion"),
     ],
     ids=str,
 )
