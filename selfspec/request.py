@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -289,6 +290,29 @@ def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
         if name == "position_ids" and _are_default(value, model_kwargs.get("attention_mask")):
             continue
         raise _unsupported(name)
+
+
+def check_not_dropped(frame: FrameType | None) -> None:
+    """Refuse what `model.generate` was given and does not hand over to a `custom_generate` callable.
+
+    `transformers` drops some arguments without a word. They can still be seen where it calls: among the variables of
+    its `generate`. Where Python keeps no frames, or `generate` is not the caller, there is nothing to see.
+
+    Args:
+        frame: of the callable that `generate` calls.
+
+    Raises:
+        UnsupportedOptionError: naming the argument.
+    """
+    caller = None if frame is None else frame.f_back
+    if caller is None or caller.f_code.co_name != "generate":
+        return
+    for name in ("streamer", "assistant_model", "synced_gpus"):
+        if caller.f_locals.get(name):
+            raise UnsupportedOptionError(
+                f"{name} is dropped by transformers where it hands over to custom_generate; "
+                + _REMEDIES.get(name, "call spec.generate(...) instead")
+            )
 
 
 def _are_default(position_ids: Tensor, attention_mask: Tensor | None) -> bool:

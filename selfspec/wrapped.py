@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import currentframe
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from selfspec.errors import (
 )
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
-from selfspec.request import Request, check_model_inputs, prepared_request, read_request
+from selfspec.request import Request, check_model_inputs, check_not_dropped, prepared_request, read_request
 
 DEFAULT_DRAFT_LENGTH = 4
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -208,6 +209,7 @@ class SelfSpeculative:
         """
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
+        check_not_dropped(currentframe())
         check_model_inputs(model_kwargs)
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")

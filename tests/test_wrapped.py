@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria
+from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria, TextStreamer
 
 import selfspec
 import tiny
@@ -862,3 +862,20 @@ def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
     types = torch.ones_like(tiny.prompt(5))
     with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
         model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, token_type_ids=types)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("streamer", lambda: {"streamer": TextStreamer(None, skip_prompt=True)}),
+        ("assistant_model", lambda: {"assistant_model": tiny.llama()}),
+        ("synced_gpus", lambda: {"synced_gpus": True}),
+    ],
+)
+def test_custom_generate_refuses_what_transformers_drops_on_the_way(
+    llama: PreTrainedModel, name: str, options: Callable[[], dict[str, Any]]
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match=f"{name} is dropped by transformers"):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options())
