@@ -31,6 +31,7 @@ class Generation(Iterator[Round]):
 
     Attributes:
         stats: what has been counted. Times and bytes are filled in when the generation ends or is closed.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Generation(Iterator[Round]):
         generator.manual_seed(seed)
         self.stats = Stats()
         self._request = request
-        self._lossless = rule.lossless
+        self.lossless = rule.lossless
         state = State(
             passes=Passes(model, adapter, cache),
             cache=cache,
@@ -116,7 +117,7 @@ class Generation(Iterator[Round]):
             sequences=torch.cat([prompts, new], 1),
             lengths=lengths,
             stats=self.stats,
-            lossless=self._lossless,
+            lossless=self.lossless,
             scores=None if self._scores is None else self._scores.padded(lengths),
             logits=None if self._logits is None else self._logits.padded(lengths),
         )

@@ -24,7 +24,7 @@ PADDING = (4, 0, 7)
 DRAFTS: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]))
 
 
-def ragged() -> dict[str, Tensor]:
+def ragged() -> dict[str, Any]:
     """Three left-padded prompts and their mask."""
     ids, mask = tiny.prompt(WIDTH, 3), torch.ones(3, WIDTH, dtype=torch.long)
     for row, padding in enumerate(PADDING):
@@ -138,7 +138,8 @@ def allowed(options: dict[str, Any], prompt: Sequence[int], prefix: Sequence[int
             scores[text[start + size - 1]] = -torch.inf
     if len(prefix) < options.get("min_new_tokens", 0):
         scores[EOS] = -torch.inf
-    return (scores / options.get("temperature", 1.0)).softmax(-1).tolist()
+    chances: list[float] = (scores / options.get("temperature", 1.0)).softmax(-1).tolist()
+    return chances
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from selfspec.demo import checkpoint_folder
 LONG_RUNS = selfspec.LayerSkip(mlp=[3])
 
 
-def greedy(model: PreTrainedModel, **options: Any) -> Tensor:
+def greedy(model: PreTrainedModel, **options: Any) -> Any:
     ids = tiny.prompt(5)
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **options)
 
