@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.accept import Rule
@@ -104,6 +105,18 @@ class Generation(Iterator[Round]):
         for _ in self:
             pass
         return self.output()
+
+    def answer(self) -> GenerateOutput | Tensor:
+        """Run all rounds that are left and give what `model.generate` returns.
+
+        Returns:
+            The sequences, `[batch, length]`; the whole output where `return_dict_in_generate` is set.
+
+        Raises:
+            NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
+        """
+        output = self.finish()
+        return output if self._request.returned.whole else output.sequences
 
     def output(self) -> GenerateOutput:
         """What has been generated so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import currentframe
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from selfspec.errors import (
 )
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
+from selfspec.recipe import Recipe
 from selfspec.request import Request, check_model_inputs, check_not_dropped, prepared_request, read_request
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -214,8 +216,19 @@ class SelfSpeculative:
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        output = self._begin(request, seed, draft_length, accept).finish()
-        return output if request.returned.whole else output.sequences
+        return self._begin(request, seed, draft_length, accept).answer()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the model so that plain `generate` of `transformers` drafts for itself: see `selfspec.saved`.
+
+        Raises:
+            DraftConfigError: the drafter has no name to save it by.
+            UnsupportedOptionError: the rule has none.
+        """
+        self._check_open()
+        recipe = Recipe.of(self.draft, self.draft_length, self.rule)
+        self.model.save_pretrained(folder)
+        recipe.save(Path(folder))
 
     def unwrap(self) -> PreTrainedModel:
         """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
