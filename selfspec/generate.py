@@ -13,6 +13,7 @@ from selfspec.control import FixedLength
 from selfspec.draft import Draft, Drafter
 from selfspec.gate import ExactStates
 from selfspec.output import Round, RowRound
+from selfspec.past import load_past, store_past
 from selfspec.path import Path
 from selfspec.request import Request
 from selfspec.state import State
@@ -54,6 +55,8 @@ def rounds(
             with clock.phase("commit"):
                 committed = commit(state, request, draft, accepted, stats)
             yield committed
+        if state.past is not None:
+            store_past(state.cache, state.past, request.padding)
     finally:
         stats.cache_bytes = state.cache.nbytes
         stats.seconds = clock.seconds()
@@ -62,17 +65,20 @@ def rounds(
 def prefill(state: State, request: Request) -> None:
     """Fill the cache with each prompt but its last token, which the first round reads.
 
-    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap.
+    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap. What the
+    caller's own cache holds is not computed again.
     """
-    width = max(request.lengths) - 1
-    if width == 0:
+    if request.past is not None:
+        load_past(request.past, state.cache, request.padding)
+    unread = [length - 1 - known for length, known in zip(request.lengths, state.cache.lengths, strict=True)]
+    if max(unread) == 0:
         return
-    state.cache.reserve(width + 1)
-    prompts = torch.zeros_like(request.input_ids[:, :width])
-    for row, length in enumerate(request.lengths):
-        prompts[row, : length - 1] = request.input_ids[row, -length:-1]
+    state.cache.reserve(max(request.lengths))
+    prompts = torch.zeros_like(request.input_ids[:, : max(unread)])
+    for row, count in enumerate(unread):
+        prompts[row, :count] = request.input_ids[row, -1 - count : -1]
     state.passes.states(Path.full(state.passes.depth), prompts.to(state.last.device))
-    state.cache.commit([length - 1 for length in request.lengths])
+    state.cache.commit(unread)
 
 
 def remaining(state: State, request: Request) -> int:
@@ -166,7 +172,7 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         stats.count_row(draft.length, seen, stands, len(kept), sum(judged.overlap[:seen]))
         rows[row] = RowRound(tuple(kept), tuple(judged.drafted), stands)
     stats.rounds += 1
-    state.cache.commit([len(row.tokens) if live else 0 for row, live in zip(rows, state.live, strict=True)])
+    state.cache.commit([len(row.tokens) for row in rows])
     state.doubted = doubted
     # A row in doubt has no token of the target's own after what stands.
     stood = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count[:, None])

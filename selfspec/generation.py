@@ -6,17 +6,18 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from selfspec.accept import Rule
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
-from selfspec.errors import NonFiniteLogitsError
+from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.generate import rounds
 from selfspec.output import GenerateOutput, Round
 from selfspec.passes import Passes
+from selfspec.past import can_store
 from selfspec.record import Record
 from selfspec.request import Request
 from selfspec.state import State
@@ -70,10 +71,12 @@ class Generation(Iterator[Round]):
             text=Text(request.input_ids, request.pad),
             scores=Record(request.pad) if request.returned.scores else None,
             logits=Record(request.pad) if request.returned.logits else None,
+            past=_past_to_fill(request, cache),
         )
         # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
         self._committed, self._failed = state.committed, state.failed
         self._scores, self._logits = state.scores, state.logits
+        self._live, self._past = state.live, state.past
         self._rounds = rounds(state, request, draft, control, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
@@ -133,7 +136,24 @@ class Generation(Iterator[Round]):
             lossless=self.lossless,
             scores=None if self._scores is None else self._scores.padded(lengths),
             logits=None if self._logits is None else self._logits.padded(lengths),
+            past_key_values=None if any(self._live) else self._past,
         )
+
+
+def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
+    """Where keys and values go at the end: to the caller's own cache, or to a new one where they are to be returned.
+
+    Raises:
+        UnsupportedOptionError: the caller's cache cannot hold all of this model's state.
+    """
+    if request.past is not None and not can_store(cache):
+        raise UnsupportedOptionError(
+            "past_key_values is not supported for a model whose layers keep more than keys and values; pass the whole "
+            "conversation as input_ids"
+        )
+    if request.past is not None:
+        return request.past
+    return DynamicCache() if request.returned.whole and can_store(cache) else None
 
 
 def _device(model: PreTrainedModel, request: Request) -> torch.device:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.past import check_past
 from selfspec.processing import read_processing
 from selfspec.sampling import Sampling
 from selfspec.stopping import Stopping, read_stopping
@@ -80,7 +81,6 @@ _REMEDIES = {
     "assistant_model": "the model drafts for itself; drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
-    "past_key_values": "pass the whole conversation as input_ids",
     "inputs_embeds": "pass input_ids",
     "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
     "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
@@ -117,6 +117,7 @@ class Request:
         pad: token id that fills rows which ended early.
         returned: what is to be returned besides the sequences.
         streamer: gets the prompt and then each token as it is committed; None: nobody listens.
+        past: the caller's own cache: keys and values of the first columns are read from it, and all are left in it.
     """
 
     input_ids: Tensor
@@ -126,6 +127,12 @@ class Request:
     pad: int
     returned: Returned
     streamer: BaseStreamer | None = None
+    past: Cache | None = None
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Columns of padding on the left of each row."""
+        return tuple(self.input_ids.shape[1] - length for length in self.lengths)
 
 
 def read_request(
@@ -154,6 +161,7 @@ def read_request(
     # transformers drops these two where it hands over to a callable.
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
+    past = options.pop("past_key_values", None)
     _check_keywords(generation_config, options)
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     handed_over: dict[str, Any] = {}
@@ -188,7 +196,7 @@ def read_request(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
             "for what each row commits"
         )
-    return replace(request, streamer=streamer)
+    return request_with_past(replace(request, streamer=streamer), past)
 
 
 @dataclass(frozen=True)
@@ -274,18 +282,28 @@ def prepared_request(
     )
 
 
+def request_with_past(request: Request, past: Cache | None) -> Request:
+    """The same request, with a cache of the caller's own.
+
+    Raises:
+        PromptError, UnsupportedOptionError: see `check_past`.
+    """
+    if past is None:
+        return request
+    check_past(past, request.input_ids.shape[0], request.input_ids.shape[1])
+    return replace(request, past=past)
+
+
 def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
     """Refuse inputs of the model that a `custom_generate` callable is handed and selfspec does not pass on.
 
-    `transformers` adds an empty cache and default positions of its own; only what differs from these was asked for.
+    `transformers` adds default positions of its own; only what differs from these was asked for.
 
     Raises:
         UnsupportedOptionError: naming the input.
     """
     for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "use_cache", "logits_to_keep"):
-            continue
-        if name == "past_key_values" and value.get_seq_length() == 0:
+        if value is None or name in ("attention_mask", "use_cache", "logits_to_keep", "past_key_values"):
             continue
         if name == "position_ids" and _are_default(value, model_kwargs.get("attention_mask")):
             continue

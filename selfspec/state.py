@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from selfspec.cache import SharedCache
 from selfspec.passes import Passes
@@ -28,6 +29,7 @@ class State:
         text: prompts, and the new tokens of each row, final.
         scores: keeps the scores of committed tokens; None: nobody asked for them.
         logits: the same of the target's own logits.
+        past: gets the keys and values when the generation ends; None: they go with it.
         doubted: rows whose logits were not finite in the last round, behind a draft. A draft token's keys and values
             may have done that, so they get a round without a draft before they are given up.
         failed: rows that ended because the target's logits were not finite.
@@ -41,6 +43,7 @@ class State:
     text: Text
     scores: Record | None = None
     logits: Record | None = None
+    past: Cache | None = None
     doubted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 

@@ -24,7 +24,14 @@ from selfspec.errors import (
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
 from selfspec.recipe import Recipe
-from selfspec.request import Request, check_model_inputs, check_not_dropped, prepared_request, read_request
+from selfspec.request import (
+    Request,
+    check_model_inputs,
+    check_not_dropped,
+    prepared_request,
+    read_request,
+    request_with_past,
+)
 
 DEFAULT_DRAFT_LENGTH = 4
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -216,6 +223,10 @@ class SelfSpeculative:
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
+        past = model_kwargs.get("past_key_values")
+        # transformers hands over a cache of its own where the caller gave none.
+        if past is not None and getattr(past, "_is_user_defined", False):
+            request = request_with_past(request, past)
         return self._begin(request, seed, draft_length, accept).answer()
 
     def save_pretrained(self, folder: str | Path) -> None:

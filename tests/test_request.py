@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -242,14 +241,6 @@ def _synthid() -> SynthIDTextWatermarkingConfig:
     return SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 
 
-def _past() -> DynamicCache:
-    model = tiny.llama()
-    past = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tiny.prompt(3), past_key_values=past)
-    return past
-
-
 OPTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("num_beams", lambda: {"num_beams": 2}, "beam search"),
     ("num_beams", lambda: {"num_beams": 2, "do_sample": True}, "beam search"),
@@ -259,7 +250,6 @@ OPTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 3}, "drop it"),
     ("assistant_early_exit", lambda: {"assistant_early_exit": 2}, r"EarlyExit\(layer="),
     ("assistant_model", lambda: {"assistant_model": tiny.llama()}, "drop it"),
-    ("past_key_values", lambda: {"past_key_values": _past()}, "input_ids"),
     ("inputs_embeds", lambda: {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "input_ids"),
     ("position_ids", lambda: {"position_ids": torch.arange(5)[None]}, "drop it"),
     ("guidance_scale", lambda: {"guidance_scale": 1.5}, ""),
