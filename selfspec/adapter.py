@@ -18,10 +18,12 @@ class Adapter:
         model_types: the `config.model_type` values it serves.
         layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it stands for the
             model's own `base_model_prefix`.
-        attention: attribute of a decoder layer that holds its attention.
+        attention: attribute, or attributes, of a decoder layer that hold its attention, or whatever else lets tokens
+            see those before them. A layer may lack some of several.
+        recurrent: those of `attention` that keep a state in place of keys and values.
         mlp: attribute, or attributes, of a decoder layer that hold its MLP. A layer may lack some of several.
         layer_returns: number of values a decoder layer returns, the hidden states first; 1: the bare tensor.
-        attention_returns: the same of an attention.
+        attention_returns: the same of an attention; what is recurrent returns a bare tensor.
         mlp_returns: the same of an MLP.
         without_attention: what an attention left out gives. "zeros", if its layer adds the output to the residual
             stream; "input" or "residual", if the attention adds the stream itself, and finds it in its first or in its
@@ -37,7 +39,8 @@ class Adapter:
 
     model_types: tuple[str, ...]
     layers: str = "model.layers"
-    attention: str = "self_attn"
+    attention: str | tuple[str, ...] = "self_attn"
+    recurrent: tuple[str, ...] = ()
     mlp: str | tuple[str, ...] = "mlp"
     layer_returns: int = 1
     attention_returns: int = 2
@@ -49,9 +52,22 @@ class Adapter:
     requires: tuple[tuple[str, object], ...] = ()
 
     @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """Every attribute that holds an attention, or what stands in its place."""
+        return (self.attention,) if isinstance(self.attention, str) else self.attention
+
+    @property
     def mlp_modules(self) -> tuple[str, ...]:
         """Every attribute that holds a part of the MLP."""
         return (self.mlp,) if isinstance(self.mlp, str) else self.mlp
+
+    def returns(self, attention: str) -> int:
+        """Number of values that one of `attention_modules` returns."""
+        return 1 if attention in self.recurrent else self.attention_returns
+
+    def attention_modules_of(self, layer: nn.Module) -> tuple[str, ...]:
+        """Those of `attention_modules` that a layer has."""
+        return tuple(name for name in self.attention_modules if isinstance(getattr(layer, name, None), nn.Module))
 
     def path(self, model: nn.Module) -> list[str]:
         """The attributes that lead from the causal LM to its decoder layers; the first holds all but the head."""
@@ -80,7 +96,7 @@ class Adapter:
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
             raise UnsupportedModelError(f"the adapter's layers={self.layers!r} is no ModuleList of decoder layers")
         for layer in layers:
-            lacking = [] if isinstance(getattr(layer, self.attention, None), nn.Module) else [self.attention]
+            lacking = [] if self.attention_modules_of(layer) else [*self.attention_modules]
             lacking += [] if self.mlp_modules_of(layer) else self.mlp_modules
             if lacking:
                 raise UnsupportedModelError(

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.adapter import Adapter
+from selfspec.cache import recurrent_layers
 from selfspec.wrapped import find_adapter
 
 
@@ -83,6 +85,7 @@ class CacheAnatomy:
         value_dim: numbers in a head's value.
         bytes_per_token: keys and values of one token over all layers.
         sliding_layers: number of layers with a sliding window.
+        recurrent_layers: number of layers with a state, whose size does not depend on the number of tokens.
     """
 
     heads: int
@@ -90,6 +93,7 @@ class CacheAnatomy:
     value_dim: int
     bytes_per_token: int
     sliding_layers: int
+    recurrent_layers: int
 
 
 @dataclass(frozen=True)
@@ -210,19 +214,23 @@ def describe_config(config: PreTrainedConfig) -> Anatomy:
 
 
 def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerAnatomy:
-    attention = layer.get_submodule(adapter.attention)
-    names = adapter.mlp_modules_of(layer)
-    parts = [layer.get_submodule(name) for name in names]
-    accounted = _ids([attention, *parts])
+    attentions = adapter.attention_modules_of(layer)
+    mlps = adapter.mlp_modules_of(layer)
+    accounted = _ids([layer.get_submodule(name) for name in (*attentions, *mlps)])
     return LayerAnatomy(
-        attention=SublayerAnatomy(adapter.attention, type(attention).__name__, Weights.of(attention.parameters())),
-        mlp=SublayerAnatomy(
-            ", ".join(names),
-            ", ".join(dict.fromkeys(type(part).__name__ for part in parts)),
-            Weights.of(weight for part in parts for weight in part.parameters()),
-        ),
+        attention=_sublayer(layer, attentions),
+        mlp=_sublayer(layer, mlps),
         norms=Weights.of(weight for weight in layer.parameters() if id(weight) not in accounted),
         window=window,
+    )
+
+
+def _sublayer(layer: nn.Module, names: Sequence[str]) -> SublayerAnatomy:
+    parts = [layer.get_submodule(name) for name in names]
+    return SublayerAnatomy(
+        ", ".join(names),
+        ", ".join(dict.fromkeys(type(part).__name__ for part in parts)),
+        Weights.of(weight for part in parts for weight in part.parameters()),
     )
 
 
@@ -236,16 +244,19 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
 
 def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheAnatomy:
     # The last layers may read what earlier ones keep, and keep nothing themselves.
-    keeping = len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    keeping = range(len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0))
+    recurrent = recurrent_layers(config)
+    stateful = [layer for layer, stock in recurrent.items() if not isinstance(stock, CacheLayerMixin)]
     each = getattr(config, "per_layer_config", None)
-    shapes = [_shape(each[layer] if each else config) for layer in range(keeping)]
-    heads, key, value = shapes[0]
+    shapes = [_shape(each[layer] if each else config) for layer in keeping if layer not in stateful]
+    heads, key, value = shapes[0] if shapes else (0, 0, 0)
     return CacheAnatomy(
         heads=heads,
         head_dim=key,
         value_dim=value,
         bytes_per_token=dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes),
         sliding_layers=sum(window is not None for window in windows),
+        recurrent_layers=len(recurrent),
     )
 
 

@@ -24,6 +24,9 @@ from transformers.masking_utils import (
 from selfspec.recurrent import RecurrentLayer
 
 _SMALLEST_ROOM = 64
+_STEPS = 16
+# Models with recurrent layers ask for these, whatever their layer types are called.
+_ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
 
 
 class Cursors:
@@ -124,6 +127,8 @@ class SharedCache(Cache):
         # memory is free at once rather than when the garbage collector comes round.
         self._cursors = Cursors(batch, limit, slack, device, aligned)
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
+        self._slotted = [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -145,14 +150,6 @@ class SharedCache(Cache):
     def rolls_back_by_cursor(self) -> bool:
         """Whether there is nothing but keys and values, so that what stands past a cursor is scrap and no more."""
         return not self._recurrent
-
-    @property
-    def _slotted(self) -> list[_SharedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
-
-    @property
-    def _recurrent(self) -> list[RecurrentLayer]:
-        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def reserve(self, committed: int) -> None:
         """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
@@ -183,6 +180,18 @@ class SharedCache(Cache):
             for row in rows:
                 layer.scrub(row)
 
+    def prefill_widths(self, lengths: Sequence[int]) -> list[int]:
+        """How many tokens of the prompts to read at a time, where rows have that many each.
+
+        All at once, if what stands past a row's end is scrap. Recurrent layers would take it into their state: there
+        it is first what all rows have, and then few at a time, since each leaves a copy of the state.
+        """
+        if self.rolls_back_by_cursor:
+            return [max(lengths)]
+        rest = max(lengths) - min(lengths)
+        steps = [min(_STEPS, rest - start) for start in range(0, rest, _STEPS)]
+        return [width for width in (min(lengths), *steps) if width]
+
     def positions(self, width: int) -> Tensor:
         """Position ids of a pass over `width` tokens, `[batch or 1, width]`.
 
@@ -199,7 +208,7 @@ class SharedCache(Cache):
         model's attention kernel, or a dict of one per layer type where the config has layer types; or a padding mask
         `[batch, slots]` where rows are aligned on the right.
         """
-        if self._cursors.uniform:
+        if self._cursors.uniform or not self._slotted:
             return None
         if self._cursors.aligned == "right":
             return (self._cursors.right_aligned(width) >= 0).long()
@@ -226,10 +235,11 @@ class SharedCache(Cache):
             unpadded = torch.zeros(len(self.lengths), dtype=torch.long, device=self._cursors.device)
             patterns["chunked_attention"] = chunked_causal_mask_function(chunk, unpadded)
         layer_types = getattr(config, "layer_types", None)
-        if layer_types is None:
+        if layer_types is None and self.rolls_back_by_cursor:
             return mask(patterns.get("sliding_attention", causal_mask_function))
         # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
-        return {kind: mask(patterns[kind]) if kind in patterns else None for kind in dict.fromkeys(layer_types)}
+        kinds = dict.fromkeys([*(layer_types or ()), *(() if self.rolls_back_by_cursor else _ALWAYS_ASKED)])
+        return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The furthest cursor, in slots (`transformers` asks for it as the length of the past)."""

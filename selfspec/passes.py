@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,9 @@ class Passes:
         self._cache = cache
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        parameters = inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
         self._gated: dict[Path, GatedModel] = {}
 
     def logits(self, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Pass:
@@ -68,6 +71,21 @@ class Passes:
         base(**self._inputs(tokens))
         return gated.leave()
 
+    def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Read tokens of prompts for what they leave in the cache: keys, values and states.
+
+        Args:
+            tokens: `[batch, tokens]`.
+            counts: how many of them each row has; what comes behind them is scrap.
+        """
+        if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):
+            self.states(Path.full(self.depth), tokens)
+            return
+        # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
+        base = self._model.get_submodule(self._adapter.path(self._model)[0])
+        base(**self._inputs(tokens))
+        self._cache.record(tokens.shape[1])
+
     def _view(self, path: Path) -> GatedModel:
         if path not in self._gated:
             self._gated[path] = GatedModel(self._model, self._adapter, path)
@@ -80,7 +98,7 @@ class Passes:
             **positions,
             "input_ids": tokens,
             "attention_mask": self._cache.attention_mask(self._config, width, self._dtype),
-            "past_key_values": self._cache,
+            self._cache_name: self._cache,
             "use_cache": True,
             "output_attentions": False,
             "output_hidden_states": False,

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
+
+from selfspec.call import call_with, hidden_states
 
 if TYPE_CHECKING:
     from selfspec.cache import Cursors
@@ -96,6 +99,25 @@ class RecurrentLayer(LinearAttentionLayer):
     def reset(self) -> None:
         super().reset()
         self._after.clear()
+
+
+def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a recurrent module of layer `index` one token at a time, and keep the layer's state after each.
+
+    A padding mask is left out of the call: rows hold no padding here.
+    """
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    states = None if cache is None else cache.layers[index]
+    # Layers of several kinds may go by the same name.
+    if not isinstance(states, RecurrentLayer):
+        return module(*args, **kwargs)
+    unmasked = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}
+    outputs = []
+    for number, token in enumerate(hidden_states(args, kwargs).split(1, 1)):
+        states.enter(number)
+        outputs.append(call_with(module, token, args, unmasked))
+        states.record(number + 1)
+    return torch.cat(outputs, 1)
 
 
 def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:

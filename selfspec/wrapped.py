@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import currentframe
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +23,15 @@ from selfspec.errors import (
 )
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
-from selfspec.request import Request, check_model_inputs, prepared_request, read_request
+from selfspec.recipe import Recipe
+from selfspec.request import (
+    Request,
+    check_model_inputs,
+    check_not_dropped,
+    prepared_request,
+    read_request,
+    request_with_past,
+)
 from selfspec.rotary import check_rotary
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -205,12 +215,28 @@ class SelfSpeculative:
         """
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
+        check_not_dropped(currentframe())
         check_model_inputs(model_kwargs)
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        output = self._begin(request, seed, draft_length, accept).finish()
-        return output if request.return_dict else output.sequences
+        past = model_kwargs.get("past_key_values")
+        # transformers hands over a cache of its own where the caller gave none.
+        if past is not None and getattr(past, "_is_user_defined", False):
+            request = request_with_past(request, past)
+        return self._begin(request, seed, draft_length, accept).answer()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the model so that plain `generate` of `transformers` drafts for itself: see `selfspec.saved`.
+
+        Raises:
+            DraftConfigError: the drafter has no name to save it by.
+            UnsupportedOptionError: the rule has none.
+        """
+        self._check_open()
+        recipe = Recipe.of(self.draft, self.draft_length, self.rule)
+        self.model.save_pretrained(folder)
+        recipe.save(Path(folder))
 
     def unwrap(self) -> PreTrainedModel:
         """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
@@ -250,7 +276,7 @@ class SelfSpeculative:
                 f"{type(self.model).__name__} counts positions in a way that rows of different lengths cannot share; "
                 "pass one prompt at a time"
             )
-        check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.max_new_tokens)
+        check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
 

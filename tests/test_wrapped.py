@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria, TextStreamer
 
 import selfspec
 import tiny
@@ -819,15 +820,12 @@ def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> 
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams.*model.generate for beam search"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"guidance_scale": 1.2}, "guidance_scale"),
         ({"cache_implementation": "static"}, "cache_implementation.*drop it"),
         ({"use_cache": False}, "use_cache"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "logits processor"),
-        (
-            {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.new_ones(1).bool()])},
-            "stopping criterion",
-        ),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"logits_processor": LogitsProcessorList([ClassifierFreeGuidanceLogitsProcessor(2.0)])}, "logits processor"),
+        ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.4)])}, "stopping criterion"),
     ],
     ids=str,
 )
@@ -840,18 +838,12 @@ def test_custom_generate_refuses_what_the_wrapper_refuses(
         llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options)
 
 
-@pytest.mark.parametrize("name", ["inputs_embeds", "position_ids", "past_key_values"])
+@pytest.mark.parametrize("name", ["inputs_embeds", "position_ids"])
 def test_custom_generate_refuses_model_inputs_it_would_have_to_ignore(llama: PreTrainedModel, name: str) -> None:
-    from transformers import DynamicCache
-
     tokens = tiny.prompt(5)
-    past = DynamicCache(config=llama.config)
-    with torch.no_grad():
-        llama(tokens[:, :2], past_key_values=past)
     given: dict[str, Any] = {
         "inputs_embeds": llama.get_input_embeddings()(tokens).detach() * 2,
         "position_ids": torch.tensor([[0, 1, 2, 9, 10]]),
-        "past_key_values": past,
     }
     spec = selfspec.wrap(llama, DRAFTS["exit"])
     _no_forward(llama)
@@ -866,3 +858,20 @@ def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
     types = torch.ones_like(tiny.prompt(5))
     with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
         model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, token_type_ids=types)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("streamer", lambda: {"streamer": TextStreamer(None, skip_prompt=True)}),
+        ("assistant_model", lambda: {"assistant_model": tiny.llama()}),
+        ("synced_gpus", lambda: {"synced_gpus": True}),
+    ],
+)
+def test_custom_generate_refuses_what_transformers_drops_on_the_way(
+    llama: PreTrainedModel, name: str, options: Callable[[], dict[str, Any]]
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match=f"{name} is dropped by transformers"):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options())

@@ -24,6 +24,8 @@ ON_TOP = {
     "checkpoint",
     "cli",
     "demo",
+    "recipe",
+    "saved",
     "search",
     "train",
     "verify",

@@ -1,0 +1,7 @@
+"""Jamba, Bamba: layers of attention between layers of Mamba."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=("bamba", "jamba"), attention=("self_attn", "mamba"), recurrent=("mamba",), mlp="feed_forward"
+)
