@@ -24,7 +24,9 @@ class Block(LlamaDecoderLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         normed = self.norm(hidden_states)
-        return hidden_states + self.look(hidden_states=normed, **kwargs)[0] + self.think(normed)[0]
+        looked: Tensor = self.look(hidden_states=normed, **kwargs)[0]
+        thought: Tensor = self.think(normed)[0]
+        return hidden_states + looked + thought
 
 
 class MadeUpConfig(LlamaConfig):

@@ -449,11 +449,16 @@ def _no_forward(model: torch.nn.Module) -> None:
         module.register_forward_pre_hook(ran)
 
 
-def _opt() -> PreTrainedModel:
-    from transformers import OPTConfig, OPTForCausalLM
+def _cacheless() -> PreTrainedModel:
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-    sizes = {"vocab_size": 50, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16)).eval()
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)).eval()
+
+
+def _unknown() -> PreTrainedModel:
+    model = tiny.llama()
+    model.config.model_type = "made_up"
+    return model
 
 
 def _t5() -> PreTrainedModel:
@@ -505,7 +510,8 @@ def _training_with_checkpointing() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (_opt, r"no adapter for architecture 'opt'; known: .*llama.*selfspec\.Adapter"),
+        (_cacheless, "'openai-gpt' is not supported: it has no key-value cache"),
+        (_unknown, r"no adapter for architecture 'made_up'; .*selfspec\.Adapter"),
         (_t5, "not decoder-only"),
         (_headless, "no language-model head; load it with AutoModelForCausalLM"),
         (_classifier, "no language-model head; load it with AutoModelForCausalLM"),

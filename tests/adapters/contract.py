@@ -230,6 +230,36 @@ def skip_layers(subject: Subject) -> None:
         _path(subject, Path.without(subject.depth, [sublayer for sublayer in every if sublayer.layer in layers]))
 
 
+def stream(subject: Subject) -> None:
+    """A layer without its two sublayers still carries the residual stream: what is declared to stand for them is it."""
+    alike = []
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        alike.append(torch.cosine_similarity(before, after, -1)[..., PAST:].min().item())
+
+    layers = subject.adapter.decoder_layers(subject.model)
+    # Its reference leaves out both sublayers of a layer one by one, not the layer.
+    handles = [layer.register_forward_hook(compare, with_kwargs=True) for layer in layers]
+    handles += [
+        _replace(layer.get_submodule(name), by)
+        for layer in layers
+        for name, by in (
+            (subject.adapter.attention, subject.adapter.without_attention),
+            *((name, subject.adapter.without_mlp) for name in subject.adapter.mlp_modules_of(layer)),
+        )
+    ]
+    try:
+        with torch.no_grad():
+            subject.stock_logits(subject.text)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # Not 1: some layers norm, scale or add to the stream besides.
+    assert min(alike) > 0.5, alike
+
+
 def ragged(subject: Subject) -> None:
     """Rows of different lengths, prefilled together: each gives what it gives alone."""
     lengths = (PAST, PAST - 4)
@@ -285,6 +315,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "attention skip": skip_attention,
     "MLP skip": skip_mlp,
     "layer skip": skip_layers,
+    "residual stream": stream,
     "ragged batch": ragged,
     "greedy": greedy,
 }

@@ -182,6 +182,6 @@ def _randomise(model: nn.Module) -> None:
     """Spread logits out, and give norms and biases, which start as ones and zeros, values that show."""
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
-            nn.init.normal_(weight, mean=1.0 if name.endswith("weight") else 0.0, std=0.1)
+            nn.init.normal_(weight, mean=1.0 if name.endswith(("weight", "residual")) else 0.0, std=0.1)
         else:
             nn.init.normal_(weight, std=0.3)
