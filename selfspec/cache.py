@@ -85,6 +85,7 @@ class SharedCache(Cache):
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
         self._cursors = Cursors(batch, limit, slack, device)
+        self._most_bytes = 0
         super().__init__(layers=[_SharedLayer(self._cursors) for _ in range(depth)])
 
     @property
@@ -102,6 +103,11 @@ class SharedCache(Cache):
         """Bytes allocated for keys and values."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that were allocated for keys and values at any time."""
+        return max(self._most_bytes, self.nbytes)
+
     def reserve(self, committed: int) -> None:
         """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
         self._cursors.make_room(committed)
@@ -117,6 +123,13 @@ class SharedCache(Cache):
     def commit(self, tokens: Sequence[int]) -> None:
         """Move each row's cursor over its own number of tokens."""
         self._cursors.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given. What the others hold is freed."""
+        self._most_bytes = self.most_bytes
+        self._cursors.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            layer.narrow(rows)
 
     def scrub(self, rows: Sequence[int]) -> None:
         """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
@@ -202,6 +215,11 @@ class _SharedLayer(CacheLayerMixin):
         elif self.keys.shape[2] < self._cursors.capacity:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
         return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        if self.keys is not None:
+            index = torch.tensor(rows, device=self.keys.device)
+            self.keys, self.values = self.keys[index], self.values[index]
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:
