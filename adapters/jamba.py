@@ -1,7 +1,5 @@
-"""Jamba, Bamba: layers of attention between layers of Mamba."""
+"""Jamba: layers of attention between layers of Mamba."""
 
 from selfspec.adapter import Adapter
 
-ADAPTER = Adapter(
-    model_types=("bamba", "jamba"), attention=("self_attn", "mamba"), recurrent=("mamba",), mlp="feed_forward"
-)
+ADAPTER = Adapter(model_types=("jamba",), attention=("self_attn", "mamba"), recurrent=("mamba",), mlp="feed_forward")

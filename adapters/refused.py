@@ -1,35 +1,18 @@
 """Architectures that selfspec refuses, each with the reason."""
 
-_RECURRENT = "it has recurrent or convolutional state, which moving a cursor does not roll back"
+_RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
             "bailing_hybrid",
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "inkling2_text",
-            "inkling_text",
-            "jamba",
-            "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
-            "lfm3",
-            "mamba",
-            "mamba2",
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_text",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_next",
             "qwen4_exp",
             "qwen4_exp_text",
+            "inkling2_text",
+            "inkling_text",
+            "lfm3",
+            "minimax",
             "recurrent_gemma",
             "rwkv",
             "xlstm",
@@ -43,6 +26,7 @@ REFUSED: dict[str, str] = {
         ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
         _INDEXED,
     ),
+    **dict.fromkeys(("kimi_linear", "nemotron_h"), "its layers of several kinds go by one name"),
     "blt": "it reads bytes and runs a local encoder and decoder around patches of varying length",
     "cpmant": "it puts a prompt of its own before every text, which the cache does not hold",
     "dbrx": "the residual stream is kept inside its attention, so that a sublayer cannot be left out",

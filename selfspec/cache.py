@@ -126,6 +126,7 @@ class SharedCache(Cache):
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
         self._cursors = Cursors(batch, limit, slack, device, aligned)
+        self._most_bytes = 0
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
@@ -143,13 +144,22 @@ class SharedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, and the most that states of recurrent layers have taken."""
-        slots = sum(layer.nbytes for layer in self._slotted)
-        return slots + sum(layer.state_bytes for layer in self._recurrent)
+        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes that states of recurrent layers have taken, the copies of a round included."""
+        return sum(layer.state_bytes for layer in self._recurrent)
 
     @property
     def rolls_back_by_cursor(self) -> bool:
         """Whether there is nothing but keys and values, so that what stands past a cursor is scrap and no more."""
         return not self._recurrent
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that were allocated for keys and values at any time."""
+        return max(self._most_bytes, self.nbytes)
 
     def reserve(self, committed: int) -> None:
         """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
@@ -173,6 +183,15 @@ class SharedCache(Cache):
         """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
         for layer in self._recurrent:
             layer.record(width)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given. What the others hold is freed."""
+        self._most_bytes = self.most_bytes
+        self._cursors.lengths = [self.lengths[row] for row in rows]
+        for layer in self._slotted:
+            layer.narrow_slots(rows)
+        for stateful in self._recurrent:
+            stateful.narrow_states(rows)
 
     def scrub(self, rows: Sequence[int]) -> None:
         """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
@@ -301,6 +320,11 @@ class _SharedLayer(CacheLayerMixin):
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a pass over `width` tokens may look at."""
         return self._seen(self.keys, width), self._seen(self.values, width)
+
+    def narrow_slots(self, rows: Sequence[int]) -> None:
+        if self.keys is not None:
+            index = torch.tensor(rows, device=self.keys.device)
+            self.keys, self.values = self.keys[index], self.values[index]
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:

@@ -44,7 +44,7 @@ def rounds(
             prefill(state, request)
         while any(state.live):
             state.cache.reserve(state.longest)
-            state.cache.scrub(state.doubted)
+            state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])
             length = 0 if drafter is None or state.doubted else control.choose(remaining(state, request))
             with clock.phase("draft"):
                 draft = drafter.draft(state, length) if drafter and length else Draft(state.last[:, :0])
@@ -58,7 +58,7 @@ def rounds(
         if state.past is not None:
             store_past(state.cache, state.past, request.padding)
     finally:
-        stats.cache_bytes = state.cache.nbytes
+        stats.cache_bytes = state.cache.most_bytes
         stats.seconds = clock.seconds()
 
 
@@ -158,14 +158,18 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
     verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
     # As doubles, which hold every token id exactly, all of it comes over at once.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
-    judgements = [_Judgement.read(numbers, draft.length) for numbers in table]
-    runs = [judged.run if live else [] for judged, live in zip(judgements, state.live, strict=True)]
+    judgements = {
+        row: _Judgement.read(numbers, draft.length)
+        for row, numbers in zip(state.text.rows, table, strict=True)
+        if state.live[row]
+    }
+    runs = [judgements[row].run if row in judgements else [] for row in range(len(state.live))]
     runs = request.stopping.shortened(state.text, runs)
     ends = request.stopping.judged(state.text, runs, state.record(accepted.scores, accepted.logits, runs))
     rows = [RowRound((), (), 0)] * len(runs)
     doubted: list[int] = []
-    for row in [row for row, live in enumerate(state.live) if live]:
-        judged, end = judgements[row], ends[row]
+    for row, judged in judgements.items():
+        end = ends[row]
         kept = runs[row][:end]
         state.committed[row] += kept
         if end is None and not judged.finite:
@@ -177,11 +181,12 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         stats.count_row(draft.length, seen, stands, len(kept), sum(judged.overlap[:seen]))
         rows[row] = RowRound(tuple(kept), tuple(judged.drafted), stands)
     stats.rounds += 1
-    state.cache.commit([len(row.tokens) for row in rows])
+    state.cache.commit([len(rows[row].tokens) for row in state.text.rows])
     state.doubted = doubted
     # A row in doubt has no token of the target's own after what stands.
     stood = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count[:, None])
     state.last = torch.where(accepted.finite[:, None], accepted.token[:, None], stood)
+    state.leave_out_ended()
     return Round(tuple(rows))
 
 

@@ -38,11 +38,11 @@ class Processing(Protocol):
         """The scores of each place, float32 as in `transformers`.
 
         Args:
-            logits: `[batch, places, vocab]`, any floating dtype.
+            logits: `[rows, places, vocab]`, any floating dtype, of the rows that passes run.
             prefixes: what stands before each place.
 
         Returns:
-            `[batch, places, vocab]`. Places after the end of a row hold anything.
+            `[rows, places, vocab]`. Places after the end of a row hold anything.
         """
         ...
 
@@ -73,7 +73,8 @@ class PrefixProcessing:
     """Processors that read the prefix of a place: each length of prefix is a call of its own.
 
     A call holds the whole batch, as in `transformers`, so that processors which keep something for each row find it.
-    Rows that have no place at that length are there too, cut or padded to it, and what they get is not used. Prefixes
+    Rows that have no place at that length are there too, cut or padded to it, and what they get is not used; rows that
+    passes run no more have zeros for scores. Prefixes
     are known on the host, so each block waits for the device.
 
     Attributes:
@@ -96,15 +97,21 @@ class PrefixProcessing:
         skipped = prefixes.length + 1 - logits.shape[1]
         first = [prefixes.text.length(row) + skipped for row in range(len(runs))]
         last = [prefixes.text.length(row) + self._before_end(run) for row, run in enumerate(runs)]
-        live = [row for row in range(len(runs)) if prefixes.text.live[row]]
+        running = prefixes.text.rows
         processed = scores.clone()
         for length in range(min(first), min(max(last), self.limit - 1) + 1):
-            rows = [row for row in live if first[row] <= length <= last[row]]
-            if not rows:
+            asked = [
+                index
+                for index, row in enumerate(running)
+                if prefixes.text.live[row] and first[row] <= length <= last[row]
+            ]
+            if not asked:
                 continue
-            places = [min(max(length - start, 0), logits.shape[1] - 1) for start in first]
-            found = self._called(ids[:, :length], scores[range(len(runs)), places])
-            processed[rows, [places[row] for row in rows]] = found[rows]
+            places = [min(max(length - first[row], 0), logits.shape[1] - 1) for row in running]
+            whole = scores.new_zeros(len(runs), scores.shape[-1])
+            whole[running] = scores[range(len(running)), places]
+            found = self._called(ids[:, :length], whole)
+            processed[asked, [places[index] for index in asked]] = found[[running[index] for index in asked]]
         return processed
 
     def _called(self, ids: Tensor, scores: Tensor) -> Tensor:

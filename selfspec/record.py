@@ -38,20 +38,21 @@ class Record:
             for index, step in enumerate(self._steps[: max(lengths)])
         )
 
-    def keep(self, values: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+    def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Keep what stands for committed tokens of a block, and nothing of tokens that were rejected.
 
         Args:
-            values: `[batch, places, vocab]`.
-            starts: new tokens that each row had before.
-            counts: places of each row to keep, from the first.
+            values: `[rows, places, vocab]`, of the rows that passes run.
+            rows: their numbers in the batch.
+            starts: new tokens that each row of the batch had before.
+            counts: places of each row of the batch to keep, from the first.
         """
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         while len(self._steps) < longest:
-            self._steps.append(values.new_zeros(values[:, 0].shape, dtype=torch.float32))
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            for place in range(count):
-                self._steps[start + place][row] = values[row, place]
+            self._steps.append(values.new_zeros(len(starts), values.shape[-1], dtype=torch.float32))
+        for index, row in enumerate(rows):
+            for place in range(counts[row]):
+                self._steps[starts[row] + place][row] = values[index, place]
 
     def _with_padding(self, step: Tensor, rows: list[int]) -> Tensor:
         if not rows:

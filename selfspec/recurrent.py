@@ -96,6 +96,13 @@ class RecurrentLayer(LinearAttentionLayer):
         # A row may settle at nothing read, which is a state of zeros.
         self._after = {0: _rows_of([self._after[count] if count else self._after.get(0, empty) for count in tokens])}
 
+    def narrow_states(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given."""
+        self._after = {
+            ahead: snapshot.mapped(lambda state: state[torch.tensor(rows, device=state.device)])
+            for ahead, snapshot in self._after.items()
+        }
+
     def reset(self) -> None:
         super().reset()
         self._after.clear()

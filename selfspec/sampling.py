@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,12 @@ class Sampling:
     def coupled(self, seed: int) -> Sampling:
         """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
         return self if self.greedy else Sampling(self._processing, greedy=False, coupling=Coupling(seed))
+
+    def narrowed(self, rows: Sequence[int]) -> Sampling:
+        """The same for a batch of which only the rows of these numbers are left."""
+        if self._coupling is None:
+            return self
+        return Sampling(self._processing, self.greedy, self._coupling.narrowed(rows))
 
     @property
     def decided(self) -> bool:

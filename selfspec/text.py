@@ -22,6 +22,7 @@ class Text:
     Attributes:
         committed: the new tokens of each row, final. Append to them; nothing else is to be done.
         live: whether each row goes on.
+        rows: numbers of the rows that passes still run; a row that has ended may be left out.
         width: length of the prompts, padding included.
         pad: stands after rows that are shorter than others.
     """
@@ -29,6 +30,7 @@ class Text:
     def __init__(self, prompts: Tensor, pad: int) -> None:
         self.committed: list[list[int]] = [[] for _ in range(prompts.shape[0])]
         self.live = [True] * prompts.shape[0]
+        self.rows = list(range(prompts.shape[0]))
         self.width = prompts.shape[1]
         self.pad = pad
         self._prompts = prompts
@@ -59,8 +61,8 @@ class Prefixes:
 
     Attributes:
         text: committed.
-        drafted: pieces of the draft so far, in order, each `[batch, tokens]`. Only looked at by processors that read
-            prefixes.
+        drafted: pieces of the draft so far, in order, each `[rows, tokens]`, of the rows that passes run. Only looked
+            at by processors that read prefixes.
     """
 
     text: Text
@@ -73,7 +75,8 @@ class Prefixes:
 
     def runs(self) -> list[list[int]]:
         """The draft tokens of each row, none for rows that have ended. Waits for the device."""
-        if not self.drafted:
-            return [[] for _ in self.text.committed]
-        runs: list[list[int]] = torch.cat(list(self.drafted), 1).tolist()
-        return [run if live else [] for run, live in zip(runs, self.text.live, strict=True)]
+        runs: list[list[int]] = [[] for _ in self.text.committed]
+        if self.drafted:
+            for row, run in zip(self.text.rows, torch.cat(list(self.drafted), 1).tolist(), strict=True):
+                runs[row] = run if self.text.live[row] else []
+        return runs

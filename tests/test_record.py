@@ -109,5 +109,5 @@ def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrained
 
 def test_a_pad_id_outside_the_vocabulary_leaves_no_token_likely() -> None:
     record = Record(pad=99)
-    record.keep(torch.zeros(2, 2, 3), [0, 0], [2, 1])
+    record.keep(torch.zeros(2, 2, 3), [0, 1], [0, 0], [2, 1])
     assert record.padded((2, 1))[1][1].tolist() == [-torch.inf] * 3

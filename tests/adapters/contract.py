@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from selfspec.adapter import Adapter
-from selfspec.cache import SharedCache
+from selfspec.cache import SharedCache, recurrent_layers
 from selfspec.gate import ExactStates
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer, sublayers
@@ -84,7 +84,8 @@ class Subject:
                 handles.append(_replace(layer, "input"))
                 continue
             if attention in left_out:
-                handles.append(_replace(layer.get_submodule(self.adapter.attention), self.adapter.without_attention))
+                names = self.adapter.attention_modules_of(layer)
+                handles += [_replace(layer.get_submodule(name), self.adapter.without_attention) for name in names]
             if mlp in left_out:
                 names = self.adapter.mlp_modules_of(layer)
                 handles += [_replace(layer.get_submodule(name), self.adapter.without_mlp) for name in names]
@@ -131,6 +132,7 @@ def _cache(subject: Subject) -> SharedCache:
         slack=BLOCK,
         device=torch.device("cpu"),
         aligned="right" if subject.adapter.ragged == "padding" else "left",
+        recurrent=recurrent_layers(subject.model.config) if subject.adapter.recurrent else {},
     )
 
 
@@ -219,8 +221,9 @@ def skip_attention(subject: Subject) -> None:
 
 def skip_mlp(subject: Subject) -> None:
     """Every MLP left out, and resuming the full pass there."""
-    for layer in range(subject.depth):
-        _path(subject, Path.without(subject.depth, [Sublayer(layer, Part.MLP)]))
+    for index, layer in enumerate(subject.adapter.decoder_layers(subject.model)):
+        if subject.adapter.mlp_modules_of(layer):
+            _path(subject, Path.without(subject.depth, [Sublayer(index, Part.MLP)]))
 
 
 def skip_layers(subject: Subject) -> None:
@@ -246,7 +249,7 @@ def stream(subject: Subject) -> None:
         _replace(layer.get_submodule(name), by)
         for layer in layers
         for name, by in (
-            (subject.adapter.attention, subject.adapter.without_attention),
+            *((name, subject.adapter.without_attention) for name in subject.adapter.attention_modules_of(layer)),
             *((name, subject.adapter.without_mlp) for name in subject.adapter.mlp_modules_of(layer)),
         )
     ]

@@ -52,7 +52,8 @@ def test_a_declaration_names_the_layers_and_sublayers_of_the_stock_model(archite
     assert layers == list(layers_of(model))
     for sublayer in sublayers(len(layers)):
         layer, wanted = layers[sublayer.layer], sublayer_module(model, sublayer)
-        names = (adapter.attention,) if sublayer.part is Part.ATTENTION else adapter.mlp_modules_of(layer)
+        is_attention = sublayer.part is Part.ATTENTION
+        names = adapter.attention_modules_of(layer) if is_attention else adapter.mlp_modules_of(layer)
         assert [layer.get_submodule(name) for name in names] == [wanted]
 
 

@@ -46,6 +46,11 @@ QUICK = [
     "phi3",
     "qwen3_moe",
     "smollm3",
+    "falcon_h1",
+    "jamba",
+    "lfm2",
+    "mamba2",
+    "qwen3_next",
     "bart",
     "bert",
 ]
@@ -81,7 +86,9 @@ def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: st
     ]
     assert anatomy.total.parameters == sum(part.parameters for part in [*parts, Weights.of(head)])
     bench = Bench(tested)
-    assert anatomy.cache.bytes_per_token * bench.cache.capacity * tested.batch == bench.cache.nbytes
+    slots = anatomy.cache.bytes_per_token * bench.cache.capacity * tested.batch
+    assert slots == bench.cache.nbytes - bench.cache.state_bytes
+    assert (bench.cache.state_bytes > 0) == (anatomy.cache.recurrent_layers > 0)
 
 
 def test_the_quick_ones_are_there() -> None:

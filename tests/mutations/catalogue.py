@@ -39,6 +39,8 @@ _PROCESSORS = "tests/test_processing.py::test_greedy_equals_stock_generate_on_a_
 _PLACES = "tests/test_processing.py::test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefixes"
 _AS_GOOD = "tests/test_processing.py::test_a_draft_as_good_as_the_target_is_accepted_whole"
 _CRITERIA = "tests/test_stopping.py::test_a_criterion_sees_each_token_once_and_ends_the_text_there"
+_ENDED = "tests/test_ended_rows.py::test_greedy_rows_are_what_they_are_alone"
+_NOISE = "tests/test_ended_rows.py::test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "tests/test_past.py::test_a_left_padded_batch_goes_on_from_its_cache"
 _TOKEN_PROOF = "tests/accept/test_token_level.py"
 _BLOCK_PROOF = "tests/accept/test_block.py"
@@ -249,7 +251,7 @@ CATALOGUE = (
     Mutation(
         "all rows of a coupled generation draw with the same noise",
         "selfspec/coupling.py",
-        "key = _mixed(key + _GOLDEN * torch.arange(1, batch + 1, device=weights.device)[:, None])",
+        "key = _mixed(key + _GOLDEN * (rows + 1)[:, None])",
         "key = _mixed(key.expand(batch, 1))",
         (_ROWS,),
     ),
@@ -392,8 +394,8 @@ CATALOGUE = (
     Mutation(
         "scores of the place before a token are returned as its own",
         _RECORD,
-        "self._steps[start + place][row] = values[row, place]",
-        "self._steps[start + place][row] = values[row, place - 1]",
+        "self._steps[starts[row] + place][row] = values[index, place]",
+        "self._steps[starts[row] + place][row] = values[index, place - 1]",
         ("tests/test_record.py",),
     ),
     Mutation(
@@ -406,8 +408,8 @@ CATALOGUE = (
     Mutation(
         "scores are returned as logits",
         "selfspec/state.py",
-        "self.logits.keep(logits, starts, counts)",
-        "self.logits.keep(scores, starts, counts)",
+        "self.logits.keep(logits, self.text.rows, starts, counts)",
+        "self.logits.keep(scores, self.text.rows, starts, counts)",
         ("tests/test_record.py",),
     ),
     # Keys and values of an earlier turn.
@@ -421,9 +423,31 @@ CATALOGUE = (
     Mutation(
         "the last run of a row is missing from the cache that is returned",
         _LOOP,
-        "state.cache.commit([len(row.tokens) for row in rows])",
-        "state.cache.commit([len(row.tokens) * live for row, live in zip(rows, state.live, strict=True)])",
+        "state.cache.commit([len(rows[row].tokens) for",
+        "state.cache.commit([len(rows[row].tokens) * state.live[row] for",
         ("tests/test_past.py",),
+    ),
+    # Rows that have ended.
+    Mutation(
+        "rows that are left choose with the noise of those that ended",
+        "selfspec/sampling.py",
+        "return Sampling(self._processing, self.greedy, self._coupling.narrowed(rows))",
+        "return self",
+        (_NOISE,),
+    ),
+    Mutation(
+        "the cache keeps its first rows in place of those that are left",
+        "selfspec/state.py",
+        "self.cache.narrow(kept)",
+        "self.cache.narrow(range(len(kept)))",
+        (_ENDED,),
+    ),
+    Mutation(
+        "ended rows are run to the last",
+        "selfspec/state.py",
+        "2 * len(kept) > len(running)",
+        "True",
+        (_ENDED,),
     ),
     # The cache.
     Mutation(
@@ -436,15 +460,15 @@ CATALOGUE = (
     Mutation(
         "the cursor is one too far after a rejection",
         _LOOP,
-        "state.cache.commit([len(row.tokens) for",
-        "state.cache.commit([len(row.tokens) + (row.accepted < draft.length) for",
+        "state.cache.commit([len(rows[row].tokens) for",
+        "state.cache.commit([len(rows[row].tokens) + (rows[row].accepted < draft.length) for",
         (_GREEDY,),
     ),
     Mutation(
         "the cursor is one behind after a rejection",
         _LOOP,
-        "state.cache.commit([len(row.tokens) for",
-        "state.cache.commit([max(len(row.tokens) - (row.accepted < draft.length), 0) for",
+        "state.cache.commit([len(rows[row].tokens) for",
+        "state.cache.commit([max(len(rows[row].tokens) - (rows[row].accepted < draft.length), 0) for",
         (_GREEDY,),
     ),
     Mutation(
@@ -492,7 +516,7 @@ CATALOGUE = (
     Mutation(
         "NaN that a draft token left in the cache stays there",
         _LOOP,
-        "state.cache.scrub(state.doubted)",
+        "state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])",
         "pass",
         ("tests/test_generate.py", "-k", "spoils"),
     ),
