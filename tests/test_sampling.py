@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -38,6 +39,14 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
             alone = warpers(torch.empty(1, 0, dtype=torch.long), logits[row, position][None]).softmax(-1)[0]
             torch.testing.assert_close(block[row, position], alone)
     assert (block == 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_probabilities_are_those_of_float32_logits_whatever_their_dtype(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sampling = Sampling(Warping(LogitsProcessorList()), greedy=False)
+    found = sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE))
+    torch.testing.assert_close(found, logits.float().softmax(-1), rtol=1e-6, atol=0.0)
 
 
 def test_draws_follow_weights_that_are_not_normalised() -> None:
