@@ -96,6 +96,8 @@ _SIZES: dict[str, Any] = {
     "window_size": WINDOW,
     "attention_chunk_size": WINDOW,
     "sliding_window_size": WINDOW,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
     "is_decoder": True,
     "logit_scale": 1.0,
     "initializer_range": 0.3,

@@ -46,11 +46,9 @@ QUICK = [
     "phi3",
     "qwen3_moe",
     "smollm3",
-    "falcon_h1",
     "jamba",
     "lfm2",
     "mamba2",
-    "qwen3_next",
     "bart",
     "bert",
 ]

@@ -56,6 +56,7 @@ _PROCESSING = "selfspec/processing.py"
 _STOPPING = "selfspec/stopping.py"
 _RECORD = "selfspec/record.py"
 _GATE = "selfspec/gate.py"
+_RECURRENT = "selfspec/recurrent.py"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -519,6 +520,28 @@ CATALOGUE = (
         "state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])",
         "pass",
         ("tests/test_generate.py", "-k", "spoils"),
+    ),
+    # Recurrent layers.
+    Mutation(
+        "a pass writes into the recurrent state that it would go back to",
+        _RECURRENT,
+        "Snapshot({}, {}) if snapshot is None else snapshot.mapped(torch.clone)",
+        "Snapshot({}, {}) if snapshot is None else snapshot",
+        ("tests/test_recurrent.py", "tests/adapters/test_hybrids.py"),
+    ),
+    Mutation(
+        "all rows settle at the recurrent state of the first",
+        _RECURRENT,
+        "for count in tokens])}",
+        "for count in [tokens[0]] * len(tokens)])}",
+        ("tests/test_recurrent.py",),
+    ),
+    Mutation(
+        "recurrent layers read what stands behind a shorter prompt",
+        "selfspec/cache.py",
+        "        if self.rolls_back_by_cursor:\n            return [max(lengths)]\n",
+        "        return [max(lengths)]\n",
+        ("tests/adapters/test_hybrids.py",),
     ),
     # Paths and gates.
     Mutation(
