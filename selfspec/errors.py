@@ -40,6 +40,10 @@ class TrainingError(SelfSpecError, RuntimeError):
     """Training cannot begin as asked, cannot go on from what lies there, or its loss became NaN or infinite."""
 
 
+class ExitHeadError(SelfSpecError, OSError):
+    """An exit head is missing files, truncated or foreign, or was trained on another base."""
+
+
 class ClosedError(SelfSpecError, RuntimeError):
     """A wrapped model was used after `unwrap`."""
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
+from selfspec.draft.draft_head import DraftHead
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
 
@@ -44,20 +45,25 @@ class Passes:
         self._cache = cache
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        self._gated: dict[Path, GatedModel] = {}
+        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
 
-    def logits(self, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Pass:
+    def logits(
+        self, path: Path, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
+    ) -> Pass:
         """Run `path` over `tokens`, `[batch, tokens]`, with the language-model head.
 
         Args:
             path: what to run.
             tokens: what stands at the cursors and after them.
             entering: what enters at `path.start`.
+            head: reads the last states of a path that leaves early; None: the model's own norm and head.
         """
-        gated = self._view(path)
+        gated = self._view(path, head)
         gated.enter(entering)
         output = gated.module(**self._inputs(tokens))
-        return Pass(output.logits, gated.leave())
+        logits = output.logits if head is None else head.spread(output.logits, self._vocabulary)
+        return Pass(logits, gated.leave())
 
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
@@ -66,10 +72,15 @@ class Passes:
         base(**self._inputs(tokens))
         return gated.leave()
 
-    def _view(self, path: Path) -> GatedModel:
-        if path not in self._gated:
-            self._gated[path] = GatedModel(self._model, self._adapter, path)
-        return self._gated[path]
+    def _view(self, path: Path, head: DraftHead | None = None) -> GatedModel:
+        if (path, head) not in self._gated:
+            gated = GatedModel(self._model, self._adapter, path)
+            if head is not None:
+                assert path.hand_over is not None
+                layers = gated.module.get_submodule(self._adapter.layers)
+                head.install(gated.module, self._model, layers, path.hand_over.layer)
+            self._gated[path, head] = gated
+        return self._gated[path, head]
 
     def _inputs(self, tokens: Tensor) -> dict[str, Any]:
         width = tokens.shape[1]

@@ -1,4 +1,4 @@
-"""What `--draft` means: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9` or `none`."""
+"""What `--draft` means: `exit:4`, `head:FOLDER`, `skip:attn=3,5;mlp=4;layers=7-9` or `none`, and `+vocab:FILE`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from selfspec.draft import Drafter
 
 _GRAMMAR = (
-    "write exit:E for an early exit (exit:4), skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART "
-    "and numbers or ranges as LAYERS (skip:attn=3,5;mlp=4;layers=7-9), or none for plain decoding"
+    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART "
+    "and numbers or ranges as LAYERS (skip:attn=3,5;mlp=4;layers=7-9), or none for plain decoding; "
+    "+vocab:FILE behind any of these reads fewer rows of the head"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)
@@ -30,6 +31,17 @@ def parse_draft(text: str) -> Drafter | None:
     given = text.strip()
     if given == "none":
         return None
+    path, reduced, file = given.rpartition("+vocab:")
+    if reduced:
+        from selfspec.draft import ReducedVocabulary
+        from selfspec.draft.along_path import PathDrafter
+
+        drafter = parse_draft(path)
+        if not isinstance(drafter, PathDrafter):
+            raise _malformed(text)
+        return ReducedVocabulary.from_file(drafter, file)
+    if given.startswith("head:"):
+        return _exit_head(given.removeprefix("head:"))
     leaves_early = _EXIT.fullmatch(given)
     if leaves_early:
         from selfspec.draft import EarlyExit
@@ -41,6 +53,15 @@ def parse_draft(text: str) -> Drafter | None:
 
         return LayerSkip(skipped["attention"], skipped["mlp"], skipped["layers"])
     raise _malformed(text)
+
+
+def _exit_head(place: str) -> Drafter:
+    from selfspec.draft import ExitHead
+
+    folder, named, layer = place.rpartition("@")
+    if named and layer.isdecimal():
+        return ExitHead.from_pretrained(folder, int(layer))
+    return ExitHead.from_pretrained(place)
 
 
 def _skip_set(text: str, parts: str) -> dict[str, list[int]]:

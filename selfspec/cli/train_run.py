@@ -13,12 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
+from selfspec.anatomy import describe_config
+from selfspec.checkpoint import load_tokenizer, read_config
 from selfspec.cli.json_output import print_json, versions
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
+from selfspec.train.corpus import packed, read_documents
 from selfspec.train.course import Course, Observer
+from selfspec.train.exit_job import ExitPlan, train_exit
 from selfspec.train.jobs import Source, train_layerskip
 from selfspec.train.recipe import Recipe
+from selfspec.train.vocabulary import most_frequent, write_vocabulary
 
 
 def run_layerskip(
@@ -29,6 +34,29 @@ def run_layerskip(
     with shown_progress() as observe:
         report = train_layerskip(source, course, recipe, to, observe)
     show_report(report, to, output)
+
+
+def run_exit(
+    source: Source, course: Course, plan: ExitPlan, to: Path, threads: int | None, output: OutputFormat
+) -> None:
+    """Train exit heads, and print the figures before and after."""
+    _prepare(threads)
+    with shown_progress() as observe:
+        report = train_exit(source, course, plan, to, observe)
+    show_report(report, to, output)
+
+
+def run_vocabulary(model: str, text: tuple[Path, ...], size: int, to: Path, output: OutputFormat) -> None:
+    """Count tokens, write the most frequent ones, and print how much of the text they are."""
+    _prepare(None)
+    rows = describe_config(read_config(model)).vocabulary
+    documents = [document for file in text for document in read_documents(file)]
+    counted = most_frequent(packed(documents, load_tokenizer(model), 1), size, rows)
+    write_vocabulary(counted, to)
+    if output == "json":
+        print_json({"file": str(to), "size": size, "coverage": counted.coverage, "versions": versions()})
+    else:
+        print(f"{to}: {size} of {rows} tokens, {counted.coverage:.2%} of the text")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selfspec.draft.draft_head import DraftHead
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.gate import ExactStates
 from selfspec.path import Path
@@ -31,6 +32,11 @@ class PathDrafter(Drafter):
             DraftConfigError: the path does not fit the network.
         """
 
+    @property
+    def head(self) -> DraftHead | None:
+        """What reads the path's last states; the same object every time. None: the model's own norm and head."""
+        return None
+
     def check(self, depth: int) -> None:
         self.path(depth)
 
@@ -39,7 +45,7 @@ class PathDrafter(Drafter):
         token = state.last
         tokens, distributions, states = [], [], []
         for _ in range(length):
-            step = state.passes.logits(path, token)
+            step = state.passes.logits(path, token, head=self.head)
             q = proper(state.sampling.probabilities(step.logits))
             decided = state.sampling.decide(q, state.cache.positions(1) + 1)
             token = state.sampling.draw(decided, state.generator)

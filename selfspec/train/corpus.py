@@ -128,6 +128,12 @@ def split(blocks: Blocks, held_out: int) -> Split:
     return Split(Blocks(blocks.ids[held_out:]), Blocks(blocks.ids[:held_out]))
 
 
+def spread(blocks: Blocks, most: int) -> Blocks:
+    """At most `most` of the blocks, evenly spaced over all of them."""
+    count = min(most, len(blocks))
+    return Blocks(blocks.ids[torch.arange(count) * len(blocks) // count])
+
+
 def _lines(file: Path, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.checkpoint import Checkpoint, find_device, load_checkpoint
 from selfspec.errors import TrainingError
-from selfspec.train.corpus import Split, packed, read_documents, shuffled, split
+from selfspec.train.corpus import Split, packed, read_documents, shuffled, split, spread
 from selfspec.train.course import Course, Lesson, Observer, train
 from selfspec.train.curves import draw_curves, require_matplotlib
 from selfspec.train.folder import RunFolder
@@ -68,7 +68,7 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
     if recipe is not None:
         recipe.exits_of(len(adapter.decoder_layers(model)))
     text = read_split(source, course, checkpoint.loaded.tokenizer)
-    settings = {"source": _described(source), "course": asdict(course), "recipe": recipe and asdict(recipe)}
+    settings = {"source": described(source), "course": asdict(course), "recipe": recipe and asdict(recipe)}
     lesson = LayerSkipLesson(model, adapter, recipe, text.held_out)
 
     def save(folder: Path) -> None:
@@ -159,14 +159,15 @@ def read_split(source: Source, course: Course, tokenizer: PreTrainedTokenizerBas
         raise TrainingError("no text to train on; give a file")
     documents = shuffled([document for file in source.text for document in read_documents(file)], course.seed)
     if source.held_out is not None:
-        measured = packed(read_documents(source.held_out), tokenizer, course.length, source.held_out_blocks)
+        measured = spread(packed(read_documents(source.held_out), tokenizer, course.length), source.held_out_blocks)
         return Split(packed(documents, tokenizer, course.length, course.blocks), measured)
     blocks = packed(documents, tokenizer, course.length, course.blocks + source.held_out_blocks)
     # Of a short text, a tenth.
     return split(blocks, min(source.held_out_blocks, max(1, len(blocks) // 10)))
 
 
-def _described(source: Source) -> dict[str, Any]:
+def described(source: Source) -> dict[str, Any]:
+    """What a report says of a source: names, not folders, so that a training may move."""
     return {
         "model": source.model,
         "text": [file.name for file in source.text],

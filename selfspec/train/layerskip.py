@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from selfspec.adapter import Adapter
 from selfspec.train.corpus import Blocks
 from selfspec.train.course import Lesson
+from selfspec.train.exit_costs import exit_costs
+from selfspec.train.forecast import forecast
 from selfspec.train.layer_dropout import layer_dropout
 from selfspec.train.measure import ExitFigures
 from selfspec.train.readout import Readout
@@ -31,6 +33,7 @@ class LayerSkipLesson(Lesson):
 
     def __init__(self, model: PreTrainedModel, adapter: Adapter, recipe: Recipe | None, held_out: Blocks) -> None:
         self.model: PreTrainedModel = model
+        self._adapter = adapter
         self._layers = adapter.decoder_layers(model)
         self._readout = Readout(model, adapter)
         self._recipe = recipe
@@ -63,10 +66,12 @@ class LayerSkipLesson(Lesson):
             losses.append(_against_text(full, ids) * ids.shape[0])
             for exit_layer, counted in figures.items():
                 counted.add(full.flatten(0, 1), self._readout.logits(states[exit_layer]).flatten(0, 1))
+        costs = exit_costs(self.model, self._adapter, None, None)
         named = {"held_out_loss": float(torch.stack(losses).sum()) / len(self.held_out)}
         for exit_layer, counted in figures.items():
             named[f"agreement_{exit_layer}"] = counted.agreement
             named[f"alpha_{exit_layer}"] = counted.alpha()
+            named[f"speedup_{exit_layer}"] = forecast(counted.alpha(), costs[exit_layer]).speedup
         return named
 
 

@@ -1,0 +1,111 @@
+"""How a draft path turns its last states into logits: an adapter before the model's norm, fewer rows of its head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class DraftHead:
+    """What stands between the states at the end of a draft path and its logits, besides the model's own norm and head.
+
+    Whatever it is, drafts stay exact: q is what it makes of the states, and that is what is drawn from and scored.
+
+    Attributes:
+        adapter: from states at the exit to states for the norm, `[..., hidden]` both; None: as they are.
+        tokens: ids that can be drafted, distinct; only their rows of the head are read. None: all.
+    """
+
+    adapter: nn.Module | None = None
+    tokens: Tensor | None = None
+
+    def install(self, view: nn.Module, model: nn.Module, layers: nn.Module, exit_layer: int) -> None:
+        """Put it into a view of a model, whose modules on the way to layers and head are twins of the view's own.
+
+        Args:
+            view: what runs the draft path.
+            model: what it is a view of.
+            layers: the view's own list of decoder layers.
+            exit_layer: the layer whose input is the last state of the path.
+
+        Raises:
+            UnsupportedModelError: rows cannot be left out of this model's head.
+        """
+        if self.adapter is not None:
+            weight = next(model.parameters())
+            adapter = self.adapter.to(weight.device, weight.dtype)
+            name = str(exit_layer)
+            layers._modules[name] = _Adapted(layers.get_submodule(name), adapter)
+        if self.tokens is not None:
+            name = _head_name(model)
+            view._modules[name] = _Rows(model.get_submodule(name), self.tokens)
+
+    def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
+        """Logits over the whole vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.
+
+        Args:
+            logits: `[batch, tokens, kept]`.
+            vocabulary: number of all tokens.
+
+        Returns:
+            `[batch, tokens, vocabulary]`.
+        """
+        if self.tokens is None:
+            return logits
+        spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+        return spread.index_copy_(-1, self.tokens.to(logits.device), logits)
+
+
+class _Adapted(nn.Module):
+    """A layer of a view, and an adapter over what it gives."""
+
+    def __init__(self, layer: nn.Module, adapter: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapter = adapter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.layer(*args, **kwargs)
+        if isinstance(output, tuple):
+            return self.adapter(output[0]), *output[1:]
+        return self.adapter(output)
+
+    def __getattr__(self, name: str) -> Any:
+        # Some models ask their layers for what kind they are.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class _Rows(nn.Module):
+    """Some rows of a linear head."""
+
+    def __init__(self, head: nn.Module, tokens: Tensor) -> None:
+        super().__init__()
+        weight, bias = head.weight, head.bias
+        assert isinstance(weight, Tensor)
+        rows = tokens.to(weight.device)
+        self.weight = weight.detach()[rows]
+        self.bias = None if bias is None else bias.detach()[rows]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.weight, self.bias)
+
+
+def _head_name(model: nn.Module) -> str:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    name = next((name for name, child in model.named_children() if child is head), None)
+    # A subclass may compute more than a product with the weights.
+    if name is None or type(head) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"the head of {type(model).__name__} is no plain linear layer of its own, so its rows cannot be left out; "
+            "draft with the whole vocabulary"
+        )
+    return name
