@@ -122,7 +122,7 @@ def _learn(form: nn.Module, readout: Readout, learnt: tuple[Tensor, Tensor], ste
         log_q = readout.logits(form(learnt[0][chosen])).log_softmax(-1)
         loss = 1 - (p * log_q).sum(-1).mean() - torch.minimum(p, log_q.exp()).sum(-1).mean()
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         schedule.step()
 

@@ -13,7 +13,7 @@ _SAMPLE = 65_536
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over name, shape and evenly spaced values of every weight.
+    """SHA-256 over the class, and over name, shape and evenly spaced values of every weight.
 
     Values are rounded to bfloat16 first, so that a checkpoint has one fingerprint in whatever dtype it is loaded
     (but for float16, whose own rounding may differ). Offloaded weights, which are not there to be read, are refused.
@@ -21,7 +21,7 @@ def fingerprint(model: nn.Module) -> str:
     Raises:
         ValueError: a weight is on the meta device.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
     for name, weight in sorted(model.named_parameters()):
         if weight.is_meta:
             raise ValueError(f"{name} is not in memory")

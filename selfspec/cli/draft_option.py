@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from selfspec.draft import Drafter
 
 _GRAMMAR = (
-    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART "
-    "and numbers or ranges as LAYERS (skip:attn=3,5;mlp=4;layers=7-9), or none for plain decoding; "
-    "+vocab:FILE behind any of these reads fewer rows of the head"
+    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
+    "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
+    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, or none for "
+    "plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class DraftHead:
     adapter: nn.Module | None = None
     tokens: Tensor | None = None
 
-    def install(self, view: nn.Module, model: nn.Module, layers: nn.Module, exit_layer: int) -> None:
+    def install(self, view: nn.Module, model: PreTrainedModel, layers: nn.Module, exit_layer: int) -> None:
         """Put it into a view of a model, whose modules on the way to layers and head are twins of the view's own.
 
         Args:
@@ -99,8 +102,8 @@ class _Rows(nn.Module):
         return nn.functional.linear(states, self.weight, self.bias)
 
 
-def _head_name(model: nn.Module) -> str:
-    head = model.get_output_embeddings()  # type: ignore[operator]
+def _head_name(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
     name = next((name for name, child in model.named_children() if child is head), None)
     # A subclass may compute more than a product with the weights.
     if name is None or type(head) is not nn.Linear:

@@ -147,6 +147,10 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
+    if checkpoint is not None and _state(checkpoint)["global_step"] >= course.steps:
+        # The Trainer would make one more step.
+        trainer.load_weights(checkpoint)
+        return list(_state(checkpoint)["log_history"])
     with _interrupts(stop):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stop.is_set() and trainer.state.global_step < course.steps:
@@ -193,6 +197,10 @@ class _CourseTrainer(Trainer):
         self._lesson.model.train(training)
         self.log(figures)
         return figures
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Load the weights of a checkpoint, and nothing else of it."""
+        self._load_from_checkpoint(str(checkpoint))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # A finite loss may still leave a step that is not.
@@ -260,9 +268,14 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
 def _whole(checkpoint: Path) -> bool:
     # The Trainer writes its state last.
     try:
-        return isinstance(json.loads((checkpoint / _STATE).read_text(encoding="utf-8")), dict)
+        return _state(checkpoint).keys() >= {"global_step", "log_history"}
     except (OSError, ValueError):
         return False
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    return state
 
 
 @contextmanager

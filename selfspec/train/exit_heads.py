@@ -20,6 +20,8 @@ class ExitHeads(nn.Module):
 
     def __init__(self, hidden: int, rank: int, exits: Sequence[int]) -> None:
         super().__init__()
+        self.hidden = hidden
+        self.rank = rank
         self.exits = nn.ModuleDict({str(exit_layer): ExitAdapter(hidden, rank) for exit_layer in exits})
 
     def forward(self, states: dict[int, Tensor]) -> dict[int, Tensor]:

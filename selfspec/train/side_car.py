@@ -40,13 +40,12 @@ def write_side_car(
     if tokens is not None:
         tensors["tokens"] = tokens.to("cpu", torch.int32)
     content = save(tensors)
-    first = next(iter(heads.exits.values()))
     config: dict[str, Any] = {
         "format": FORMAT,
         "exits": [int(name) for name in heads.exits],
         "default": default,
-        "hidden": first.gate.in_features,
-        "rank": first.gate.out_features,
+        "hidden": heads.hidden,
+        "rank": heads.rank,
         "base": base,
         "sha256": hashlib.sha256(content).hexdigest(),
         "validation": dict(validation),
