@@ -1,6 +1,6 @@
 """How often exits are right, before and after training: on given text and in generation, and what speed that makes.
 
-    python benchmarks/acceptance.py --held-out heldout.jsonl --base BASE --layerskip TRAINED --plain CONTROL --heads HEADS
+    python benchmarks/acceptance.py --held-out FILE --base BASE --layerskip TRAINED --plain CONTROL --heads HEADS
 
 Each line of the held-out text has `text` and `kind`. Prompts are the beginnings of its documents, always the same.
 Sampled figures are the main ones; beside each greedy one stands the share of tokens inside a repeating cycle.
@@ -245,7 +245,7 @@ def _generate(
 ) -> selfspec.GenerateOutput:
     if temperature == 0:
         return spec.generate(ids, max_new_tokens=count, do_sample=False)
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     return spec.generate(ids, max_new_tokens=count, seed=seed, accept="token", **options)
 
 
@@ -288,8 +288,8 @@ def _tables(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['subject']} | {r['exit']} | {r['temperature']} | {r['acceptance_rate']:.2f} | {r['c']:.2f} | {r['V']:.2f} "
-        f"| {r['o']:.2f} | {r['predicted']:.2f} | {statistics.median(r['measured']):.2f} "
+        f"| {r['subject']} | {r['exit']} | {r['temperature']} | {r['acceptance_rate']:.2f} | {r['c']:.2f} "
+        f"| {r['V']:.2f} | {r['o']:.2f} | {r['predicted']:.2f} | {statistics.median(r['measured']):.2f} "
         f"({min(r['measured']):.2f}-{max(r['measured']):.2f}) |"
         for r in record["speed"]
     ]

@@ -92,8 +92,8 @@ class _Rows(nn.Module):
 
     def __init__(self, head: nn.Module, tokens: Tensor) -> None:
         super().__init__()
+        assert isinstance(head, nn.Linear)
         weight, bias = head.weight, head.bias
-        assert isinstance(weight, Tensor)
         rows = tokens.to(weight.device)
         self.weight = weight.detach()[rows]
         self.bias = None if bias is None else bias.detach()[rows]
@@ -104,7 +104,7 @@ class _Rows(nn.Module):
 
 def _head_name(model: PreTrainedModel) -> str:
     head = model.get_output_embeddings()
-    name = next((name for name, child in model.named_children() if child is head), None)
+    name: str | None = next((name for name, child in model.named_children() if child is head), None)
     # A subclass may compute more than a product with the weights.
     if name is None or type(head) is not nn.Linear:
         raise UnsupportedModelError(

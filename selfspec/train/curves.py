@@ -6,20 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfspec.errors import TrainingError
-
-
-def require_matplotlib() -> None:
-    """Refuse before work starts what could not be drawn at its end.
-
-    Raises:
-        TrainingError: matplotlib is missing.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise TrainingError("training needs matplotlib for its curves; pip install 'selfspec[train]'") from error
-
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw the log of a training.

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
 from selfspec.anatomy import describe
+from selfspec.draft_cost import exits_reading
 from selfspec.train.exit_heads import ExitHeads
 from selfspec.train.forecast import Costs
 
@@ -23,14 +24,12 @@ def exit_costs(
         tokens: ids that can be drafted; None: all.
     """
     anatomy = describe(base, adapter)
-    share = 1.0 if tokens is None else len(tokens) / anatomy.vocabulary
-    saved = (1 - share) * anatomy.head.bytes
     costs = {}
-    for choice in anatomy.exits:
+    for choice in exits_reading(anatomy, anatomy.vocabulary if tokens is None else len(tokens)):
         if heads is None:
-            costs[choice.layer] = Costs((choice.bytes_read - saved) / anatomy.target_bytes_read)
+            costs[choice.layer] = Costs(choice.cost_ratio)
         elif str(choice.layer) in heads.exits:
             own = sum(weight.numel() for weight in heads.exits[str(choice.layer)].parameters())
-            read = choice.bytes_read - saved + own * base.dtype.itemsize
+            read = choice.bytes_read + own * base.dtype.itemsize
             costs[choice.layer] = Costs(read / anatomy.target_bytes_read)
     return costs

@@ -13,13 +13,13 @@ from selfspec.errors import TrainingError
 from selfspec.fingerprint import fingerprint
 from selfspec.train.corpus import Split, packed, read_documents, shuffled, split
 from selfspec.train.course import Course, Observer
-from selfspec.train.curves import require_matplotlib
 from selfspec.train.exit_heads import ExitHeads
 from selfspec.train.exit_lesson import ExitLesson, ExitLoss
 from selfspec.train.folder import RunFolder
 from selfspec.train.jobs import Source, described, load_base, read_split, run_lesson
 from selfspec.train.own_text import own_text
 from selfspec.train.recipe import Recipe
+from selfspec.train.requirements import require_packages
 from selfspec.train.side_car import write_side_car
 from selfspec.train.vocabulary import most_frequent
 from selfspec.wrapped import find_adapter
@@ -66,7 +66,7 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
         TrainingError: the settings do not fit, the folder is taken, or the loss became NaN.
         KeyboardInterrupt: interrupted; repeat the call to go on.
     """
-    require_matplotlib()
+    require_packages(course)
     base = load_base(source)
     model = base.loaded.model.float()
     adapter = find_adapter(model)

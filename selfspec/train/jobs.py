@@ -15,10 +15,11 @@ from selfspec.checkpoint import Checkpoint, find_device, load_checkpoint
 from selfspec.errors import TrainingError
 from selfspec.train.corpus import Split, packed, read_documents, shuffled, split, spread
 from selfspec.train.course import Course, Lesson, Observer, train
-from selfspec.train.curves import draw_curves, require_matplotlib
+from selfspec.train.curves import draw_curves
 from selfspec.train.folder import RunFolder
 from selfspec.train.layerskip import LayerSkipLesson
 from selfspec.train.recipe import Recipe
+from selfspec.train.requirements import require_packages
 from selfspec.wrapped import find_adapter
 
 
@@ -60,7 +61,7 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
         TrainingError: the settings do not fit, the folder is taken, or the loss became NaN.
         KeyboardInterrupt: interrupted; repeat the call to go on.
     """
-    require_matplotlib()
+    require_packages(course)
     checkpoint = load_base(source)
     dtype = checkpoint.dtype
     model = checkpoint.loaded.model.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_coupled_samples_and_ragged_batches_are_plain_decodings(tmp_path: Path) 
     model = tiny.llama()
     ids, mask = tiny.prompt(6, batch=3), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
     drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model, torch.arange(0, 50, 2)))
-    options = {"max_new_tokens": 15, "do_sample": True, "seed": 5, "accept": "coupled"}
+    options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": True, "seed": 5, "accept": "coupled"}
     drafted = selfspec.wrap(model, draft=drafter).generate(ids, mask, **options)
     assert torch.equal(drafted.sequences, selfspec.wrap(model).generate(ids, mask, **options).sequences)
     assert drafted.stats.accepted > 0

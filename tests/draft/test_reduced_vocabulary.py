@@ -50,7 +50,7 @@ def test_samples_are_distributed_as_the_models_own(rule: str) -> None:
     ids = torch.tensor([[1, 2, 0]])
     # Half of the vocabulary, so that much of p lies where nothing is drafted.
     spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(2), (1, 3)), draft_length=2)
-    joint = {}
+    joint: dict[tuple[int, ...], float] = {}
     with torch.no_grad():
         for first in range(5):
             for second in range(5):

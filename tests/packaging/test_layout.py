@@ -24,6 +24,7 @@ ON_TOP = {
     "checkpoint",
     "cli",
     "demo",
+    "draft_cost",
     "search",
     "train",
     "verify",

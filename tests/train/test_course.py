@@ -29,7 +29,7 @@ class _Lesson(Lesson):
         self.poison: int | None = None
 
     def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
-        loss = (model(ids) ** 2).mean() + model(ids).mean()
+        loss: Tensor = (model(ids) ** 2).mean() + model(ids).mean()
         return loss * torch.nan if step == self.poison else loss
 
     def evaluate(self) -> dict[str, float]:
