@@ -221,13 +221,26 @@ class _Watch(TrainerCallback):
         self._observe = observe
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self._observe(state.global_step, state.max_steps, {})
-        if self._stop.is_set():
+        if state.is_world_process_zero:
+            self._observe(state.global_step, state.max_steps, {})
+        if _told_anywhere(self._stop, args.device):
+            self._stop.set()
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, float)}
         self._observe(state.global_step, state.max_steps, numbers)
+
+
+def _told_anywhere(stop: threading.Event, device: torch.device) -> bool:
+    """Whether any process of the training was told to stop: all must end after the same step."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return stop.is_set()
+    told = torch.tensor(float(stop.is_set()), device=device)
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+    return bool(told)
 
 
 def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:

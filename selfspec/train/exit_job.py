@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.checkpoint import Checkpoint
 from selfspec.errors import TrainingError
 from selfspec.fingerprint import fingerprint
 from selfspec.train.corpus import Split, packed, read_documents, shuffled, split
@@ -16,7 +17,7 @@ from selfspec.train.course import Course, Observer
 from selfspec.train.exit_heads import ExitHeads
 from selfspec.train.exit_lesson import ExitLesson, ExitLoss
 from selfspec.train.folder import RunFolder
-from selfspec.train.jobs import Source, described, load_base, read_split, run_lesson
+from selfspec.train.jobs import Source, described, load_base, processes_on, read_split, run_lesson
 from selfspec.train.own_text import own_text
 from selfspec.train.recipe import Recipe
 from selfspec.train.requirements import require_packages
@@ -67,6 +68,7 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
         KeyboardInterrupt: interrupted; repeat the call to go on.
     """
     require_packages(course)
+    processes = processes_on(source.device)
     base = load_base(source)
     model = base.loaded.model.float()
     adapter = find_adapter(model)
@@ -78,8 +80,8 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
 
     folder = RunFolder(to)
     settings = {"source": described(source), "base": mark, "course": asdict(course), "plan": asdict(plan)}
-    folder.begin(settings)
-    text = _text(source, course, plan, model, base.loaded.tokenizer, to)
+    with processes.main_process_first():
+        text = _text(source, course, plan, base.loaded, processes.num_processes, folder, settings)
     tokens = None
     if plan.vocabulary is not None:
         rows = model.get_output_embeddings().weight.shape[0]
@@ -98,22 +100,25 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
         best = max(exits, key=lambda exit_layer: figures[f"speedup_{exit_layer}"])
         write_side_car(heads, tokens, best, mark, base.dtype, figures, new)
 
-    return run_lesson(lesson, course, text, folder, settings, rounded, save, observe)
+    return run_lesson(lesson, course, text, processes, folder, settings, rounded, save, observe)
 
 
 def _text(
     source: Source,
     course: Course,
     plan: ExitPlan,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    to: Path,
+    base: Checkpoint,
+    processes: int,
+    folder: RunFolder,
+    settings: Mapping[str, Any],
 ) -> Split:
     if not plan.own_texts:
-        return read_split(source, course, tokenizer)
+        return read_split(source, course, base.tokenizer, processes)
     if not 1 <= plan.beginning < course.length:
         raise TrainingError(f"beginnings of {plan.beginning} tokens leave nothing to write in {course.length}")
     documents = [document for file in source.text for document in read_documents(file)]
-    beginnings = packed(shuffled(documents, course.seed), tokenizer, plan.beginning, plan.own_texts)
-    blocks = own_text(model, beginnings, course.length, course.seed, to)
+    beginnings = packed(shuffled(documents, course.seed), base.tokenizer, plan.beginning, plan.own_texts)
+    # What the model writes is kept there.
+    folder.begin(settings)
+    blocks = own_text(base.model, beginnings, course.length, course.seed, folder.path)
     return split(blocks, min(source.held_out_blocks, max(1, len(blocks) // 10)))

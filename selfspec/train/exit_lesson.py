@@ -86,6 +86,8 @@ class ExitLesson(Lesson):
     @torch.no_grad()
     def _read(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
         """States at the exits, and the full model's logits."""
+        # A process of several finds out only now which device is its own.
+        self._base.to(ids.device)
         with self._readout.recorded(self._exits) as states:
             full = self._base(input_ids=ids, use_cache=False).logits
         return states, full.float()

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.checkpoint import Checkpoint, find_device, load_checkpoint
 from selfspec.errors import TrainingError
+from selfspec.fingerprint import fingerprint
 from selfspec.train.corpus import Split, packed, read_documents, shuffled, split, spread
 from selfspec.train.course import Course, Lesson, Observer, train
 from selfspec.train.curves import draw_curves
@@ -21,6 +22,9 @@ from selfspec.train.layerskip import LayerSkipLesson
 from selfspec.train.recipe import Recipe
 from selfspec.train.requirements import require_packages
 from selfspec.wrapped import find_adapter
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,20 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
         KeyboardInterrupt: interrupted; repeat the call to go on.
     """
     require_packages(course)
+    processes = processes_on(source.device)
     checkpoint = load_base(source)
     dtype = checkpoint.dtype
     model = checkpoint.loaded.model.float()
     adapter = find_adapter(model)
     if recipe is not None:
         recipe.exits_of(len(adapter.decoder_layers(model)))
-    text = read_split(source, course, checkpoint.loaded.tokenizer)
-    settings = {"source": described(source), "course": asdict(course), "recipe": recipe and asdict(recipe)}
+    text = read_split(source, course, checkpoint.loaded.tokenizer, processes.num_processes)
+    settings = {
+        "source": described(source),
+        "base": fingerprint(model),
+        "course": asdict(course),
+        "recipe": recipe and asdict(recipe),
+    }
     lesson = LayerSkipLesson(model, adapter, recipe, text.held_out)
 
     def save(folder: Path) -> None:
@@ -80,13 +90,14 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
         # What is measured is what is saved.
         model.to(dtype).float()
 
-    return run_lesson(lesson, course, text, RunFolder(to), settings, rounded, save, observe)
+    return run_lesson(lesson, course, text, processes, RunFolder(to), settings, rounded, save, observe)
 
 
 def run_lesson(
     lesson: Lesson,
     course: Course,
     text: Split,
+    processes: PartialState,
     folder: RunFolder,
     settings: Mapping[str, Any],
     settle: Callable[[], None],
@@ -99,15 +110,18 @@ def run_lesson(
         lesson: what is learnt.
         course: how.
         text: to learn from and to measure on.
+        processes: that train together.
         folder: what becomes the result.
         settings: what the report says the training was, and what must be the same to go on with it.
         settle: brings the weights into the form in which they are saved.
         save: writes the result into a folder.
         observe: told of every step.
     """
-    folder.begin(settings)
-    if folder.before is None:
-        folder.keep_before(_evaluated(lesson))
+    # The other processes of a distributed training find what the first one wrote.
+    with processes.main_process_first():
+        folder.begin(settings)
+        if folder.before is None:
+            folder.keep_before(_evaluated(lesson))
     before = folder.before
     observe(0, course.steps, before or {})
     started = time.perf_counter()
@@ -122,7 +136,8 @@ def run_lesson(
         save(new)
         draw_curves(log, new / "curves.png")
 
-    folder.finish(save_all, report)
+    if processes.is_main_process:
+        folder.finish(save_all, report)
     return report
 
 
@@ -150,19 +165,34 @@ def load_base(source: Source) -> Base:
     return Base(loaded, loaded.model.dtype)
 
 
-def read_split(source: Source, course: Course, tokenizer: PreTrainedTokenizerBase) -> Split:
+def processes_on(device: str) -> PartialState:
+    """The processes that train together, as `accelerate launch` or `torchrun` started them; mostly one."""
+    # Only training needs the package, so it may be missing.
+    from accelerate import PartialState
+
+    return PartialState(cpu=device == "cpu")
+
+
+def read_split(source: Source, course: Course, tokenizer: PreTrainedTokenizerBase, processes: int) -> Split:
     """The text of a training in blocks: no more of it than the course takes, and what is measured on.
+
+    Args:
+        source: names the text.
+        course: how much of it is taken.
+        tokenizer: of the model.
+        processes: that train together.
 
     Raises:
         CorpusError: a file cannot be read, or there is too little text.
     """
     if not source.text:
         raise TrainingError("no text to train on; give a file")
+    wanted = course.blocks * processes
     documents = shuffled([document for file in source.text for document in read_documents(file)], course.seed)
     if source.held_out is not None:
         measured = spread(packed(read_documents(source.held_out), tokenizer, course.length), source.held_out_blocks)
-        return Split(packed(documents, tokenizer, course.length, course.blocks), measured)
-    blocks = packed(documents, tokenizer, course.length, course.blocks + source.held_out_blocks)
+        return Split(packed(documents, tokenizer, course.length, wanted), measured)
+    blocks = packed(documents, tokenizer, course.length, wanted + source.held_out_blocks)
     # Of a short text, a tenth.
     return split(blocks, min(source.held_out_blocks, max(1, len(blocks) // 10)))
 
@@ -171,7 +201,7 @@ def described(source: Source) -> dict[str, Any]:
     """What a report says of a source: names, not folders, so that a training may move."""
     return {
         "model": source.model,
-        "text": [file.name for file in source.text],
+        "text": [{"name": file.name, "bytes": file.stat().st_size} for file in source.text],
         "held_out": source.held_out and source.held_out.name,
         "held_out_blocks": source.held_out_blocks,
     }
