@@ -9,6 +9,7 @@ Sampled figures are the main ones; beside each greedy one stands the share of to
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -149,7 +150,7 @@ def forced(subject: Subject, kind: str, texts: Sequence[str], count: int) -> lis
 def _adapters(subject: Subject, depth: int) -> dict[int, nn.Module]:
     """What stands before the norm at each exit that is measured: nothing at plain exits."""
     trained = {
-        exit_layer: drafter.draft_head.adapter.float()
+        exit_layer: copy.deepcopy(drafter.draft_head.adapter).float()
         for exit_layer, drafter in subject.drafters.items()
         if isinstance(drafter, ExitHead) and drafter.draft_head.adapter is not None
     }

@@ -77,8 +77,8 @@ class Passes:
             gated = GatedModel(self._model, self._adapter, path)
             if head is not None:
                 assert path.hand_over is not None
-                layers = gated.module.get_submodule(self._adapter.layers)
-                head.install(gated.module, self._model, layers, path.hand_over.layer)
+                layer = self._adapter.decoder_layers(gated.module)[path.hand_over.layer]
+                head.install(gated.module, self._model, layer)
             self._gated[path, head] = gated
         return self._gated[path, head]
 

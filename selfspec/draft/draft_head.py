@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,23 +29,20 @@ class DraftHead:
     adapter: nn.Module | None = None
     tokens: Tensor | None = None
 
-    def install(self, view: nn.Module, model: PreTrainedModel, layers: nn.Module, exit_layer: int) -> None:
+    def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module) -> None:
         """Put it into a view of a model, whose modules on the way to layers and head are twins of the view's own.
 
         Args:
             view: what runs the draft path.
             model: what it is a view of.
-            layers: the view's own list of decoder layers.
-            exit_layer: the layer whose input is the last state of the path.
+            layer: the view's layer whose input is the last state of the path, and which passes it through.
 
         Raises:
             UnsupportedModelError: rows cannot be left out of this model's head.
         """
         if self.adapter is not None:
-            weight = next(model.parameters())
-            adapter = self.adapter.to(weight.device, weight.dtype)
-            name = str(exit_layer)
-            layers._modules[name] = _Adapted(layers.get_submodule(name), adapter)
+            holder, name = _holder(view, layer)
+            holder._modules[name] = _Adapted(layer, _like(self.adapter, next(layer.parameters())))
         if self.tokens is not None:
             name = _head_name(model)
             view._modules[name] = _Rows(model.get_submodule(name), self.tokens)
@@ -63,6 +61,21 @@ class DraftHead:
             return logits
         spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
         return spread.index_copy_(-1, self.tokens.to(logits.device), logits)
+
+
+def _holder(view: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:
+    """The module of the view that holds the layer, and under which name."""
+    return next(
+        (module, name) for module in view.modules() for name, child in module._modules.items() if child is layer
+    )
+
+
+def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:
+    """The adapter where the weight is and as it is; the adapter itself stays, since others may be drafting with it."""
+    own = next(adapter.parameters())
+    if own.device == weight.device and own.dtype == weight.dtype:
+        return adapter
+    return copy.deepcopy(adapter).to(weight.device, weight.dtype)
 
 
 class _Adapted(nn.Module):
