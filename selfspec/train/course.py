@@ -20,6 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from selfspec.errors import TrainingError
@@ -143,7 +144,7 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
         args=_arguments(course, folder, device),
         train_dataset=text,
         eval_dataset=lesson.held_out,
-        callbacks=[_Watch(stop, observe)],
+        callbacks=[_Watch(stop, observe), *_logs(course, folder)],
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
@@ -234,6 +235,14 @@ class _Watch(TrainerCallback):
         self._observe(state.global_step, state.max_steps, numbers)
 
 
+def _logs(course: Course, folder: Path) -> list[TrainerCallback]:
+    if not course.tensorboard:
+        return []
+    callback = TensorBoardCallback()
+    callback.logging_dir = str(folder / "tensorboard")
+    return [callback]
+
+
 def _told_anywhere(stop: threading.Event, device: torch.device) -> bool:
     """Whether any process of the training was told to stop: all must end after the same step."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -244,9 +253,6 @@ def _told_anywhere(stop: threading.Event, device: torch.device) -> bool:
 
 
 def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
-    if course.tensorboard:
-        # transformers reads the folder for TensorBoard from here.
-        os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "tensorboard")
     return TrainingArguments(
         output_dir=str(folder / CHECKPOINTS),
         max_steps=course.steps,
@@ -269,7 +275,7 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         eval_steps=course.evaluate_every,
         logging_steps=course.log_every,
         logging_nan_inf_filter=False,
-        report_to=["tensorboard"] if course.tensorboard else [],
+        report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,

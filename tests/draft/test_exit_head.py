@@ -85,7 +85,9 @@ def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -
     spec = selfspec.wrap(model.to(dtype), draft=drafter)
     assert spec.generate(tiny.prompt(4), max_new_tokens=6, do_sample=False).lengths == (6,)
     # The drafter may serve other models at the same time.
-    assert {weight.dtype for weight in drafter.draft_head.adapter.parameters()} == {torch.float32}
+    adapter = drafter.draft_head.adapter
+    assert adapter is not None
+    assert {weight.dtype for weight in adapter.parameters()} == {torch.float32}
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
