@@ -153,3 +153,18 @@ def test_wrong_settings_and_texts_are_refused_before_anything_is_written(source:
     with pytest.raises(CorpusError):
         train_layerskip(replace(source, text=(tmp_path / "none.txt",)), _COURSE, None, to, _ignore)
     assert not to.exists()
+
+
+def test_a_crash_while_saving_loses_nothing(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    train_exit(source, _COURSE, _PLAN, tmp_path / "whole", _ignore)
+    with monkeypatch.context() as patched:
+        patched.setattr("selfspec.train.jobs.draw_curves", full)
+        with pytest.raises(OSError, match="no space"):
+            train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+    assert not (tmp_path / "broken" / "exit_head.json").exists()
+    train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+    for name in ("exit_head.json", "exit_head.safetensors"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
