@@ -109,13 +109,8 @@ def save(name: str, settings: dict[str, Any], arms: Sequence[Arm]) -> None:
     """Write the figures as JSON and the table as Markdown, and print the table."""
     record = {
         "settings": settings,
-        "versions": {
-            "selfspec": selfspec.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {"processor": _processor(), "threads": torch.get_num_threads()},
+        "versions": versions(),
+        "machine": machine(),
         "arms": [
             {
                 "name": arm.name,
@@ -131,6 +126,21 @@ def save(name: str, settings: dict[str, Any], arms: Sequence[Arm]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(table(arms) + "\n")
     print(table(arms))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what ran."""
+    return {
+        "selfspec": selfspec.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine() -> dict[str, str | int]:
+    """What it ran on."""
+    return {"processor": _processor(), "threads": torch.get_num_threads()}
 
 
 def _spread(values: Sequence[float], digits: str) -> str:

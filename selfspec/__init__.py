@@ -5,14 +5,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from selfspec.adapter import Adapter
-    from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip
+    from selfspec.draft import Draft, Drafter, EarlyExit, ExitHead, LayerSkip, ReducedVocabulary
     from selfspec.errors import (
         CheckpointError,
         ClosedError,
+        CorpusError,
         DraftConfigError,
+        ExitHeadError,
         NonFiniteLogitsError,
         PromptError,
         SelfSpecError,
+        TrainingError,
         UnsupportedModelError,
         UnsupportedOptionError,
     )
@@ -27,20 +30,25 @@ __all__ = [
     "Adapter",
     "CheckpointError",
     "ClosedError",
+    "CorpusError",
     "Draft",
     "DraftConfigError",
     "Drafter",
     "EarlyExit",
+    "ExitHead",
+    "ExitHeadError",
     "GenerateOutput",
     "Generation",
     "LayerSkip",
     "NonFiniteLogitsError",
     "PromptError",
+    "ReducedVocabulary",
     "Round",
     "RowRound",
     "SelfSpecError",
     "SelfSpeculative",
     "Stats",
+    "TrainingError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
@@ -50,7 +58,7 @@ __all__ = [
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
     "adapter": ["Adapter"],
-    "draft": ["Draft", "Drafter", "EarlyExit", "LayerSkip"],
+    "draft": ["Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "ReducedVocabulary"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],

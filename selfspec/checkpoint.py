@@ -69,7 +69,7 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
     if folder is not None:
         _check_tokenizer_files(folder)
         _check_weights(folder)
-    tokenizer = _load_tokenizer(name)
+    tokenizer = load_tokenizer(name)
     return Checkpoint(_load_model(name, config, dtype).to(place), tokenizer)
 
 
@@ -122,7 +122,12 @@ def read_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
     # The tokenizers library raises plain Exception for a broken file.

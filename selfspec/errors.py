@@ -32,6 +32,18 @@ class CheckpointError(SelfSpecError, OSError):
     """A model folder is missing files, truncated or unreadable."""
 
 
+class CorpusError(SelfSpecError, OSError):
+    """A text to train on is missing, unreadable, or too short."""
+
+
+class TrainingError(SelfSpecError, RuntimeError):
+    """Training cannot begin as asked, cannot go on from what lies there, or its loss became NaN or infinite."""
+
+
+class ExitHeadError(SelfSpecError, OSError):
+    """An exit head is missing files, truncated or foreign, or was trained on another base."""
+
+
 class ClosedError(SelfSpecError, RuntimeError):
     """A wrapped model was used after `unwrap`."""
 

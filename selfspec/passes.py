@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
+from selfspec.draft.draft_head import DraftHead
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
 
@@ -49,20 +50,25 @@ class Passes:
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
-        self._gated: dict[Path, GatedModel] = {}
+        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
 
-    def logits(self, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Pass:
+    def logits(
+        self, path: Path, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
+    ) -> Pass:
         """Run `path` over `tokens`, `[batch, tokens]`, with the language-model head.
 
         Args:
             path: what to run.
             tokens: what stands at the cursors and after them.
             entering: what enters at `path.start`.
+            head: reads the last states of a path that leaves early; None: the model's own norm and head.
         """
-        gated = self._view(path)
+        gated = self._view(path, head)
         gated.enter(entering)
         output = gated.module(**self._inputs(tokens))
-        return Pass(output.logits, gated.leave())
+        logits = output.logits if head is None else head.spread(output.logits, self._vocabulary)
+        return Pass(logits, gated.leave())
 
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
@@ -86,10 +92,15 @@ class Passes:
         base(**self._inputs(tokens))
         self._cache.record(tokens.shape[1])
 
-    def _view(self, path: Path) -> GatedModel:
-        if path not in self._gated:
-            self._gated[path] = GatedModel(self._model, self._adapter, path)
-        return self._gated[path]
+    def _view(self, path: Path, head: DraftHead | None = None) -> GatedModel:
+        if (path, head) not in self._gated:
+            gated = GatedModel(self._model, self._adapter, path)
+            if head is not None:
+                assert path.hand_over is not None
+                layer = self._adapter.decoder_layers(gated.module)[path.hand_over.layer]
+                head.install(gated.module, self._model, layer)
+            self._gated[path, head] = gated
+        return self._gated[path, head]
 
     def _inputs(self, tokens: Tensor) -> dict[str, Any]:
         width = tokens.shape[1]

@@ -143,6 +143,8 @@ class SelfSpeculative:
         adapter.check(model)
         self._check_model()
         self._check_draft(draft_length)
+        if draft is not None:
+            draft.check_model(model)
 
     def generate(
         self,

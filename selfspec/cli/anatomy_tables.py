@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.table import Table
 
-from selfspec.anatomy import Anatomy, LayerAnatomy, Weights
+from selfspec.anatomy import Anatomy, ExitAnatomy, LayerAnatomy, Weights
 
 
 def print_anatomy(name: str, anatomy: Anatomy) -> None:
@@ -58,13 +58,23 @@ def _parts(anatomy: Anatomy) -> Table:
     return table
 
 
-def _exits(anatomy: Anatomy) -> Table:
-    table = Table(title="Draft cost of each exit, by weights read (head included)", title_justify="left")
+def print_exits(title: str, exits: tuple[ExitAnatomy, ...]) -> None:
+    """Print a table of exits on stdout."""
+    Console(highlight=False).print("", _exit_rows(title, exits), sep="\n")
+
+
+def _exit_rows(title: str, exits: tuple[ExitAnatomy, ...]) -> Table:
+    table = Table(title=title, title_justify="left")
     table.add_column("draft")
     table.add_column("bytes a step", justify="right")
     table.add_column("cost ratio c", justify="right")
-    for choice in anatomy.exits:
+    for choice in exits:
         table.add_row(f"exit:{choice.layer}", f"{choice.bytes_read:,}", f"{choice.cost_ratio:.3f}")
+    return table
+
+
+def _exits(anatomy: Anatomy) -> Table:
+    table = _exit_rows("Draft cost of each exit, by weights read (head included)", anatomy.exits)
     table.add_section()
     table.add_row("target", f"{anatomy.target_bytes_read:,}", "1.000")
     return table

@@ -12,6 +12,7 @@ from selfspec.cli.demo import demo
 from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
+from selfspec.cli.train import train
 from selfspec.cli.verify import verify
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(verify)
 app.command()(demo)
+app.add_typer(train)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""What `--draft` means: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9` or `none`."""
+"""What `--draft` means: `exit:4`, `head:FOLDER`, `skip:attn=3,5;mlp=4;layers=7-9` or `none`, and `+vocab:FILE`."""
 
 from __future__ import annotations
 

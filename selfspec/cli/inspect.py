@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -13,6 +14,12 @@ def inspect(
     model: Annotated[
         str, typer.Argument(help="A folder with config.json, model.safetensors and tokenizer.json; or a hub name.")
     ],
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocabulary", min=1, help="Also what drafts cost that read only this many rows of the head."
+        ),
+    ] = None,
     output: Output = "text",
 ) -> None:
     """Describe a model by its parts, without loading its weights or running it.
@@ -23,12 +30,17 @@ def inspect(
 
     from selfspec.anatomy import describe_config
     from selfspec.checkpoint import read_config
-    from selfspec.cli.anatomy_tables import print_anatomy
+    from selfspec.cli.anatomy_tables import print_anatomy, print_exits
     from selfspec.cli.json_output import print_json, versions
+    from selfspec.draft_cost import exits_reading
 
     logging.set_verbosity_error()
     anatomy = describe_config(read_config(model))
+    reduced = None if draft_vocabulary is None else exits_reading(anatomy, draft_vocabulary)
     if output == "json":
-        print_json({"checkpoint": model, **anatomy.to_dict(), "versions": versions()})
-    else:
-        print_anatomy(model, anatomy)
+        fewer = {} if reduced is None else {"exits_with_draft_vocabulary": [asdict(choice) for choice in reduced]}
+        print_json({"checkpoint": model, **anatomy.to_dict(), **fewer, "versions": versions()})
+        return
+    print_anatomy(model, anatomy)
+    if reduced is not None:
+        print_exits(f"Draft cost of each exit with {draft_vocabulary} rows of the head", reduced)

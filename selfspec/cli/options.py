@@ -27,8 +27,9 @@ DraftText = Annotated[
     typer.Option(
         "--draft",
         metavar="DRAFT",
-        help="What drafts: `exit:4` (layers 0..3, then the head), `skip:attn=3,5;mlp=4;layers=7-9` (all but these), "
-        "or `none` (plain decoding).",
+        help="What drafts: `exit:4` (layers 0..3, then the head), `head:FOLDER` (a trained exit "
+        "head), `skip:attn=3,5;mlp=4;layers=7-9` (all but these), or `none` (plain decoding); `+vocab:FILE` behind it: "
+        "from a reduced vocabulary.",
     ),
 ]
 DraftLength = Annotated[int, typer.Option("--draft-length", min=1, help="Tokens drafted each round.")]

@@ -2,6 +2,8 @@
 
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.draft.early_exit import EarlyExit
+from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 
-__all__ = ["Draft", "Drafter", "EarlyExit", "LayerSkip", "Resume"]
+__all__ = ["Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "ReducedVocabulary", "Resume"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from selfspec.draft.draft_head import DraftHead
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.gate import ExactStates
 from selfspec.path import Path
@@ -33,6 +34,11 @@ class PathDrafter(Drafter):
             DraftConfigError: the path does not fit the network.
         """
 
+    @property
+    def head(self) -> DraftHead | None:
+        """What reads the path's last states; the same object every time. None: the model's own norm and head."""
+        return None
+
     def check(self, depth: int) -> None:
         self.path(depth)
 
@@ -42,7 +48,7 @@ class PathDrafter(Drafter):
         tokens: list[Tensor] = []
         distributions, states = [], []
         for _ in range(length):
-            step = state.passes.logits(path, token)
+            step = state.passes.logits(path, token, head=self.head)
             scores = state.sampling.scores(step.logits, Prefixes(state.text, tokens))
             q = proper(state.sampling.probabilities(scores))
             decided = state.sampling.decide(q, state.cache.positions(1) + 1)

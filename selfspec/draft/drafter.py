@@ -12,6 +12,8 @@ from selfspec.gate import ExactStates
 from selfspec.path import Sublayer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from selfspec.state import State
 
 
@@ -61,6 +63,13 @@ class Drafter(ABC):
 
         Raises:
             DraftConfigError: naming what is out of range.
+        """
+
+    def check_model(self, model: PreTrainedModel) -> None:  # noqa: B027 - most drafters fit every model of their depth
+        """Refuse a model whose weights this drafter was not made for. Asked once, when the model is wrapped.
+
+        Raises:
+            SelfSpecError: naming what does not fit.
         """
 
     @abstractmethod

@@ -1,20 +1,25 @@
-"""Drafters by name: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9`, or `none` for plain decoding."""
+"""Drafters by name: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9`, `head:FOLDER`, or `none` for plain decoding."""
 
 from __future__ import annotations
 
 import re
 
+from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
+from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.errors import DraftConfigError
 
 PLAIN = "none"
 """What plain decoding, without a draft, is called."""
 
 _GRAMMAR = (
-    "write exit:E for an early exit (exit:4), skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART "
-    "and numbers or ranges as LAYERS (skip:attn=3,5;mlp=4;layers=7-9), or none for plain decoding"
+    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
+    "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
+    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, or none for "
+    "plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)
@@ -28,10 +33,19 @@ def parse_draft(text: str) -> Drafter | None:
 
     Raises:
         DraftConfigError: it is not of the grammar.
+        ExitHeadError: what it names on disk cannot be used.
     """
     given = text.strip()
     if given == PLAIN:
         return None
+    path, reduced, file = given.rpartition("+vocab:")
+    if reduced:
+        drafter = parse_draft(path)
+        if not isinstance(drafter, PathDrafter):
+            raise _malformed(text)
+        return ReducedVocabulary.from_file(drafter, file)
+    if given.startswith("head:"):
+        return _exit_head(given.removeprefix("head:"))
     leaves_early = _EXIT.fullmatch(given)
     if leaves_early:
         return EarlyExit(layer=int(leaves_early[1]))
@@ -53,6 +67,13 @@ def draft_name(drafter: Drafter | None) -> str:
             return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)
         case _:
             return repr(drafter)
+
+
+def _exit_head(place: str) -> ExitHead:
+    folder, named, layer = place.rpartition("@")
+    if named and layer.isdecimal():
+        return ExitHead.from_pretrained(folder, int(layer))
+    return ExitHead.from_pretrained(place)
 
 
 def _skip_set(text: str, parts: str) -> dict[str, list[int]]:

@@ -26,6 +26,7 @@ ON_TOP = {
     "demo",
     "recipe",
     "saved",
+    "draft_cost",
     "search",
     "train",
     "verify",

@@ -1,0 +1,127 @@
+"""How a draft path turns its last states into logits: an adapter before the model's norm, fewer rows of its head."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class DraftHead:
+    """What stands between the states at the end of a draft path and its logits, besides the model's own norm and head.
+
+    Whatever it is, drafts stay exact: q is what it makes of the states, and that is what is drawn from and scored.
+
+    Attributes:
+        adapter: from states at the exit to states for the norm, `[..., hidden]` both; None: as they are.
+        tokens: ids that can be drafted, distinct; only their rows of the head are read. None: all.
+    """
+
+    adapter: nn.Module | None = None
+    tokens: Tensor | None = None
+
+    def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module) -> None:
+        """Put it into a view of a model, whose modules on the way to layers and head are twins of the view's own.
+
+        Args:
+            view: what runs the draft path.
+            model: what it is a view of.
+            layer: the view's layer whose input is the last state of the path, and which passes it through.
+
+        Raises:
+            UnsupportedModelError: rows cannot be left out of this model's head.
+        """
+        if self.adapter is not None:
+            holder, name = _holder(view, layer)
+            holder._modules[name] = _Adapted(layer, _like(self.adapter, next(layer.parameters())))
+        if self.tokens is not None:
+            name = _head_name(model)
+            view._modules[name] = _Rows(model.get_submodule(name), self.tokens)
+
+    def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
+        """Logits over the whole vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.
+
+        Args:
+            logits: `[batch, tokens, kept]`.
+            vocabulary: number of all tokens.
+
+        Returns:
+            `[batch, tokens, vocabulary]`.
+        """
+        if self.tokens is None:
+            return logits
+        spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+        return spread.index_copy_(-1, self.tokens.to(logits.device), logits)
+
+
+def _holder(view: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:
+    """The module of the view that holds the layer, and under which name."""
+    return next(
+        (module, name) for module in view.modules() for name, child in module._modules.items() if child is layer
+    )
+
+
+def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:
+    """The adapter where the weight is and as it is; the adapter itself stays, since others may be drafting with it."""
+    own = next(adapter.parameters())
+    if own.device == weight.device and own.dtype == weight.dtype:
+        return adapter
+    return copy.deepcopy(adapter).to(weight.device, weight.dtype)
+
+
+class _Adapted(nn.Module):
+    """A layer of a view, and an adapter over what it gives."""
+
+    def __init__(self, layer: nn.Module, adapter: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapter = adapter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.layer(*args, **kwargs)
+        if isinstance(output, tuple):
+            return self.adapter(output[0]), *output[1:]
+        return self.adapter(output)
+
+    def __getattr__(self, name: str) -> Any:
+        # Some models ask their layers for what kind they are.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class _Rows(nn.Module):
+    """Some rows of a linear head."""
+
+    def __init__(self, head: nn.Module, tokens: Tensor) -> None:
+        super().__init__()
+        assert isinstance(head, nn.Linear)
+        weight, bias = head.weight, head.bias
+        rows = tokens.to(weight.device)
+        self.weight = weight.detach()[rows]
+        self.bias = None if bias is None else bias.detach()[rows]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.weight, self.bias)
+
+
+def _head_name(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
+    name: str | None = next((name for name, child in model.named_children() if child is head), None)
+    # A subclass may compute more than a product with the weights.
+    if name is None or type(head) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"the head of {type(model).__name__} is no plain linear layer of its own, so its rows cannot be left out; "
+            "draft with the whole vocabulary"
+        )
+    return name

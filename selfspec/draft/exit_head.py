@@ -1,0 +1,142 @@
+"""Drafting by leaving the network early through a trained exit head: a side-car that belongs to one base."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.draft_head import DraftHead
+from selfspec.draft.early_exit import EarlyExit
+from selfspec.draft.exit_adapter import ExitAdapter
+from selfspec.errors import ExitHeadError
+from selfspec.fingerprint import fingerprint
+from selfspec.path import Path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG = "exit_head.json"
+WEIGHTS = "exit_head.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ExitHead(PathDrafter):
+    """Self-speculation from an exit layer through a head trained for it, on a base that stays as it is.
+
+    The draft runs layers [0, E), the head's adapter, then the model's own norm and head. Keys, values and exit states
+    are the base's own, so verification resumes at layer E, as for `EarlyExit`. Published relatives: Kangaroo (Liu et
+    al., 2024) and the exits of Draft & Verify's successors.
+
+    Attributes:
+        layer: the exit layer E.
+        draft_head: the adapter, and the tokens that can be drafted.
+        base: fingerprint of the base's weights.
+        source: where it was read from, for messages.
+    """
+
+    layer: int
+    draft_head: DraftHead
+    base: str
+    source: str = field(default="this exit head")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | FilePath, layer: int | None = None) -> ExitHead:
+        """Read a side-car that `selfspec train exit` wrote: JSON and safetensors, nothing is unpickled.
+
+        Args:
+            folder: holds `exit_head.json` and `exit_head.safetensors`.
+            layer: which of its exits; None: the one its training found the best.
+
+        Raises:
+            ExitHeadError: the side-car is missing, truncated, corrupt, of another format, or lacks the exit.
+        """
+        place = FilePath(folder)
+        config = _read_config(place / CONFIG)
+        tensors = _read_weights(place / WEIGHTS, config["sha256"])
+        chosen = config["default"] if layer is None else layer
+        if chosen not in config["exits"]:
+            listed = ", ".join(map(str, config["exits"]))
+            raise ExitHeadError(f"{folder} has no head for exit {chosen!r}; it has {listed}")
+        adapter = ExitAdapter(config["hidden"], config["rank"])
+        prefix = f"exits.{chosen}."
+        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        try:
+            adapter.load_state_dict(own)
+        except RuntimeError as error:
+            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: {_one_line(error)}") from error
+        adapter.to(next(iter(own.values())).dtype).requires_grad_(False).eval()
+        tokens = tensors.get("tokens")
+        head = DraftHead(adapter, None if tokens is None else tokens.long())
+        return cls(chosen, head, config["base"], str(folder))
+
+    @property
+    def head(self) -> DraftHead:
+        return self.draft_head
+
+    def path(self, depth: int) -> Path:
+        return EarlyExit(self.layer).path(depth)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        try:
+            found = fingerprint(model)
+        except ValueError as error:
+            raise ExitHeadError(f"the weights cannot be compared with the base of {self.source}: {error}") from error
+        if found != self.base:
+            raise ExitHeadError(
+                f"{self.source} was trained on another base: its fingerprint is {self.base[:12]}, this model's "
+                f"{found[:12]}. Load the base it was trained on (not in float16), or train exits for this one: "
+                "selfspec train exit"
+            )
+
+    def __repr__(self) -> str:
+        return f"head:{self.source}@{self.layer}"
+
+
+def _read_config(file: FilePath) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExitHeadError(
+            f"{file} cannot be read ({error.strerror}); give a folder of selfspec train exit"
+        ) from error
+    except ValueError as error:
+        raise ExitHeadError(f"{file} is not readable JSON ({error}); copy it from the original again") from error
+    kinds = {"exits": list, "default": int, "hidden": int, "rank": int, "base": str, "sha256": str}
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ExitHeadError(f"{file} is no exit head of format {FORMAT}; it is foreign, or of another selfspec")
+    wrong = [name for name, kind in kinds.items() if not isinstance(config.get(name), kind)]
+    if wrong or min(config["hidden"], config["rank"]) < 1:
+        raise ExitHeadError(f"{file} is incomplete ({', '.join(wrong) or 'sizes'}); copy it from the original again")
+    return config
+
+
+def _read_weights(file: FilePath, sha256: str) -> dict[str, Tensor]:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ExitHeadError(f"{file} cannot be read ({error.strerror}); copy it from the original again") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ExitHeadError(
+            f"{file} is truncated, corrupt or of another training than the {CONFIG} beside it; copy both again"
+        )
+    try:
+        tensors: dict[str, Tensor] = load(content)
+    except SafetensorError as error:
+        raise ExitHeadError(f"{file} is no safetensors file ({error}); copy it from the original again") from error
+    if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.dtype != torch.int32):
+        raise ExitHeadError(f"{file} holds NaN or infinite weights; train the exit head again")
+    return tensors
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

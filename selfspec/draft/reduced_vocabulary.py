@@ -1,0 +1,90 @@
+"""Drafting from a reduced vocabulary: a draft step reads only some rows of the head; q is 0 at all other tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.draft_head import DraftHead
+from selfspec.errors import DraftConfigError
+from selfspec.path import Path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedVocabulary(PathDrafter):
+    """Another path drafter, whose draft steps read only the rows of the head that belong to some tokens.
+
+    Exact under every lossless rule, because q is 0 at the other tokens: the target may still choose them, and then
+    the draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
+
+    Attributes:
+        draft_with: drafts along a path of the model.
+        tokens: ids that can be drafted, distinct.
+    """
+
+    draft_with: PathDrafter
+    tokens: tuple[int, ...]
+    _head: DraftHead = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.draft_with, PathDrafter):
+            raise DraftConfigError(f"a reduced vocabulary needs a drafter along a path, got {self.draft_with!r}")
+        whole = all(type(token) is int and token >= 0 for token in self.tokens)
+        if not self.tokens or not whole or len(set(self.tokens)) != len(self.tokens):
+            raise DraftConfigError("a reduced vocabulary must list token ids, at least one and none twice")
+        tokens = torch.tensor(self.tokens)
+        object.__setattr__(self, "_head", replace(self.draft_with.head or DraftHead(), tokens=tokens))
+
+    @classmethod
+    def from_file(cls, draft_with: PathDrafter, file: str | FilePath) -> ReducedVocabulary:
+        """With the tokens of a file that `selfspec train vocabulary` wrote: JSON with a list under `tokens`.
+
+        Raises:
+            DraftConfigError: the file cannot be read or lists no tokens.
+        """
+        return cls(draft_with, read_vocabulary(file))
+
+    @property
+    def head(self) -> DraftHead:
+        return self._head
+
+    def path(self, depth: int) -> Path:
+        return self.draft_with.path(depth)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        self.draft_with.check_model(model)
+        rows = model.get_output_embeddings().weight.shape[0]
+        if max(self.tokens) >= rows:
+            raise DraftConfigError(
+                f"the reduced vocabulary names token {max(self.tokens)}, but this model has {rows}; count one on its "
+                "own tokenizer: selfspec train vocabulary"
+            )
+
+    def __repr__(self) -> str:
+        return f"{self.draft_with!r}+vocab:{len(self.tokens)}"
+
+
+def read_vocabulary(file: str | FilePath) -> tuple[int, ...]:
+    """The token ids of a file that `selfspec train vocabulary` wrote.
+
+    Raises:
+        DraftConfigError: the file cannot be read or lists no tokens.
+    """
+    try:
+        content = json.loads(FilePath(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DraftConfigError(f"the vocabulary {file} cannot be read ({error})") from error
+    tokens = content.get("tokens") if isinstance(content, dict) else None
+    if not isinstance(tokens, list):
+        raise DraftConfigError(
+            f'the vocabulary {file} has no list under "tokens"; write one: selfspec train vocabulary'
+        )
+    return tuple(tokens)

@@ -1,0 +1,67 @@
+"""Reading a training model at its exits: states before any layer, and the model's own norm and head over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.adapter import Adapter
+from selfspec.gate import ExactStates, GatedModel
+from selfspec.path import Part, Path, Sublayer
+
+
+class Readout:
+    """What a model's exits would say, with gradients. The model itself is not changed.
+
+    Args:
+        model: the stock causal LM.
+        adapter: where its layers are.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        self._layers = adapter.decoder_layers(model)
+        self.depth = len(self._layers)
+        first = Sublayer(0, Part.ATTENTION)
+        # No layer runs, and states given at the first come out at the norm and the head.
+        self._head = GatedModel(model, adapter, Path.up_to(self.depth, first).resumed_at(first))
+
+    @contextmanager
+    def recorded(self, exits: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """The states `[batch, tokens, hidden]` at each exit, filled in as passes run inside the `with` block."""
+        states: dict[int, Tensor] = {}
+
+        def recorder(exit_layer: int) -> Any:
+            def record(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                states[exit_layer] = args[0] if args else kwargs["hidden_states"]
+
+            return record
+
+        hooks = [
+            self._layers[exit_layer].register_forward_pre_hook(recorder(exit_layer), with_kwargs=True)
+            for exit_layer in exits
+        ]
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The model's own norm and head, and whatever it does to logits, over states of any layer.
+
+        Args:
+            states: `[batch, tokens, hidden]`.
+
+        Returns:
+            `[batch, tokens, vocab]`.
+        """
+        tokens = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+        self._head.enter(ExactStates(states))
+        logits: Tensor = self._head.module(input_ids=tokens, use_cache=False).logits
+        self._head.enter(None)
+        return logits

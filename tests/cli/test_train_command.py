@@ -1,0 +1,108 @@
+"""`selfspec train`: from a checkpoint and a text file to something that drafts, in one command each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.running import Invoke
+
+_QUICK = ("--steps", "3", "--batch", "2", "--length", "16", "--held-out-blocks", "2", "--device", "cpu")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A little story."""
+    file = tmp_path / "story.txt"
+    file.write_text("Once upon a time there was a dog who liked to play with a big red ball in the park. " * 20)
+    return str(file)
+
+
+def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
+    to = str(tmp_path / "model")
+    ending = invoke(
+        "train", "layerskip", folder, "--text", text, "--to", to, "--exits", "2,3", *_QUICK, "--output", "json"
+    )
+    assert ending.status == 0, ending.stderr
+    report = json.loads(ending.stdout)
+    assert report["recipe"]["exits"] == [2, 3]
+    assert report["before"].keys() == report["after"].keys() >= {"held_out_loss", "agreement_2", "alpha_3", "speedup_3"}
+    assert "step 3/3" in ending.stderr
+    drafted = invoke("generate", "--model", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
+    assert (drafted.status, drafted.stderr) == (0, "")
+
+
+def test_plain_training_is_there_to_compare_with(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
+    ending = invoke("train", "plain", folder, "--text", text, "--to", str(tmp_path / "model"), *_QUICK)
+    assert ending.status == 0
+    assert "held_out_loss" in ending.stdout
+
+
+def test_exit_heads_draft_for_their_base_alone(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
+    to = str(tmp_path / "heads")
+    ending = invoke("train", "exit", folder, "--text", text, "--to", to, "--exits", "2,3", "--rank", "8", *_QUICK)
+    assert ending.status == 0, ending.stderr
+    assert "alpha_2" in ending.stdout
+    words = ("generate", "--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
+    plain = invoke(*words).stdout
+    assert invoke(*words, "--draft", f"head:{to}").stdout == plain
+    assert invoke(*words, "--draft", f"head:{to}@2").stdout == plain
+
+    again = invoke("train", "exit", folder, "--text", text, "--to", to, *_QUICK)
+    assert again.status == 2
+    assert "finished training" in again.stderr
+
+
+def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "v.json")
+    counted = invoke("train", "vocabulary", folder, "--text", text, "--to", file, "--size", "16", "--output", "json")
+    assert json.loads(counted.stdout)["coverage"] == pytest.approx(0.6186, abs=1e-4)
+    verified = invoke(
+        "verify",
+        folder,
+        "--draft",
+        f"exit:2+vocab:{file}",
+        "--samples",
+        "100",
+        "--max-new-tokens",
+        "6",
+        "--output",
+        "json",
+    )
+    assert verified.status == 0, verified.stdout
+    shown = json.loads(invoke("inspect", folder, "--draft-vocabulary", "16", "--output", "json").stdout)
+    before, after = shown["exits"][1], shown["exits_with_draft_vocabulary"][1]
+    assert after["bytes_read"] == before["bytes_read"] - 496 * 64 * 4
+    assert after["cost_ratio"] == after["bytes_read"] / shown["target_bytes_read"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--exits", "2;3"), "--exits"),
+        (("--exits", "9"), "out of range"),
+        (("--learning-rate", "0"), "learning rate"),
+        (("--tensorboard",), "pip install tensorboard"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(
+    invoke: Invoke, folder: str, text: str, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    if words == ("--tensorboard",):
+        from importlib.util import find_spec
+
+        if find_spec("tensorboard") is not None:
+            pytest.skip("tensorboard is there")
+    to = tmp_path / "model"
+    ending = invoke("train", "layerskip", folder, "--text", text, "--to", str(to), *_QUICK, *words)
+    assert ending.status == 2
+    assert said in ending.stderr
+    assert not to.exists()
+
+
+def test_an_exit_head_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    ending = invoke("generate", "--model", folder, "--prompt", "Once", "--draft", f"head:{tmp_path / 'none'}")
+    assert ending.status == 2
+    assert "exit_head.json" in ending.stderr

@@ -1,0 +1,157 @@
+"""Exit heads: exact like any drafter, bound to their base, and refused where they are damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+import selfspec
+import tiny
+from selfspec.draft.exit_head import CONFIG, WEIGHTS
+from selfspec.errors import ExitHeadError
+from selfspec.fingerprint import fingerprint
+from selfspec.train.exit_heads import ExitHeads
+from selfspec.train.side_car import write_side_car
+
+
+def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None = None) -> Path:
+    """Heads of random weights for a tiny model, exits 1 and 2."""
+    torch.manual_seed(1)
+    heads = ExitHeads(32, 16, (1, 2))
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    folder.mkdir()
+    write_side_car(heads, tokens, 2, fingerprint(model), torch.float32, {"alpha_2": 0.5}, folder)
+    return folder
+
+
+def test_greedy_text_is_the_models_own(architecture: str, tmp_path: Path) -> None:
+    model = tiny.BUILDERS[architecture]()
+    folder = _side_car(tmp_path / "heads", model)
+    ids = tiny.prompt(7)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    for layer in (1, 2):
+        spec = selfspec.wrap(model, draft=selfspec.ExitHead.from_pretrained(folder, layer))
+        assert torch.equal(spec.generate(ids, max_new_tokens=20, do_sample=False).sequences, expected)
+
+
+def test_coupled_samples_and_ragged_batches_are_plain_decodings(tmp_path: Path) -> None:
+    model = tiny.llama()
+    ids, mask = tiny.prompt(6, batch=3), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model, torch.arange(0, 50, 2)))
+    options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": True, "seed": 5, "accept": "coupled"}
+    drafted = selfspec.wrap(model, draft=drafter).generate(ids, mask, **options)
+    assert torch.equal(drafted.sequences, selfspec.wrap(model).generate(ids, mask, **options).sequences)
+    assert drafted.stats.accepted > 0
+
+
+def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
+    """A head that changes nothing drafts as the plain exit does; a random one does not."""
+    model = tiny.llama()
+    ids = tiny.prompt(7)
+    heads = ExitHeads(32, 16, (2,))
+    (tmp_path / "new").mkdir()
+    write_side_car(heads, None, 2, fingerprint(model), torch.float32, {}, tmp_path / "new")
+    drafters = (
+        selfspec.EarlyExit(2),
+        selfspec.ExitHead.from_pretrained(tmp_path / "new"),
+        selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
+    )
+    drafts = [
+        [
+            row.rows[0].draft
+            for row in selfspec.wrap(model, draft=drafter).stream(ids, max_new_tokens=20, do_sample=False)
+        ]
+        for drafter in drafters
+    ]
+    assert drafts[0] == drafts[1] != drafts[2]
+
+
+def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
+    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    assert drafter.layer == 2
+    assert repr(drafter) == f"head:{tmp_path / 'heads'}@2"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny.llama(dtype=torch.float32)
+    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
+    spec = selfspec.wrap(model.to(dtype), draft=drafter)
+    assert spec.generate(tiny.prompt(4), max_new_tokens=6, do_sample=False).lengths == (6,)
+    # The drafter may serve other models at the same time.
+    adapter = drafter.draft_head.adapter
+    assert adapter is not None
+    assert {weight.dtype for weight in adapter.parameters()} == {torch.float32}
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    with pytest.raises(ExitHeadError, match="another base"):
+        selfspec.wrap(tiny.llama(seed=1), draft=drafter)
+    with pytest.raises(ExitHeadError, match="another base"):
+        selfspec.wrap(tiny.mistral(), draft=drafter)
+
+
+def test_one_changed_weight_makes_another_base() -> None:
+    model = tiny.llama()
+    before = fingerprint(model)
+    assert fingerprint(tiny.llama()) == before
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[3, 4] += 0.5
+    assert fingerprint(model) != before
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def _foreign(file: Path) -> None:
+    file.write_bytes(save({"weight": torch.ones(3)}))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _cut, _flip, _foreign])
+def test_damaged_weights_are_refused(tmp_path: Path, damage: object) -> None:
+    assert callable(damage)
+    folder = _side_car(tmp_path / "heads", tiny.llama())
+    damage(folder / WEIGHTS)
+    with pytest.raises(ExitHeadError, match=WEIGHTS.replace(".", r"\.")):
+        selfspec.ExitHead.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _cut])
+def test_a_damaged_configuration_is_refused(tmp_path: Path, damage: object) -> None:
+    assert callable(damage)
+    folder = _side_car(tmp_path / "heads", tiny.llama())
+    damage(folder / CONFIG)
+    with pytest.raises(ExitHeadError, match=r"exit_head\.json"):
+        selfspec.ExitHead.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 2}, {"exits": None}, {"rank": 0}, {"rank": 17}, {"hidden": 8}, {"base": 3}, {"default": 3}],
+)
+def test_a_configuration_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    folder = _side_car(tmp_path / "heads", tiny.llama())
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **change}))
+    with pytest.raises(ExitHeadError):
+        selfspec.ExitHead.from_pretrained(folder)
+
+
+def test_an_exit_it_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder = _side_car(tmp_path / "heads", tiny.llama())
+    with pytest.raises(ExitHeadError, match="it has 1, 2"):
+        selfspec.ExitHead.from_pretrained(folder, layer=3)

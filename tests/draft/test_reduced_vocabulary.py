@@ -1,0 +1,109 @@
+"""Reduced vocabularies: nothing else is drafted, and the output stays the target's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import selfspec
+import tiny
+from goodness import p_value
+from selfspec.draft.along_path import PathDrafter
+from selfspec.errors import DraftConfigError
+from selfspec.train.corpus import Blocks
+from selfspec.train.vocabulary import Counted, most_frequent, write_vocabulary
+
+_KEPT = tuple(range(1, 50, 3))
+
+
+@pytest.mark.parametrize("inner", [selfspec.EarlyExit(2), selfspec.LayerSkip(attention=[1], mlp=[2])])
+def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str, inner: PathDrafter) -> None:
+    model = tiny.BUILDERS[architecture]()
+    ids = tiny.prompt(7)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(inner, _KEPT))
+    rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
+    assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
+    assert {token for row in rounds for token in row.draft} <= set(_KEPT)
+
+
+def test_the_whole_vocabulary_in_another_order_changes_nothing() -> None:
+    model = tiny.gpt2()
+    ids = tiny.prompt(5)
+    rounds = [
+        [row.rows[0] for row in selfspec.wrap(model, draft=drafter).stream(ids, max_new_tokens=15, do_sample=False)]
+        for drafter in (
+            selfspec.EarlyExit(2),
+            selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))),
+        )
+    ]
+    assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_are_distributed_as_the_models_own(rule: str) -> None:
+    model = tiny.llama(vocab_size=5, dtype=torch.float32)
+    ids = torch.tensor([[1, 2, 0]])
+    # Half of the vocabulary, so that much of p lies where nothing is drafted.
+    spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(2), (1, 3)), draft_length=2)
+    joint: dict[tuple[int, ...], float] = {}
+    with torch.no_grad():
+        for first in range(5):
+            for second in range(5):
+                text = torch.cat([ids, torch.tensor([[first, second]])], 1)
+                p = model(text).logits[0].double().softmax(-1)
+                joint[first, second] = float(p[2, first] * p[3, second])
+    out = spec.generate(ids.repeat(4000, 1), max_new_tokens=2, do_sample=True, seed=0, accept=rule)
+    assert p_value((tuple(row) for row in out.sequences[:, 3:].tolist()), joint) > 1e-3
+    assert out.stats.accepted > 0
+
+
+def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
+    from selfspec.fingerprint import fingerprint
+    from selfspec.train.exit_heads import ExitHeads
+    from selfspec.train.side_car import write_side_car
+
+    model = tiny.llama()
+    write_side_car(ExitHeads(32, 8, (2,)), None, 2, fingerprint(model), torch.float32, {}, tmp_path)
+    drafter = selfspec.ReducedVocabulary(selfspec.ExitHead.from_pretrained(tmp_path), _KEPT)
+    rounds = [row.rows[0] for row in selfspec.wrap(model, draft=drafter).stream(tiny.prompt(5), max_new_tokens=9)]
+    assert {token for row in rounds for token in row.draft} <= set(_KEPT)
+    with pytest.raises(selfspec.ExitHeadError):
+        selfspec.wrap(tiny.llama(seed=1), draft=drafter)
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 1), (-1,), (1.0,), ("1",), (True,)])
+def test_what_is_no_vocabulary_is_refused(tokens: Any) -> None:
+    with pytest.raises(DraftConfigError):
+        selfspec.ReducedVocabulary(selfspec.EarlyExit(1), tokens)
+
+
+def test_tokens_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(DraftConfigError, match="token 50"):
+        selfspec.wrap(tiny.llama(), draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(1), (3, 50)))
+
+
+def test_the_most_frequent_tokens_are_counted() -> None:
+    counted = most_frequent(Blocks(torch.tensor([[3, 3, 3, 7], [7, 1, 0, 3]])), 2, 10)
+    assert counted == Counted((3, 7), 0.75)
+    with pytest.raises(selfspec.TrainingError, match="out of range"):
+        most_frequent(Blocks(torch.zeros(1, 1, dtype=torch.long)), 11, 10)
+
+
+def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "v.json"
+    write_vocabulary(Counted((3, 7), 0.75), file)
+    assert selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), file).tokens == (3, 7)
+    with pytest.raises(selfspec.TrainingError, match="exists"):
+        write_vocabulary(Counted((1,), 1.0), file)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"tokens": 3}), json.dumps({"tokens": ["a"]})])
+def test_a_file_that_is_no_vocabulary_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "v.json").write_text(content)
+    with pytest.raises(DraftConfigError):
+        selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), tmp_path / "v.json")
