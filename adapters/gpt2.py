@@ -2,4 +2,4 @@
 
 from selfspec.adapter import Adapter
 
-ADAPTER = Adapter(model_types=("gpt2",), layers="transformer.h", attention="attn")
+ADAPTER = Adapter(model_types=("gpt2", "gpt-sw3", "gpt_bigcode"), layers="transformer.h", attention="attn")

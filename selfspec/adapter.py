@@ -12,21 +12,70 @@ from selfspec.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Adapter:
-    """Where an architecture keeps its decoder layers and their two sublayers.
+    """Where an architecture keeps its decoder layers and their two sublayers, and how it calls them.
 
     Attributes:
         model_types: the `config.model_type` values it serves.
-        layers: attribute path from the causal LM to the `ModuleList` of decoder layers.
-        attention: attribute of a decoder layer that holds its attention.
-        mlp: attribute of a decoder layer that holds its MLP.
-        layer_returns: what a decoder layer returns: the hidden states, or a tuple that begins with them.
+        layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it stands for the
+            model's own `base_model_prefix`.
+        attention: attribute, or attributes, of a decoder layer that hold its attention, or whatever else lets tokens
+            see those before them. A layer may lack some of several.
+        recurrent: those of `attention` that keep a state in place of keys and values.
+        mlp: attribute, or attributes, of a decoder layer that hold its MLP. A layer may lack some of several.
+        layer_returns: number of values a decoder layer returns, the hidden states first; 1: the bare tensor.
+        attention_returns: the same of an attention; what is recurrent returns a bare tensor.
+        mlp_returns: the same of an MLP.
+        without_attention: what an attention left out gives. "zeros", if its layer adds the output to the residual
+            stream; "input" or "residual", if the attention adds the stream itself, and finds it in its first or in its
+            last positional argument.
+        without_mlp: the same of an MLP.
+        publishes: attribute of an attention that is true where later layers read its keys and values. Such an
+            attention runs though it is left out, and only its output is dropped. None: layers share nothing.
+        ragged: how rows of different lengths are told apart. "mask": the model takes a 4-D mask and position ids.
+            "padding": it makes both of a padding mask, and reads keys and values aligned on the right. "none": it
+            cannot, so that only one row at a time is exact.
+        requires: fields that the config must have, with their values.
     """
 
     model_types: tuple[str, ...]
     layers: str = "model.layers"
-    attention: str = "self_attn"
-    mlp: str = "mlp"
-    layer_returns: Literal["tensor", "tuple"] = "tensor"
+    attention: str | tuple[str, ...] = "self_attn"
+    recurrent: tuple[str, ...] = ()
+    mlp: str | tuple[str, ...] = "mlp"
+    layer_returns: int = 1
+    attention_returns: int = 2
+    mlp_returns: int = 1
+    without_attention: Literal["zeros", "input", "residual"] = "zeros"
+    without_mlp: Literal["zeros", "input", "residual"] = "zeros"
+    publishes: str | None = None
+    ragged: Literal["mask", "padding", "none"] = "mask"
+    requires: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """Every attribute that holds an attention, or what stands in its place."""
+        return (self.attention,) if isinstance(self.attention, str) else self.attention
+
+    @property
+    def mlp_modules(self) -> tuple[str, ...]:
+        """Every attribute that holds a part of the MLP."""
+        return (self.mlp,) if isinstance(self.mlp, str) else self.mlp
+
+    def returns(self, attention: str) -> int:
+        """Number of values that one of `attention_modules` returns."""
+        return 1 if attention in self.recurrent else self.attention_returns
+
+    def attention_modules_of(self, layer: nn.Module) -> tuple[str, ...]:
+        """Those of `attention_modules` that a layer has."""
+        return tuple(name for name in self.attention_modules if isinstance(getattr(layer, name, None), nn.Module))
+
+    def path(self, model: nn.Module) -> list[str]:
+        """The attributes that lead from the causal LM to its decoder layers; the first holds all but the head."""
+        return self.layers.format(base=getattr(model, "base_model_prefix", "")).split(".")
+
+    def mlp_modules_of(self, layer: nn.Module) -> tuple[str, ...]:
+        """Those of `mlp_modules` that a layer has."""
+        return tuple(name for name in self.mlp_modules if isinstance(getattr(layer, name, None), nn.Module))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that does not have what this adapter names.
@@ -34,21 +83,29 @@ class Adapter:
         Raises:
             UnsupportedModelError: naming what is missing.
         """
+        for name, value in self.requires:
+            if getattr(model.config, name, None) != value:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} drafts only where its config says {name}={value!r}; "
+                    "set it when you load the model"
+                )
         try:
-            layers = model.get_submodule(self.layers)
+            layers = model.get_submodule(".".join(self.path(model)))
         except AttributeError as error:
             raise UnsupportedModelError(f"the adapter's layers={self.layers!r} is not in the model: {error}") from error
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
             raise UnsupportedModelError(f"the adapter's layers={self.layers!r} is no ModuleList of decoder layers")
-        for name in (self.attention, self.mlp):
-            if not all(isinstance(getattr(layer, name, None), nn.Module) for layer in layers):
+        for layer in layers:
+            lacking = [] if self.attention_modules_of(layer) else [*self.attention_modules]
+            lacking += [] if self.mlp_modules_of(layer) else self.mlp_modules
+            if lacking:
                 raise UnsupportedModelError(
-                    f"the adapter names {name!r}, which {type(layers[0]).__name__} does not have; it has "
-                    + ", ".join(child for child, _ in layers[0].named_children())
+                    f"the adapter names {lacking[0]!r}, which {type(layer).__name__} does not have; it has "
+                    + ", ".join(child for child, _ in layer.named_children())
                 )
 
     def decoder_layers(self, model: nn.Module) -> list[nn.Module]:
         """The decoder layers of `model`, first to last."""
-        layers = model.get_submodule(self.layers)
+        layers = model.get_submodule(".".join(self.path(model)))
         assert isinstance(layers, nn.ModuleList)
         return list(layers)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.adapter import Adapter
+from selfspec.cache import recurrent_layers
 from selfspec.wrapped import find_adapter
 
 
@@ -78,16 +80,20 @@ class CacheAnatomy:
     """Keys and values. selfspec keeps those of sliding-window layers in full, so that rolling back stays a cursor.
 
     Attributes:
-        heads: key and value heads of a layer.
-        head_dim: numbers in a head's key, and in its value.
+        heads: key and value heads of the first layer.
+        head_dim: numbers in a head's key.
+        value_dim: numbers in a head's value.
         bytes_per_token: keys and values of one token over all layers.
         sliding_layers: number of layers with a sliding window.
+        recurrent_layers: number of layers with a state, whose size does not depend on the number of tokens.
     """
 
     heads: int
     head_dim: int
+    value_dim: int
     bytes_per_token: int
     sliding_layers: int
+    recurrent_layers: int
 
 
 @dataclass(frozen=True)
@@ -208,13 +214,23 @@ def describe_config(config: PreTrainedConfig) -> Anatomy:
 
 
 def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerAnatomy:
-    attention, mlp = layer.get_submodule(adapter.attention), layer.get_submodule(adapter.mlp)
-    accounted = _ids([attention, mlp])
+    attentions = adapter.attention_modules_of(layer)
+    mlps = adapter.mlp_modules_of(layer)
+    accounted = _ids([layer.get_submodule(name) for name in (*attentions, *mlps)])
     return LayerAnatomy(
-        attention=SublayerAnatomy(adapter.attention, type(attention).__name__, Weights.of(attention.parameters())),
-        mlp=SublayerAnatomy(adapter.mlp, type(mlp).__name__, Weights.of(mlp.parameters())),
+        attention=_sublayer(layer, attentions),
+        mlp=_sublayer(layer, mlps),
         norms=Weights.of(weight for weight in layer.parameters() if id(weight) not in accounted),
         window=window,
+    )
+
+
+def _sublayer(layer: nn.Module, names: Sequence[str]) -> SublayerAnatomy:
+    parts = [layer.get_submodule(name) for name in names]
+    return SublayerAnatomy(
+        ", ".join(names),
+        ", ".join(dict.fromkeys(type(part).__name__ for part in parts)),
+        Weights.of(weight for part in parts for weight in part.parameters()),
     )
 
 
@@ -227,14 +243,33 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
 
 
 def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheAnatomy:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # The last layers may read what earlier ones keep, and keep nothing themselves.
+    keeping = range(len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0))
+    recurrent = recurrent_layers(config)
+    stateful = [layer for layer, stock in recurrent.items() if not isinstance(stock, CacheLayerMixin)]
+    each = getattr(config, "per_layer_config", None)
+    shapes = [_shape(each[layer] if each else config) for layer in keeping if layer not in stateful]
+    heads, key, value = shapes[0] if shapes else (0, 0, 0)
     return CacheAnatomy(
         heads=heads,
-        head_dim=head_dim,
-        bytes_per_token=2 * heads * head_dim * dtype.itemsize * len(windows),
+        head_dim=key,
+        value_dim=value,
+        bytes_per_token=dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes),
         sliding_layers=sum(window is not None for window in windows),
+        recurrent_layers=len(recurrent),
     )
+
+
+def _shape(config: PreTrainedConfig) -> Sequence[int]:
+    """Key and value heads of a layer, numbers in a key, numbers in a value."""
+    queries: int = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        # Latent attention keeps the latent vector and the rotated part of the key.
+        return [1, config.kv_lora_rank, config.qk_rope_head_dim]
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // queries
+    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    heads: int = 1 if shared else getattr(config, "num_key_value_heads", None) or queries
+    return [heads, head_dim, getattr(config, "v_head_dim", None) or head_dim]
 
 
 def _ids(modules: Iterable[nn.Module]) -> set[int]:

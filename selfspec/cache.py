@@ -6,20 +6,27 @@ written, which positions they have, and what they may attend to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
+    chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
 
+from selfspec.recurrent import RecurrentLayer
+
 _SMALLEST_ROOM = 64
+_STEPS = 16
+# Models with recurrent layers ask for these, whatever their layer types are called.
+_ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
 
 
 class Cursors:
@@ -27,15 +34,21 @@ class Cursors:
 
     Attributes:
         lengths: cursor of each row, in slots.
+        ahead: how many tokens every cursor stands past its last commit.
         limit: the most tokens a row may come to hold, prompt included.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
+        aligned: on which side passes find the rows of a ragged batch aligned.
     """
 
-    def __init__(self, batch: int, limit: int, slack: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"]
+    ) -> None:
         self.lengths = [0] * batch
+        self.ahead = 0
         self.limit = limit
         self.device = device
+        self.aligned = aligned
         self._slack = slack
         self._room = min(_SMALLEST_ROOM, limit)
 
@@ -48,6 +61,17 @@ class Cursors:
     def uniform(self) -> bool:
         """Whether all cursors are equal."""
         return all(length == self.lengths[0] for length in self.lengths)
+
+    def move(self, tokens: int) -> None:
+        """Move every cursor over `tokens` tokens that are not committed, or back."""
+        self.ahead += tokens
+        self.lengths = [length + tokens for length in self.lengths]
+
+    def settle(self, tokens: Sequence[int]) -> int:
+        """Move each cursor over its own number of tokens, to stay; returns how far all stood ahead before."""
+        ahead, self.ahead = self.ahead, 0
+        self.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
+        return ahead
 
     def make_room(self, committed: int) -> None:
         """Double the room until it holds `committed` tokens, but never beyond the limit."""
@@ -66,6 +90,11 @@ class Cursors:
         cursor = torch.tensor(self.lengths, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         return cursor[:, None] + torch.arange(width, device=self.device)
 
+    def right_aligned(self, width: int) -> Tensor:
+        """Which slot stands where once rows are aligned on the right, `[batch, visible]`; negative: padding."""
+        last = self.slots(width)[:, -1:]
+        return last + 1 - self.visible(width) + torch.arange(self.visible(width), device=self.device)
+
 
 class SharedCache(Cache):
     """Keys and values of every layer in preallocated slots, with one cursor per row.
@@ -79,13 +108,28 @@ class SharedCache(Cache):
         limit: the most tokens a row may come to hold, prompt included.
         slack: the longest draft; slots for it are kept past the committed tokens.
         device: where positions are made.
+        aligned: "left": passes find the slots of a ragged batch as they are, and need a 4-D mask. "right": they find a
+            copy that is padded on the left, for models that read nothing but a padding mask.
+        recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
     """
 
-    def __init__(self, depth: int, batch: int, limit: int, slack: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        depth: int,
+        batch: int,
+        limit: int,
+        slack: int,
+        device: torch.device,
+        aligned: Literal["left", "right"] = "left",
+        recurrent: Mapping[int, LinearAttentionCacheLayerMixin] = MappingProxyType({}),
+    ) -> None:
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
-        self._cursors = Cursors(batch, limit, slack, device)
-        super().__init__(layers=[_SharedLayer(self._cursors) for _ in range(depth)])
+        self._cursors = Cursors(batch, limit, slack, device, aligned)
+        self._most_bytes = 0
+        super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
+        self._slotted = [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -99,8 +143,23 @@ class SharedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes allocated for keys and values, and the most that states of recurrent layers have taken."""
+        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes that states of recurrent layers have taken, the copies of a round included."""
+        return sum(layer.state_bytes for layer in self._recurrent)
+
+    @property
+    def rolls_back_by_cursor(self) -> bool:
+        """Whether there is nothing but keys and values, so that what stands past a cursor is scrap and no more."""
+        return not self._recurrent
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that were allocated for keys and values at any time."""
+        return max(self._most_bytes, self.nbytes)
 
     def reserve(self, committed: int) -> None:
         """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
@@ -108,21 +167,49 @@ class SharedCache(Cache):
 
     def advance(self, tokens: int) -> None:
         """Move every cursor forward over `tokens` tokens that a pass has written."""
-        self.commit([tokens] * len(self.lengths))
+        self._cursors.move(tokens)
 
     def rollback(self, tokens: int) -> None:
         """Move every cursor back over `tokens` tokens. Copies nothing, whatever the length."""
-        self.commit([-tokens] * len(self.lengths))
+        self._cursors.move(-tokens)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move each row's cursor over its own number of tokens."""
-        self._cursors.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
+        """Make each row's next tokens final, its own number of them: its cursor moves over them, to stay."""
+        ahead = self._cursors.settle(tokens)
+        for layer in self._recurrent:
+            layer.settle([ahead + count for count in tokens])
+
+    def record(self, width: int) -> None:
+        """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
+        for layer in self._recurrent:
+            layer.record(width)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given. What the others hold is freed."""
+        self._most_bytes = self.most_bytes
+        self._cursors.lengths = [self.lengths[row] for row in rows]
+        for layer in self._slotted:
+            layer.narrow_slots(rows)
+        for stateful in self._recurrent:
+            stateful.narrow_states(rows)
 
     def scrub(self, rows: Sequence[int]) -> None:
         """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
-        for layer in self.layers:
+        for layer in self._slotted:
             for row in rows:
                 layer.scrub(row)
+
+    def prefill_widths(self, lengths: Sequence[int]) -> list[int]:
+        """How many tokens of the prompts to read at a time, where rows have that many each.
+
+        All at once, if what stands past a row's end is scrap. Recurrent layers would take it into their state: there
+        it is first what all rows have, and then few at a time, since each leaves a copy of the state.
+        """
+        if self.rolls_back_by_cursor:
+            return [max(lengths)]
+        rest = max(lengths) - min(lengths)
+        steps = [min(_STEPS, rest - start) for start in range(0, rest, _STEPS)]
+        return [width for width in (min(lengths), *steps) if width]
 
     def positions(self, width: int) -> Tensor:
         """Position ids of a pass over `width` tokens, `[batch or 1, width]`.
@@ -137,10 +224,13 @@ class SharedCache(Cache):
 
         None where all cursors are equal: the stock model then derives the mask from the cursor by itself, through
         `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask `[batch, 1, width, slots]` in the form of the
-        model's attention kernel, or a dict of one per layer type where the config has layer types.
+        model's attention kernel, or a dict of one per layer type where the config has layer types; or a padding mask
+        `[batch, slots]` where rows are aligned on the right.
         """
-        if self._cursors.uniform:
+        if self._cursors.uniform or not self._slotted:
             return None
+        if self._cursors.aligned == "right":
+            return (self._cursors.right_aligned(width) >= 0).long()
         slots = self._cursors.slots(width)
 
         def mask(pattern: Callable[..., Tensor]) -> Tensor:
@@ -156,13 +246,19 @@ class SharedCache(Cache):
             return made
 
         window = getattr(config, "sliding_window", None)
-        patterns = {"full_attention": causal_mask_function}
+        patterns = {"full_attention": causal_mask_function, "hybrid": causal_mask_function}
         if window is not None:
             patterns["sliding_attention"] = sliding_window_causal_mask_function(window)
+        chunk = getattr(config, "attention_chunk_size", None)
+        if chunk is not None:
+            unpadded = torch.zeros(len(self.lengths), dtype=torch.long, device=self._cursors.device)
+            patterns["chunked_attention"] = chunked_causal_mask_function(chunk, unpadded)
         layer_types = getattr(config, "layer_types", None)
-        if layer_types is None:
+        if layer_types is None and self.rolls_back_by_cursor:
             return mask(patterns.get("sliding_attention", causal_mask_function))
-        return {layer_type: mask(patterns[layer_type]) for layer_type in dict.fromkeys(layer_types)}
+        # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
+        kinds = dict.fromkeys([*(layer_types or ()), *(() if self.rolls_back_by_cursor else _ALWAYS_ASKED)])
+        return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The furthest cursor, in slots (`transformers` asks for it as the length of the past)."""
@@ -175,6 +271,22 @@ class SharedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of slots a pass over `query_length` tokens looks at, and the first of them."""
         return self._cursors.visible(query_length), 0
+
+
+def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:
+    """The layers that have recurrent or convolutional state, by number, as `transformers` would keep them."""
+    layers = DynamicCache(config=config).layers
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def _layer_like(
+    stock: LinearAttentionCacheLayerMixin | None, cursors: Cursors
+) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
+    if stock is None:
+        return _SharedLayer(cursors)
+    if isinstance(stock, CacheLayerMixin):
+        return _RecurrentSharedLayer(cursors, stock.number_of_states)
+    return RecurrentLayer(cursors, stock.number_of_states)
 
 
 class _SharedLayer(CacheLayerMixin):
@@ -201,7 +313,18 @@ class _SharedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < self._cursors.capacity:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
-        return self._written(self.keys, key_states), self._written(self.values, value_states)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        return self.seen(key_states.shape[2])
+
+    def seen(self, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a pass over `width` tokens may look at."""
+        return self._seen(self.keys, width), self._seen(self.values, width)
+
+    def narrow_slots(self, rows: Sequence[int]) -> None:
+        if self.keys is not None:
+            index = torch.tensor(rows, device=self.keys.device)
+            self.keys, self.values = self.keys[index], self.values[index]
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:
@@ -227,7 +350,7 @@ class _SharedLayer(CacheLayerMixin):
         new[:, :, : old.shape[2]] = old
         return new
 
-    def _written(self, slots: Tensor, states: Tensor) -> Tensor:
+    def _write(self, slots: Tensor, states: Tensor) -> None:
         width = states.shape[2]
         if self._cursors.uniform:
             start = self._cursors.lengths[0]
@@ -235,4 +358,40 @@ class _SharedLayer(CacheLayerMixin):
         else:
             rows = torch.arange(states.shape[0], device=states.device)[:, None]
             slots[rows, :, self._cursors.slots(width).to(states.device)] = states.transpose(1, 2)
-        return slots[:, :, : self._cursors.visible(width)]
+
+    def _seen(self, slots: Tensor, width: int) -> Tensor:
+        if self._cursors.uniform or self._cursors.aligned == "left":
+            return slots[:, :, : self._cursors.visible(width)]
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        return slots[rows, :, self._cursors.right_aligned(width).clamp(min=0).to(slots.device)].transpose(1, 2)
+
+
+class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
+    """A layer that has both: slots of keys and values, and states."""
+
+    def __init__(self, cursors: Cursors, number_of_states: int) -> None:
+        _SharedLayer.__init__(self, cursors)
+        RecurrentLayer.__init__(self, cursors, number_of_states)
+
+    def lazy_initialization(self, *slots: Tensor, **states: Any) -> None:
+        """Called with keys and values by attention, by keyword with states by the rest."""
+        if slots:
+            _SharedLayer.lazy_initialization(self, *slots)
+        else:
+            RecurrentLayer.lazy_initialization(self, **states)
+
+
+class CacheReader:
+    """Stands in for a cache where an attention must find keys and values but not write its own.
+
+    Args:
+        cache: what it reads.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
+        """All that the pass may look at in a layer, its own tokens' slots as an earlier pass left them."""
+        seen: tuple[Tensor, Tensor] = self._cache.layers[layer].seen(key_states.shape[2])
+        return seen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,16 @@ class Coupling:
 
     Args:
         seed: of the generation.
+        rows: numbers of the rows that are chosen for; None: 0, 1, 2 and so on.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rows: Sequence[int] | None = None) -> None:
         self._seed = seed
+        self._rows = rows
+
+    def narrowed(self, rows: Sequence[int]) -> Coupling:
+        """The same noise for the rows of these numbers."""
+        return Coupling(self._seed, rows)
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
         """The token of each place.
@@ -35,7 +43,8 @@ class Coupling:
         """
         batch, _, vocab = weights.shape
         key = _mixed(torch.full((batch, 1), self._seed, device=weights.device))
-        key = _mixed(key + _GOLDEN * torch.arange(1, batch + 1, device=weights.device)[:, None])
+        rows = torch.tensor(range(batch) if self._rows is None else self._rows, device=weights.device)
+        key = _mixed(key + _GOLDEN * (rows + 1)[:, None])
         key = _mixed(key + _GOLDEN * (positions + 1))
         bits = _mixed(key[..., None] + _GOLDEN * torch.arange(1, vocab + 1, device=weights.device))
         # The upper 53 bits make a double in (0, 1).

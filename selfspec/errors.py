@@ -64,5 +64,6 @@ class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
         kept = ", ".join(f"row {row} after {output.lengths[row]} new tokens" for row in rows)
         super().__init__(
             f"the full model's logits became NaN or infinite: {kept}; those tokens are kept in `.output`. "
-            "Check the weights and the dtype: fp16 overflows where bf16 or fp32 do not."
+            "Check the weights and the dtype: fp16 overflows where bf16 or fp32 do not. Or the logits processors left "
+            "no token to choose."
         )

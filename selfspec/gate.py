@@ -7,8 +7,8 @@ views of one pass belong to one generation, so the model itself, other threads a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.adapter import Adapter
+from selfspec.cache import CacheReader
+from selfspec.call import call_with, hidden_states
 from selfspec.errors import UnsupportedModelError
 from selfspec.path import Part, Path, Sublayer
+from selfspec.recurrent import token_by_token
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,19 @@ class ExactStates:
 
     Attributes:
         hidden: input of the sublayer's layer, `[batch, tokens, hidden]`.
-        attention: output of that layer's attention, same shape, where the sublayer is the MLP; else None.
+        attention: output of that layer's attention, same shape, by the module's name; empty but where the sublayer is
+            the MLP.
     """
 
     hidden: Tensor
-    attention: Tensor | None = None
+    attention: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def concatenated(cls, parts: Sequence[ExactStates]) -> ExactStates:
         """The states of consecutive tokens as one."""
-        attention = [part.attention for part in parts if part.attention is not None]
-        return cls(torch.cat([part.hidden for part in parts], 1), torch.cat(attention, 1) if attention else None)
+        # Some models keep several streams of hidden states, before the batch.
+        attention = {name: torch.cat([part.attention[name] for part in parts], -2) for name in parts[0].attention}
+        return cls(torch.cat([part.hidden for part in parts], -2), attention)
 
 
 class Boundary:
@@ -46,35 +51,33 @@ class Boundary:
     Attributes:
         given: what enters at `path.start`.
         hidden: recorded input of the layer of `path.hand_over`.
-        attention: recorded output of that layer's attention, where `path.hand_over` is its MLP.
+        attention: recorded output of that layer's attention, by the module's name, where `path.hand_over` is its MLP.
     """
 
     def __init__(self) -> None:
         self.given: ExactStates | None = None
         self.hidden: Tensor | None = None
-        self.attention: Tensor | None = None
+        self.attention: dict[str, Tensor] = {}
 
     def pass_given(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a layer on the given states instead of its input."""
         assert self.given is not None
-        if args:
-            return layer(self.given.hidden, *args[1:], **kwargs)
-        return layer(**{**kwargs, "hidden_states": self.given.hidden})
+        return call_with(layer, self.given.hidden, args, kwargs)
 
-    def replay_attention(self, *args: Any, **kwargs: Any) -> Any:
+    def replay_attention(self, name: str, returns: int, *args: Any, **kwargs: Any) -> Any:
         """Give the attention output that was computed before, instead of computing it."""
         assert self.given is not None
-        return self.given.attention, None
+        return _values(self.given.attention[name], returns)
 
     def record_hidden(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a layer and keep its input."""
-        self.hidden = _hidden_states(args, kwargs)
+        self.hidden = hidden_states(args, kwargs)
         return layer(*args, **kwargs)
 
-    def record_attention(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def record_attention(self, name: str, attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an attention and keep its output."""
         output = attention(*args, **kwargs)
-        self.attention = output[0]
+        self.attention[name] = output[0] if isinstance(output, tuple) else output
         return output
 
 
@@ -97,7 +100,7 @@ class GatedModel:
             _gated_layer(layer, index, adapter, path, self._boundary)
             for index, layer in enumerate(adapter.decoder_layers(model))
         ]
-        self.module = _with_layers(model, adapter.layers.split("."), layers)
+        self.module = _with_layers(model, adapter.path(model), layers)
 
     def enter(self, states: ExactStates | None) -> None:
         """Say what enters at `path.start` in the pass that comes."""
@@ -107,7 +110,8 @@ class GatedModel:
         """Take what the last pass left at `path.hand_over`; None where the path leaves nothing."""
         left = self._boundary
         states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
-        left.given = left.hidden = left.attention = None
+        left.given = left.hidden = None
+        left.attention = {}
         return states
 
 
@@ -119,7 +123,11 @@ def _with_layers(module: nn.Module, names: list[str], layers: list[nn.Module]) -
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
     if not any(path.runs(Sublayer(index, part)) for part in Part):
-        gated = _replaced(layer, _pass_through if adapter.layer_returns == "tensor" else _pass_through_tuple)
+        pass_through = partial(_without, "input", adapter.layer_returns)
+        publishing = _publishing_layer(layer, index, adapter, path)
+        if publishing is not None:
+            pass_through = partial(_after, publishing, pass_through)
+        gated = _replaced(layer, pass_through)
     else:
         gated = _gated_sublayers(layer, index, adapter, path, boundary)
     if path.start is not None and path.start.layer == index:
@@ -132,40 +140,75 @@ def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, bou
 def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
     attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
     forwards: dict[str, Callable[..., Any]] = {}
-    if path.start == mlp:
-        forwards[adapter.attention] = boundary.replay_attention
-    elif attention in path.skipped:
-        forwards[adapter.attention] = _no_attention
-    elif path.hand_over == mlp:
-        forwards[adapter.attention] = partial(boundary.record_attention, layer.get_submodule(adapter.attention))
+    for name in adapter.attention_modules_of(layer):
+        module, returns = layer.get_submodule(name), adapter.returns(name)
+        if not path.runs(attention):
+            instead = (
+                partial(boundary.replay_attention, name, returns)
+                if path.start == mlp
+                else partial(_without, adapter.without_attention, returns)
+            )
+            if _is_read_later(module, index, adapter, path):
+                instead = partial(_after, _publishing(module, attention, path), instead)
+            forwards[name] = instead
+            continue
+        if name in adapter.recurrent:
+            forwards[name] = partial(token_by_token, module, index)
+        if path.hand_over == mlp:
+            forwards[name] = partial(boundary.record_attention, name, forwards.get(name, module))
     if mlp in path.skipped:
-        forwards[adapter.mlp] = _no_mlp
+        for name in adapter.mlp_modules_of(layer):
+            forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
     if not forwards:
         return layer
     return _twin(layer, {name: _replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
 
 
-def _pass_through(*args: Any, **kwargs: Any) -> Tensor:
-    return _hidden_states(args, kwargs)
+def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
+    """Stand for a module left out.
+
+    Zeros, where the layer adds the output to the residual stream: they survive post-norms, parallel residuals and
+    multipliers, which leaving the branch out of the layer's code would not.
+    """
+    hidden = args[-1] if gives == "residual" else hidden_states(args, kwargs)
+    return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)
 
 
-def _pass_through_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _hidden_states(args, kwargs), None
+def _is_read_later(attention: nn.Module, index: int, adapter: Adapter, path: Path) -> bool:
+    """Whether later layers of the path read keys and values that this attention publishes."""
+    publishes = adapter.publishes is not None and bool(getattr(attention, adapter.publishes, False))
+    return publishes and any(path.runs(Sublayer(later, Part.ATTENTION)) for later in range(index + 1, path.depth))
 
 
-# Zeros stand for a sublayer left out: they survive post-norms, parallel residuals and multipliers, which leaving the
-# residual branch out of the layer's code would not.
-def _no_attention(*args: Any, **kwargs: Any) -> Any:
-    return torch.zeros_like(_hidden_states(args, kwargs)), None
+def _publishing(module: nn.Module, attention: Sublayer, path: Path) -> Callable[..., Any]:
+    """An attention; before `path.start` it publishes what an earlier pass left in the cache."""
+    if path.start is None or attention > path.start:
+        return module
+    return partial(_reading, module)
 
 
-def _no_mlp(*args: Any, **kwargs: Any) -> Any:
-    return torch.zeros_like(_hidden_states(args, kwargs))
+def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> nn.Module | None:
+    """The layer with every attention of it publishing, if later layers read what one of them publishes."""
+    modules = [(name, layer.get_submodule(name)) for name in adapter.attention_modules_of(layer)]
+    publishing = {
+        name: _replaced(module, _publishing(module, Sublayer(index, Part.ATTENTION), path))
+        for name, module in modules
+        if _is_read_later(module, index, adapter, path)
+    }
+    return _twin(layer, publishing) if publishing else None
 
 
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    return hidden
+def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return attention(*args, **{**kwargs, "past_key_values": CacheReader(kwargs["past_key_values"])})
+
+
+def _after(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    first(*args, **kwargs)
+    return then(*args, **kwargs)
+
+
+def _values(hidden: Tensor | None, returns: int) -> Any:
+    return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
 
 
 def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:

@@ -13,10 +13,12 @@ from selfspec.control import FixedLength
 from selfspec.draft import Draft, Drafter
 from selfspec.gate import ExactStates
 from selfspec.output import Round, RowRound
+from selfspec.past import load_past, store_past
 from selfspec.path import Path
 from selfspec.request import Request
 from selfspec.state import State
 from selfspec.stats import PhaseClock, Stats
+from selfspec.text import Prefixes
 
 
 @torch.no_grad()
@@ -42,7 +44,7 @@ def rounds(
             prefill(state, request)
         while any(state.live):
             state.cache.reserve(state.longest)
-            state.cache.scrub(state.doubted)
+            state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])
             length = 0 if drafter is None or state.doubted else control.choose(remaining(state, request))
             with clock.phase("draft"):
                 draft = drafter.draft(state, length) if drafter and length else Draft(state.last[:, :0])
@@ -53,31 +55,43 @@ def rounds(
             with clock.phase("commit"):
                 committed = commit(state, request, draft, accepted, stats)
             yield committed
+        if state.past is not None:
+            store_past(state.cache, state.past, request.padding)
     finally:
-        stats.cache_bytes = state.cache.nbytes
+        stats.cache_bytes = state.cache.most_bytes
         stats.seconds = clock.seconds()
 
 
 def prefill(state: State, request: Request) -> None:
     """Fill the cache with each prompt but its last token, which the first round reads.
 
-    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap.
+    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap. What the
+    caller's own cache holds is not computed again.
     """
-    width = max(request.lengths) - 1
-    if width == 0:
+    if request.past is not None:
+        load_past(request.past, state.cache, request.padding)
+    unread = [length - 1 - known for length, known in zip(request.lengths, state.cache.lengths, strict=True)]
+    if max(unread) == 0:
         return
-    state.cache.reserve(width + 1)
-    prompts = torch.zeros_like(request.input_ids[:, :width])
-    for row, length in enumerate(request.lengths):
-        prompts[row, : length - 1] = request.input_ids[row, -length:-1]
-    state.passes.states(Path.full(state.passes.depth), prompts.to(state.last.device))
-    state.cache.commit([length - 1 for length in request.lengths])
+    state.cache.reserve(max(request.lengths))
+    prompts = torch.zeros_like(request.input_ids[:, : max(unread)])
+    for row, count in enumerate(unread):
+        prompts[row, :count] = request.input_ids[row, -1 - count : -1]
+    prompts = prompts.to(state.last.device)
+    start = 0
+    for width in state.cache.prefill_widths(unread):
+        counts = [min(max(count - start, 0), width) for count in unread]
+        state.passes.prefill(prompts[:, start : start + width], counts)
+        state.cache.commit(counts)
+        start += width
 
 
 def remaining(state: State, request: Request) -> int:
     """The most tokens any live row may still grow by."""
     return max(
-        request.max_new_tokens - len(tokens) for tokens, live in zip(state.committed, state.live, strict=True) if live
+        request.stopping.max_new_tokens - len(tokens)
+        for tokens, live in zip(state.committed, state.live, strict=True)
+        if live
     )
 
 
@@ -107,6 +121,8 @@ class Accepted:
         count: draft tokens that stand, `[batch]`.
         token: the token after them, from the residual or as the bonus token, `[batch]`.
         finite: whether the target's logits there were finite; where not, `token` means nothing, `[batch]`.
+        logits: the target's own, `[batch, drafted + 1, vocab]`.
+        scores: the same as processors and warpers leave them.
         overlap: sum of min(p, q) = 1 - TV at each draft token, the best chance any rule has to accept it, for a
             coupled draft; else zeros, `[batch, drafted]`.
     """
@@ -115,12 +131,15 @@ class Accepted:
     token: Tensor
     finite: Tensor
     overlap: Tensor
+    logits: Tensor
+    scores: Tensor
 
 
 def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     """Judge the draft and draw the token after it. Nothing waits for the device here."""
     sampling = state.sampling
-    p = sampling.probabilities(logits)
+    scores = sampling.scores(logits, Prefixes(state.text, [draft.tokens]))
+    p = sampling.probabilities(scores)
     finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
     decided = torch.where(finite[..., None], sampling.decide(p, state.cache.positions(p.shape[1]) + 1), 0.0)
@@ -131,7 +150,7 @@ def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     overlap = torch.zeros_like(noise)
     if draft.q is not None and sampling.decided:
         overlap = torch.minimum(p[:, :-1], draft.q).sum(-1)
-    return Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap)
+    return Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap, logits, scores)
 
 
 def commit(state: State, request: Request, draft: Draft, accepted: Accepted, stats: Stats) -> Round:
@@ -139,36 +158,55 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
     verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
     # As doubles, which hold every token id exactly, all of it comes over at once.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
-    rows: list[RowRound] = []
+    judgements = {
+        row: _Judgement.read(numbers, draft.length)
+        for row, numbers in zip(state.text.rows, table, strict=True)
+        if state.live[row]
+    }
+    runs = [judgements[row].run if row in judgements else [] for row in range(len(state.live))]
+    runs = request.stopping.shortened(state.text, runs)
+    ends = request.stopping.judged(state.text, runs, state.record(accepted.scores, accepted.logits, runs))
+    rows = [RowRound((), (), 0)] * len(runs)
     doubted: list[int] = []
-    for row, numbers in enumerate(table):
-        if not state.live[row]:
-            rows.append(RowRound((), (), 0))
-            continue
-        token, count, finite, *drafted = (int(number) for number in numbers[: 3 + draft.length])
-        overlap = numbers[3 + draft.length :]
-        run = drafted[:count] + [token] * finite
-        kept = run[: _end(run, request.eos, request.max_new_tokens - len(state.committed[row]))]
+    for row, judged in judgements.items():
+        end = ends[row]
+        kept = runs[row][:end]
         state.committed[row] += kept
-        done = len(state.committed[row]) == request.max_new_tokens or (bool(kept) and kept[-1] in request.eos)
-        if not done and not finite:
+        if end is None and not judged.finite:
             (doubted if draft.length else state.failed).append(row)
-        state.live[row] = not done and row not in state.failed
-        stands = min(count, len(kept))
+        state.live[row] = end is None and row not in state.failed
+        stands = min(judged.count, len(kept))
         # The target judged one token more than it accepted, unless it had accepted all or the row was over.
-        judged = min(stands + 1, draft.length) if len(kept) > stands else stands
-        stats.count_row(draft.length, judged, stands, len(kept), sum(overlap[:judged]))
-        rows.append(RowRound(tuple(kept), tuple(drafted), stands))
+        seen = min(stands + 1, draft.length) if len(kept) > stands else stands
+        stats.count_row(draft.length, seen, stands, len(kept), sum(judged.overlap[:seen]))
+        rows[row] = RowRound(tuple(kept), tuple(judged.drafted), stands)
     stats.rounds += 1
-    state.cache.commit([len(row.tokens) if live else 0 for row, live in zip(rows, state.live, strict=True)])
+    state.cache.commit([len(rows[row].tokens) for row in state.text.rows])
     state.doubted = doubted
     # A row in doubt has no token of the target's own after what stands.
     stood = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count[:, None])
     state.last = torch.where(accepted.finite[:, None], accepted.token[:, None], stood)
+    state.leave_out_ended()
     return Round(tuple(rows))
 
 
-def _end(run: list[int], eos: frozenset[int], room: int) -> int:
-    """How many tokens of a run are kept: up to the first end-of-sequence token, and no more than there is room for."""
-    first_eos = next((index + 1 for index, token in enumerate(run) if token in eos), len(run))
-    return min(first_eos, room)
+@dataclass(frozen=True)
+class _Judgement:
+    """One row of `Accepted` and its draft, on the host."""
+
+    token: int
+    count: int
+    finite: bool
+    drafted: list[int]
+    overlap: list[float]
+
+    @classmethod
+    def read(cls, numbers: list[float], drafted: int) -> _Judgement:
+        """Of a row of token, count, finite, draft tokens and overlaps."""
+        token, count, finite, *tokens = (int(number) for number in numbers[: 3 + drafted])
+        return cls(token, count, bool(finite), tokens, numbers[3 + drafted :])
+
+    @property
+    def run(self) -> list[int]:
+        """The tokens that stand, and the target's own after them."""
+        return self.drafted[: self.count] + [self.token] * self.finite

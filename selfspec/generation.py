@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from selfspec.accept import Rule
 from selfspec.adapter import Adapter
-from selfspec.cache import SharedCache
+from selfspec.cache import SharedCache, recurrent_layers
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
-from selfspec.errors import NonFiniteLogitsError
+from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.generate import rounds
 from selfspec.output import GenerateOutput, Round
 from selfspec.passes import Passes
+from selfspec.past import can_store
+from selfspec.record import Record
 from selfspec.request import Request
 from selfspec.state import State
 from selfspec.stats import Stats
+from selfspec.streaming import streamed
+from selfspec.text import Text
 
 
 class Generation(Iterator[Round]):
@@ -28,6 +33,7 @@ class Generation(Iterator[Round]):
 
     Attributes:
         stats: what has been counted. Times and bytes are filled in when the generation ends or is closed.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
     def __init__(
@@ -45,9 +51,11 @@ class Generation(Iterator[Round]):
         cache = SharedCache(
             depth=len(adapter.decoder_layers(model)),
             batch=batch,
-            limit=max(request.lengths) + request.max_new_tokens,
+            limit=max(request.lengths) + request.stopping.max_new_tokens,
             slack=control.length,
             device=device,
+            aligned="right" if adapter.ragged == "padding" else "left",
+            recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
         )
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
@@ -55,19 +63,25 @@ class Generation(Iterator[Round]):
         generator.manual_seed(seed)
         self.stats = Stats()
         self._request = request
-        self._lossless = rule.lossless
+        self.lossless = rule.lossless
         state = State(
             passes=Passes(model, adapter, cache),
             cache=cache,
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,
             last=request.input_ids[:, -1:].to(device),
-            committed=[[] for _ in range(batch)],
-            live=[request.max_new_tokens > 0] * batch,
+            text=Text(request.input_ids, request.pad),
+            scores=Record(request.pad) if request.returned.scores else None,
+            logits=Record(request.pad) if request.returned.logits else None,
+            past=_past_to_fill(request, cache),
         )
         # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
         self._committed, self._failed = state.committed, state.failed
+        self._scores, self._logits = state.scores, state.logits
+        self._live, self._past = state.live, state.past
         self._rounds = rounds(state, request, draft, control, rule, self.stats)
+        if request.streamer is not None:
+            self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
 
     def __next__(self) -> Round:
         """Run one round.
@@ -97,6 +111,18 @@ class Generation(Iterator[Round]):
             pass
         return self.output()
 
+    def answer(self) -> GenerateOutput | Tensor:
+        """Run all rounds that are left and give what `model.generate` returns.
+
+        Returns:
+            The sequences, `[batch, length]`; the whole output where `return_dict_in_generate` is set.
+
+        Raises:
+            NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
+        """
+        output = self.finish()
+        return output if self._request.returned.whole else output.sequences
+
     def output(self) -> GenerateOutput:
         """What has been generated so far."""
         committed = self._committed
@@ -105,7 +131,31 @@ class Generation(Iterator[Round]):
         prompts = self._request.input_ids
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
-        return GenerateOutput(torch.cat([prompts, new], 1), lengths, self.stats, self._lossless)
+        return GenerateOutput(
+            sequences=torch.cat([prompts, new], 1),
+            lengths=lengths,
+            stats=self.stats,
+            lossless=self.lossless,
+            scores=None if self._scores is None else self._scores.padded(lengths),
+            logits=None if self._logits is None else self._logits.padded(lengths),
+            past_key_values=None if any(self._live) else self._past,
+        )
+
+
+def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
+    """Where keys and values go at the end: to the caller's own cache, or to a new one where they are to be returned.
+
+    Raises:
+        UnsupportedOptionError: the caller's cache cannot hold all of this model's state.
+    """
+    if request.past is not None and not can_store(cache):
+        raise UnsupportedOptionError(
+            "past_key_values is not supported for a model whose layers keep more than keys and values; pass the whole "
+            "conversation as input_ids"
+        )
+    if request.past is not None:
+        return request.past
+    return DynamicCache() if request.returned.whole and can_store(cache) else None
 
 
 def _device(model: PreTrainedModel, request: Request) -> torch.device:

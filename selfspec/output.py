@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from transformers import Cache
 
 from selfspec.stats import Stats
 
@@ -56,9 +57,18 @@ class GenerateOutput:
         lengths: number of new tokens of each row.
         stats: what was counted.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
+        scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
+            unless `return_dict_in_generate` and `output_scores` ask for them. Where a row has ended, 0 for the padding
+            token and -inf for others.
+        logits: the same of the full model's own logits, for `output_logits`.
+        past_key_values: keys and values of all tokens but each row's last, for the next turn: a cache that the caller
+            passed, or a new one for `return_dict_in_generate`; else None, and of a generation under way.
     """
 
     sequences: Tensor
     lengths: tuple[int, ...]
     stats: Stats
     lossless: bool
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,9 @@ class Passes:
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        parameters = inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
 
     def logits(
@@ -68,9 +73,24 @@ class Passes:
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
         gated = self._view(path)
-        base = gated.module.get_submodule(self._model.base_model_prefix)
+        base = gated.module.get_submodule(self._adapter.path(self._model)[0])
         base(**self._inputs(tokens))
         return gated.leave()
+
+    def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Read tokens of prompts for what they leave in the cache: keys, values and states.
+
+        Args:
+            tokens: `[batch, tokens]`.
+            counts: how many of them each row has; what comes behind them is scrap.
+        """
+        if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):
+            self.states(Path.full(self.depth), tokens)
+            return
+        # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
+        base = self._model.get_submodule(self._adapter.path(self._model)[0])
+        base(**self._inputs(tokens))
+        self._cache.record(tokens.shape[1])
 
     def _view(self, path: Path, head: DraftHead | None = None) -> GatedModel:
         if (path, head) not in self._gated:
@@ -84,11 +104,12 @@ class Passes:
 
     def _inputs(self, tokens: Tensor) -> dict[str, Any]:
         width = tokens.shape[1]
+        positions = {"position_ids": self._cache.positions(width)} if self._takes_positions else {}
         return {
+            **positions,
             "input_ids": tokens,
-            "position_ids": self._cache.positions(width),
             "attention_mask": self._cache.attention_mask(self._config, width, self._dtype),
-            "past_key_values": self._cache,
+            self._cache_name: self._cache,
             "use_cache": True,
             "output_attentions": False,
             "output_hidden_states": False,

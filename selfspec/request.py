@@ -8,39 +8,21 @@ cannot be honoured is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.generation import (
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.past import check_past
+from selfspec.processing import read_processing
 from selfspec.sampling import Sampling
-
-# Warpers that look at the scores alone, so that all positions of a block go through them at once.
-_WARPERS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
+from selfspec.stopping import Stopping, read_stopping
 
 _HONOURED = frozenset(
     {
@@ -60,6 +42,27 @@ _HONOURED = frozenset(
         "bos_token_id",
         "eos_token_id",
         "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        # Read by transformers, which makes logits processors and stopping criteria of them.
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "sequence_bias",
+        "min_length",
+        "min_new_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "renormalize_logits",
+        "watermarking_config",
+        "top_h",
+        "max_time",
+        "stop_strings",
         # Only read by other decoding methods, or by transformers before it hands over.
         "early_stopping",
         "length_penalty",
@@ -78,12 +81,28 @@ _REMEDIES = {
     "assistant_model": "the model drafts for itself; drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
-    "past_key_values": "pass the whole conversation as input_ids",
     "inputs_embeds": "pass input_ids",
+    "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
+    "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
     "position_ids": "positions follow from the attention mask; drop it",
     "output_hidden_states": "call model.generate for hidden states",
     "output_attentions": "call model.generate for attentions",
 }
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a caller of `transformers`' `generate` asks back.
+
+    Attributes:
+        whole: an output object rather than the sequences alone (`return_dict_in_generate`).
+        scores: the scores of each new token in it.
+        logits: the logits of each new token in it.
+    """
+
+    whole: bool
+    scores: bool
+    logits: bool
 
 
 @dataclass(frozen=True)
@@ -94,19 +113,26 @@ class Request:
         input_ids: prompts as given, left-padded, `[batch, prompt]`.
         lengths: true length of each prompt.
         sampling: how logits become probabilities.
-        eos: token ids that end a row.
+        stopping: where rows end.
         pad: token id that fills rows which ended early.
-        max_new_tokens: the most tokens a row may grow by.
-        return_dict: whether `transformers` asked for an output object rather than the sequences alone.
+        returned: what is to be returned besides the sequences.
+        streamer: gets the prompt and then each token as it is committed; None: nobody listens.
+        past: the caller's own cache: keys and values of the first columns are read from it, and all are left in it.
     """
 
     input_ids: Tensor
     lengths: tuple[int, ...]
     sampling: Sampling
-    eos: frozenset[int]
+    stopping: Stopping
     pad: int
-    max_new_tokens: int
-    return_dict: bool
+    returned: Returned
+    streamer: BaseStreamer | None = None
+    past: Cache | None = None
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Columns of padding on the left of each row."""
+        return tuple(self.input_ids.shape[1] - length for length in self.lengths)
 
 
 def read_request(
@@ -123,7 +149,7 @@ def read_request(
         inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
         attention_mask: 1 for tokens and 0 for padding, of the same shape; None: no padding. Never guessed from ids.
         generation_config: as in `model.generate`.
-        options: further keywords of `model.generate`.
+        options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
 
     Raises:
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
@@ -132,25 +158,32 @@ def read_request(
     if inputs is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
     input_ids, mask = _checked_prompt(model, inputs, attention_mask)
+    # transformers drops these two where it hands over to a callable.
+    options = dict(options)
+    streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
+    past = options.pop("past_key_values", None)
     _check_keywords(generation_config, options)
+    call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     handed_over: dict[str, Any] = {}
 
     def hand_over(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
         handed_over.update(prepared, input_ids=input_ids)
 
     try:
-        model.generate(
+        # The class's own: a model loaded with a `generate` from its folder has another on the instance.
+        type(model).generate(
+            call.model,
             input_ids,
             attention_mask=mask,
-            generation_config=generation_config,
+            generation_config=call.generation_config,
             custom_generate=hand_over,
-            **dict(options),
+            **call.options,
         )
     except (ValueError, TypeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
     # Rows may have been repeated for num_return_sequences; their masks with them.
     repeats = handed_over["input_ids"].shape[0] // mask.shape[0]
-    return prepared_request(
+    request = prepared_request(
         model,
         handed_over["input_ids"],
         mask.repeat_interleave(repeats, 0),
@@ -158,6 +191,50 @@ def read_request(
         handed_over["logits_processor"],
         handed_over["stopping_criteria"],
     )
+    if streamer is not None and request.input_ids.shape[0] > 1:
+        raise UnsupportedOptionError(
+            f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
+            "for what each row commits"
+        )
+    return request_with_past(replace(request, streamer=streamer), past)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `generate`, as it goes to `transformers` to be read."""
+
+    model: PreTrainedModel
+    generation_config: GenerationConfig | None
+    options: dict[str, Any]
+
+    def with_stop_strings_as_criterion(self, tokenizer: PreTrainedTokenizerBase | None) -> _Call:
+        """The same with the criterion made here, for which `transformers` would miss the tokenizer.
+
+        Raises:
+            UnsupportedOptionError: there are stop strings and no tokenizer.
+        """
+        configs = [config for config in (self.generation_config, self.model.generation_config) if config is not None]
+        given = [self.options.get("stop_strings"), *(config.stop_strings for config in configs)]
+        strings = next((strings for strings in given if strings is not None), None)
+        if strings is None:
+            return self
+        if tokenizer is None:
+            raise UnsupportedOptionError("stop_strings need the model's tokenizer: pass tokenizer=... as well")
+        # A twin, because the model's own defaults are not to be touched, and come in whatever else is said.
+        model = copy(self.model)
+        model.generation_config = _without_stop_strings(self.model.generation_config)
+        criteria = [*(self.options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+        return _Call(
+            model,
+            None if self.generation_config is None else _without_stop_strings(self.generation_config),
+            {**self.options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)},
+        )
+
+
+def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    config = deepcopy(config)
+    config.stop_strings = None
+    return config
 
 
 def prepared_request(
@@ -176,21 +253,13 @@ def prepared_request(
     """
     input_ids, mask = _checked_prompt(model, input_ids, attention_mask)
     _check_options(generation_config)
-    # Their exact classes: one that derives from them may do anything.
-    for processor in logits_processor:
-        if type(processor) not in _WARPERS:
-            raise UnsupportedOptionError(f"the logits processor {type(processor).__name__} is not supported; drop it")
-    # transformers has read these from the config, whatever form they were given in, and settled what pads.
-    eos, pad = _ids(generation_config._eos_token_tensor), _ids(generation_config._pad_token_tensor)
-    for criterion in stopping_criteria:
-        if not _is_own(criterion, generation_config.max_length, eos):
-            raise UnsupportedOptionError(
-                f"the stopping criterion {type(criterion).__name__} is not supported; drop it, and use max_new_tokens "
-                "and eos_token_id"
-            )
-    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    # transformers has settled what pads.
+    pad = generation_config._pad_token_tensor
+    stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
+    max_new_tokens = stopping.max_new_tokens
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     lengths = tuple(mask.sum(1).tolist())
+    whole = bool(generation_config.return_dict_in_generate)
     if context is not None and max(lengths) + max_new_tokens > context:
         raise PromptError(
             f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
@@ -199,30 +268,69 @@ def prepared_request(
     return Request(
         input_ids=input_ids,
         lengths=lengths,
-        sampling=Sampling(logits_processor, greedy=not generation_config.do_sample),
-        eos=frozenset(eos),
-        pad=pad[0] if pad else 0,
-        max_new_tokens=max_new_tokens,
-        return_dict=bool(generation_config.return_dict_in_generate),
+        sampling=Sampling(
+            read_processing(logits_processor, stopping.eos, input_ids.shape[1] + max_new_tokens),
+            greedy=not generation_config.do_sample,
+        ),
+        stopping=stopping,
+        pad=0 if pad is None else int(pad.flatten()[0]),
+        returned=Returned(
+            whole,
+            scores=whole and bool(generation_config.output_scores),
+            logits=whole and bool(generation_config.output_logits),
+        ),
     )
+
+
+def request_with_past(request: Request, past: Cache | None) -> Request:
+    """The same request, with a cache of the caller's own.
+
+    Raises:
+        PromptError, UnsupportedOptionError: see `check_past`.
+    """
+    if past is None:
+        return request
+    check_past(past, request.input_ids.shape[0], request.input_ids.shape[1])
+    return replace(request, past=past)
 
 
 def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
     """Refuse inputs of the model that a `custom_generate` callable is handed and selfspec does not pass on.
 
-    `transformers` adds an empty cache and default positions of its own; only what differs from these was asked for.
+    `transformers` adds default positions of its own; only what differs from these was asked for.
 
     Raises:
         UnsupportedOptionError: naming the input.
     """
     for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "use_cache", "logits_to_keep"):
-            continue
-        if name == "past_key_values" and value.get_seq_length() == 0:
+        if value is None or name in ("attention_mask", "use_cache", "logits_to_keep", "past_key_values"):
             continue
         if name == "position_ids" and _are_default(value, model_kwargs.get("attention_mask")):
             continue
         raise _unsupported(name)
+
+
+def check_not_dropped(frame: FrameType | None) -> None:
+    """Refuse what `model.generate` was given and does not hand over to a `custom_generate` callable.
+
+    `transformers` drops some arguments without a word. They can still be seen where it calls: among the variables of
+    its `generate`. Where Python keeps no frames, or `generate` is not the caller, there is nothing to see.
+
+    Args:
+        frame: of the callable that `generate` calls.
+
+    Raises:
+        UnsupportedOptionError: naming the argument.
+    """
+    caller = None if frame is None else frame.f_back
+    if caller is None or caller.f_code.co_name != "generate":
+        return
+    for name in ("streamer", "assistant_model", "synced_gpus"):
+        if caller.f_locals.get(name):
+            raise UnsupportedOptionError(
+                f"{name} is dropped by transformers where it hands over to custom_generate; "
+                + _REMEDIES.get(name, "call spec.generate(...) instead")
+            )
 
 
 def _are_default(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
@@ -302,14 +410,3 @@ def _check_options(generation_config: GenerationConfig) -> None:
 def _unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
     shown = name if value is ... else f"{name}={value!r}"
     return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")
-
-
-def _ids(tokens: Tensor | None) -> list[int]:
-    return [] if tokens is None else tokens.flatten().tolist()
-
-
-def _is_own(criterion: StoppingCriteria, max_length: int, eos: list[int]) -> bool:
-    """Whether a stopping criterion is one that `transformers` itself makes of the config."""
-    if type(criterion) is MaxLengthCriteria:
-        return bool(criterion.max_length == max_length)
-    return type(criterion) is EosTokenCriteria and set(_ids(criterion.eos_token_id)) <= set(eos)

@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from selfspec.coupling import Coupling
+from selfspec.processing import Processing
+from selfspec.text import Prefixes
 
 
 class Sampling:
     """Turns logits into the distribution that plain decoding would draw from.
 
     Args:
-        warpers: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
-        greedy: whether the distribution is one-hot at the largest logit that the warpers leave.
+        processing: what logits go through first, the same for target and draft.
+        greedy: whether the distribution is one-hot at the largest score.
         coupling: chooses tokens by the noise of their place; None: by independent draws.
     """
 
-    def __init__(self, warpers: LogitsProcessorList, greedy: bool, coupling: Coupling | None = None) -> None:
-        self._warpers = warpers
+    def __init__(self, processing: Processing, greedy: bool, coupling: Coupling | None = None) -> None:
+        self._processing = processing
         self._coupling = coupling
         self.greedy = greedy
 
     def coupled(self, seed: int) -> Sampling:
         """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
-        return self if self.greedy else Sampling(self._warpers, greedy=False, coupling=Coupling(seed))
+        return self if self.greedy else Sampling(self._processing, greedy=False, coupling=Coupling(seed))
+
+    def narrowed(self, rows: Sequence[int]) -> Sampling:
+        """The same for a batch of which only the rows of these numbers are left."""
+        if self._coupling is None:
+            return self
+        return Sampling(self._processing, self.greedy, self._coupling.narrowed(rows))
 
     @property
     def decided(self) -> bool:
         """Whether `decide` leaves one possible token everywhere, so that nothing is drawn."""
         return self.greedy or self._coupling is not None
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution at each position, float32 as in `transformers`.
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """The logits as processors and warpers leave them, float32 as in `transformers`.
 
         Args:
             logits: `[batch, tokens, vocab]`, any floating dtype.
+            prefixes: what stands before each of these places.
+
+        Returns:
+            `[batch, tokens, vocab]`.
+        """
+        return self._processing.scores(logits, prefixes)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """The distribution at each position.
+
+        Args:
+            scores: as `scores` gives them, `[batch, tokens, vocab]`.
 
         Returns:
             `[batch, tokens, vocab]`; rows sum to 1.
         """
-        scores = logits.float()
-        if self._warpers:
-            flat = scores.flatten(0, 1)
-            # None of the warpers reads the prefix; `request` admits only such.
-            no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-            scores = self._warpers(no_prefix, flat).reshape(scores.shape)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return scores.softmax(-1)

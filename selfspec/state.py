@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from selfspec.cache import SharedCache
 from selfspec.passes import Passes
+from selfspec.record import Record
 from selfspec.sampling import Sampling
+from selfspec.text import Text
 
 
 @dataclass
@@ -21,12 +25,14 @@ class State:
         cache: keys and values of all committed tokens but each row's last, which no pass has read yet.
         sampling: logits to probabilities, the same for p and q.
         generator: the one source of randomness.
-        last: the last committed token of each row, `[batch, 1]`.
-        committed: the new tokens of each row, final.
-        live: whether each row goes on.
-        doubted: rows whose logits were not finite in the last round, behind a draft. A draft token's keys and values
-            may have done that, so they get a round without a draft before they are given up.
-        failed: rows that ended because the target's logits were not finite.
+        last: the last committed token of each row that passes run, `[rows, 1]`.
+        text: prompts, and the new tokens of each row, final.
+        scores: keeps the scores of committed tokens; None: nobody asked for them.
+        logits: the same of the target's own logits.
+        past: gets the keys and values when the generation ends; None: they go with it.
+        doubted: numbers of rows whose logits were not finite in the last round, behind a draft. A draft token's keys
+            and values may have done that, so they get a round without a draft before they are given up.
+        failed: numbers of rows that ended because the target's logits were not finite.
     """
 
     passes: Passes
@@ -34,10 +40,55 @@ class State:
     sampling: Sampling
     generator: torch.Generator
     last: Tensor
-    committed: list[list[int]]
-    live: list[bool]
+    text: Text
+    scores: Record | None = None
+    logits: Record | None = None
+    past: Cache | None = None
     doubted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
+
+    @property
+    def committed(self) -> list[list[int]]:
+        """The new tokens of each row, final."""
+        return self.text.committed
+
+    @property
+    def live(self) -> list[bool]:
+        """Whether each row goes on."""
+        return self.text.live
+
+    def leave_out_ended(self) -> None:
+        """Run ended rows no more, once half of those that run have ended: so all copies together cost less than two.
+
+        A cache that is to be returned needs all its rows.
+        """
+        running = self.text.rows
+        kept = [index for index, row in enumerate(running) if self.live[row]]
+        if self.past is not None or not kept or 2 * len(kept) > len(running):
+            return
+        self.text.rows = [running[index] for index in kept]
+        self.cache.narrow(kept)
+        self.last = self.last[kept]
+        self.sampling = self.sampling.narrowed(self.text.rows)
+
+    def record(self, scores: Tensor, logits: Tensor, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...] | None:
+        """Keep scores and logits of tokens about to be committed, as far as anybody asked for them.
+
+        Args:
+            scores: `[rows, places, vocab]`, of the rows that passes run.
+            logits: the same before processors and warpers.
+            runs: the tokens, one for each place from the first.
+
+        Returns:
+            The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
+        """
+        starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
+        if self.logits is not None:
+            self.logits.keep(logits, self.text.rows, starts, counts)
+        if self.scores is None:
+            return None
+        self.scores.keep(scores, self.text.rows, starts, counts)
+        return self.scores.steps
 
     @property
     def longest(self) -> int:

@@ -25,7 +25,7 @@ class Stats:
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_position: `judged` by position in the draft, first token first.
         accepted_per_position: `accepted` by position in the draft.
-        cache_bytes: keys and values allocated at the end, in bytes.
+        cache_bytes: the most that was allocated for keys and values, in bytes.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import currentframe
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
-from selfspec.adapters import ADAPTERS
+from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.errors import (
@@ -21,7 +23,16 @@ from selfspec.errors import (
 )
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
-from selfspec.request import Request, check_model_inputs, prepared_request, read_request
+from selfspec.recipe import Recipe
+from selfspec.request import (
+    Request,
+    check_model_inputs,
+    check_not_dropped,
+    prepared_request,
+    read_request,
+    request_with_past,
+)
+from selfspec.rotary import check_rotary
 
 DEFAULT_DRAFT_LENGTH = 4
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -79,12 +90,6 @@ def check_causal(model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise UnsupportedModelError(
-            f"rotary tables of type {rope['rope_type']!r} change with the length of a pass, so a block is not exact; "
-            "not supported yet"
-        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
@@ -97,10 +102,12 @@ def adapter_for(model_type: str) -> Adapter:
     Raises:
         UnsupportedModelError: there is none.
     """
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in ADAPTERS:
         raise UnsupportedModelError(
-            f"no adapter for architecture {model_type!r}; known: {', '.join(sorted(ADAPTERS))}. "
-            "Declare one: selfspec.wrap(model, adapter=selfspec.Adapter(...))"
+            f"no adapter for architecture {model_type!r}; declare one: selfspec.wrap(model, "
+            "adapter=selfspec.Adapter(...)), as docs/your_own_adapter.md shows"
         )
     return ADAPTERS[model_type]
 
@@ -210,12 +217,28 @@ class SelfSpeculative:
         """
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
+        check_not_dropped(currentframe())
         check_model_inputs(model_kwargs)
         # Not a parameter of its own: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        output = self._begin(request, seed, draft_length, accept).finish()
-        return output if request.return_dict else output.sequences
+        past = model_kwargs.get("past_key_values")
+        # transformers hands over a cache of its own where the caller gave none.
+        if past is not None and getattr(past, "_is_user_defined", False):
+            request = request_with_past(request, past)
+        return self._begin(request, seed, draft_length, accept).answer()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the model so that plain `generate` of `transformers` drafts for itself: see `selfspec.saved`.
+
+        Raises:
+            DraftConfigError: the drafter has no name to save it by.
+            UnsupportedOptionError: the rule has none.
+        """
+        self._check_open()
+        recipe = Recipe.of(self.draft, self.draft_length, self.rule)
+        self.model.save_pretrained(folder)
+        recipe.save(Path(folder))
 
     def unwrap(self) -> PreTrainedModel:
         """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
@@ -250,6 +273,12 @@ class SelfSpeculative:
         length = self._check_draft(self.draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
+        if self.adapter.ragged == "none" and request.input_ids.shape[0] > 1:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts positions in a way that rows of different lengths cannot share; "
+                "pass one prompt at a time"
+            )
+        check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
 

@@ -19,6 +19,7 @@ from goodness import holm_rejects, p_value
 from selfspec.accept import TokenLevel
 from selfspec.draft import Drafter
 from selfspec.sampling import Sampling
+from selfspec.text import Prefixes
 
 VOCAB, EOS, PAD = 5, 4, 0
 TOKENS = 4
@@ -192,15 +193,15 @@ def test_the_joint_test_sees_a_residual_taken_from_p() -> None:
 
 
 def test_the_joint_test_sees_a_bonus_token_drawn_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Sampling.probabilities
+    right = Sampling.scores
 
-    def planted(self: Sampling, logits: Tensor) -> Tensor:
-        p = right(self, logits)
+    def planted(self: Sampling, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        scores = right(self, logits, prefixes)
         if logits.shape[1] > 1:
-            p[:, -1] = logits[:, -1].float().softmax(-1)
-        return p
+            scores[:, -1] = logits[:, -1].float()
+        return scores
 
-    monkeypatch.setattr(Sampling, "probabilities", planted)
+    monkeypatch.setattr(Sampling, "scores", planted)
     spec = selfspec.wrap(small(), selfspec.LayerSkip(attention=[1]), draft_length=2)
     assert holm_rejects(p_values(spec, Warp(temperature=0.6)), 0.01)
 

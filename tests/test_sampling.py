@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -12,13 +13,18 @@ from transformers import (
 )
 
 from goodness import p_value
+from selfspec.processing import Warping
 from selfspec.sampling import Sampling, draw, proper
+from selfspec.text import Prefixes, Text
+
+NOTHING_BEFORE = Prefixes(Text(torch.empty(1, 0, dtype=torch.long), pad=0))
 
 
 def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
     logits = torch.tensor([[[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]], dtype=torch.float64)
     expected = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
-    assert torch.equal(Sampling(LogitsProcessorList(), greedy=True).probabilities(logits), expected)
+    sampling = Sampling(Warping(LogitsProcessorList()), greedy=True)
+    assert torch.equal(sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE)), expected)
 
 
 def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
@@ -26,12 +32,21 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
         [TemperatureLogitsWarper(0.7), TopKLogitsWarper(7), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
     )
     logits = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(0))
-    block = Sampling(warpers, greedy=False).probabilities(logits)
+    sampling = Sampling(Warping(warpers), greedy=False)
+    block = sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE))
     for row in range(3):
         for position in range(4):
             alone = warpers(torch.empty(1, 0, dtype=torch.long), logits[row, position][None]).softmax(-1)[0]
             torch.testing.assert_close(block[row, position], alone)
     assert (block == 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_probabilities_are_those_of_float32_logits_whatever_their_dtype(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sampling = Sampling(Warping(LogitsProcessorList()), greedy=False)
+    found = sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE))
+    torch.testing.assert_close(found, logits.float().softmax(-1), rtol=1e-6, atol=0.0)
 
 
 def test_draws_follow_weights_that_are_not_normalised() -> None:

@@ -19,7 +19,7 @@ def print_anatomy(name: str, anatomy: Anatomy) -> None:
 
 
 def _summary(name: str, anatomy: Anatomy) -> Table:
-    cache, first = anatomy.cache, anatomy.layers[0]
+    cache = anatomy.cache
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("checkpoint", name)
     table.add_row("model", f"{anatomy.model} ({anatomy.model_type}), {anatomy.dtype}")
@@ -28,15 +28,15 @@ def _summary(name: str, anatomy: Anatomy) -> Table:
         f"{len(anatomy.layers)} layers, width {anatomy.width}, vocabulary {anatomy.vocabulary}, "
         f"context {anatomy.context or 'unlimited'}",
     )
-    table.add_row(
-        "sublayers",
-        f"{first.attention.attribute}: {first.attention.module}, {first.mlp.attribute}: {first.mlp.module}",
-    )
+    pairs = {(part.attribute, part.module) for layer in anatomy.layers for part in (layer.attention, layer.mlp)}
+    table.add_row("sublayers", "; ".join(f"{name}: {module}" for name, module in sorted(pairs) if name))
     windows = f", {cache.sliding_layers} layers with a sliding window, kept in full" if cache.sliding_layers else ""
     table.add_row(
         "KV cache",
         f"{cache.bytes_per_token:,} bytes a token ({cache.heads} heads of {cache.head_dim} a layer){windows}",
     )
+    if cache.recurrent_layers:
+        table.add_row("states", f"{cache.recurrent_layers} layers, copied at each token of a round")
     return table
 
 

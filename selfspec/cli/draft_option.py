@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
     from selfspec.draft import Drafter
-
-_GRAMMAR = (
-    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
-    "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, or none for "
-    "plain decoding"
-)
-_PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
-_EXIT = re.compile(r"exit:(\d+)", re.ASCII)
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-# Far more layers than any model has; a range beyond it is a slip of the hand.
-_MOST_LAYERS = 10_000
 
 
 def parse_draft(text: str) -> Drafter | None:
@@ -29,62 +16,10 @@ def parse_draft(text: str) -> Drafter | None:
     Raises:
         DraftConfigError: it is not of the grammar.
     """
-    given = text.strip()
-    if given == "none":
-        return None
-    path, reduced, file = given.rpartition("+vocab:")
-    if reduced:
-        from selfspec.draft import ReducedVocabulary
-        from selfspec.draft.along_path import PathDrafter
+    # Imported when first needed: `--help` needs no torch.
+    from selfspec.draft.named import parse_draft as parse
 
-        drafter = parse_draft(path)
-        if not isinstance(drafter, PathDrafter):
-            raise _malformed(text)
-        return ReducedVocabulary.from_file(drafter, file)
-    if given.startswith("head:"):
-        return _exit_head(given.removeprefix("head:"))
-    leaves_early = _EXIT.fullmatch(given)
-    if leaves_early:
-        from selfspec.draft import EarlyExit
-
-        return EarlyExit(layer=int(leaves_early[1]))
-    if given.startswith("skip:"):
-        skipped = _skip_set(text, given.removeprefix("skip:"))
-        from selfspec.draft import LayerSkip
-
-        return LayerSkip(skipped["attention"], skipped["mlp"], skipped["layers"])
-    raise _malformed(text)
-
-
-def _exit_head(place: str) -> Drafter:
-    from selfspec.draft import ExitHead
-
-    folder, named, layer = place.rpartition("@")
-    if named and layer.isdecimal():
-        return ExitHead.from_pretrained(folder, int(layer))
-    return ExitHead.from_pretrained(place)
-
-
-def _skip_set(text: str, parts: str) -> dict[str, list[int]]:
-    skipped: dict[str, list[int]] = {name: [] for name in _PARTS.values()}
-    for part in parts.split(";"):
-        name, _, ranges = part.strip().partition("=")
-        if name not in _PARTS or skipped[_PARTS[name]]:
-            raise _malformed(text)
-        for numbers in ranges.split(","):
-            skipped[_PARTS[name]] += _layers(text, numbers.strip())
-    return skipped
-
-
-def _layers(text: str, numbers: str) -> range:
-    found = _RANGE.fullmatch(numbers)
-    if found is None:
-        raise _malformed(text)
-    first, last = int(found[1]), int(found[2] or found[1])
-    if last < first or last >= _MOST_LAYERS:
-        raise _malformed(text)
-    return range(first, last + 1)
-
-
-def _malformed(text: str) -> DraftConfigError:
-    return DraftConfigError(f"--draft {text!r} is not understood; {_GRAMMAR}")
+    try:
+        return parse(text)
+    except DraftConfigError as error:
+        raise DraftConfigError(f"--{error}") from error

@@ -12,6 +12,7 @@ from selfspec.cli.draft_option import parse_draft
 from selfspec.cli.options import Device, DraftLength, DraftText, Dtype, Output, Threads
 from selfspec.cli.prompt_option import read_prompt
 from selfspec.cli.sampling_option import read_sampling
+from selfspec.cli.shaping_option import read_shaping
 from selfspec.cli.terminal import require_colours
 
 
@@ -36,6 +37,24 @@ def generate(
         float | None,
         typer.Option("--min-p", help="Sample from tokens at least this likely, relative to the likeliest."),
     ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1: tokens of the text so far are less likely.")
+    ] = 1.0,
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option("--no-repeat-ngram-size", help="No run of so many tokens comes twice; 0: any may.")
+    ] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End after this string. May be given several times.")
+    ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            "--accept",
+            metavar="RULE",
+            help="How drafts are judged: token, block, coupled; relaxed-typical and relaxed-top-k are faster, and the "
+            "text is then no longer the model's own. Default: block where tokens are sampled, else token.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option("--seed", help="Repeats a sampled text on the same machine; default: a new one each time."),
@@ -59,6 +78,7 @@ def generate(
     not used.
     """
     sampling = read_sampling(temperature, top_k, top_p, min_p, seed)
+    shaping = read_shaping(repetition_penalty, no_repeat_ngram_size, stop)
     drafter = parse_draft(draft)
     text = read_prompt(prompt, prompt_file)
     if show_drafts and output == "text":
@@ -74,6 +94,8 @@ def generate(
         draft_length=draft_length,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
+        shaping=shaping,
+        accept=accept,
         dtype=dtype,
         device=device,
         threads=threads,

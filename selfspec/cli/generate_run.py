@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from selfspec.accept import find_rule
 from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.display import Display, DraftDisplay, PlainDisplay, SilentDisplay
 from selfspec.cli.ending import FailedRunError
 from selfspec.cli.json_output import print_json, versions
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.sampling_option import SamplingChoice
+from selfspec.cli.shaping_option import ShapingChoice
 from selfspec.cli.stats_table import print_stats
 from selfspec.cli.text_stream import TextStream, decoded
 from selfspec.draft import Drafter
@@ -38,6 +40,8 @@ class Job:
         draft_length: tokens drafted each round.
         max_new_tokens: the most tokens to generate.
         sampling: how to sample.
+        shaping: penalties and stop strings.
+        accept: name of the rule that judges drafts; None: the default one.
         dtype: what to compute in.
         device: where.
         threads: CPU threads; None: torch's own choice.
@@ -53,6 +57,8 @@ class Job:
     draft_length: int
     max_new_tokens: int
     sampling: SamplingChoice
+    shaping: ShapingChoice
+    accept: str | None
     dtype: DtypeName
     device: str
     threads: int | None
@@ -72,17 +78,20 @@ def run(job: Job) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     find_device(job.device)
+    rule = None if job.accept is None else find_rule(job.accept)
     # Weights may take minutes to load: what the configuration can tell is told before.
     config = read_config(job.model).get_text_config(decoder=True)
     if job.drafter is not None:
         job.drafter.check(config.num_hidden_layers)
 
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
-    spec = wrap(checkpoint.model, draft=job.drafter, draft_length=job.draft_length)
+    spec = wrap(checkpoint.model, draft=job.drafter, draft_length=job.draft_length, accept=rule)
     prompt = checkpoint.tokenizer(job.prompt, return_tensors="pt").input_ids.long().to(checkpoint.model.device)
-    generation = _begin(spec, prompt, job)
+    generation = _begin(spec, checkpoint, prompt, job)
     rounds: list[RowRound] = []
     ended_by = _show_rounds(generation, _display(job, checkpoint, prompt), rounds)
+    if not generation.lossless:
+        print(f"note: --accept {job.accept} is not lossless; this text is not the model's own", file=sys.stderr)
     if job.stats:
         print_stats(generation.stats)
     result = _result(job, checkpoint, prompt, generation, rounds)
@@ -92,10 +101,16 @@ def run(job: Job) -> None:
         print_json(result)
 
 
-def _begin(spec: SelfSpeculative, prompt: Tensor, job: Job) -> Generation:
+def _begin(spec: SelfSpeculative, checkpoint: Checkpoint, prompt: Tensor, job: Job) -> Generation:
     spec.model.generation_config = _bare(spec.model)
-    options = {"max_new_tokens": job.max_new_tokens, **job.sampling.generation_options()}
-    return spec.stream(prompt, seed=job.sampling.seed, **options)
+    options = {**job.sampling.generation_options(), **job.shaping.generation_options()}
+    return spec.stream(
+        prompt,
+        seed=job.sampling.seed,
+        max_new_tokens=job.max_new_tokens,
+        tokenizer=checkpoint.tokenizer,
+        **options,
+    )
 
 
 def _bare(model: PreTrainedModel) -> GenerationConfig:
@@ -152,7 +167,10 @@ def _result(
             "device": str(checkpoint.model.device),
             "threads": torch.get_num_threads(),
             "sampling": job.sampling.to_dict(),
+            "shaping": job.shaping.to_dict(),
+            "accept": job.accept,
         },
+        "lossless": generation.lossless,
         "stats": generation.stats.to_dict(),
         "versions": versions(),
     }

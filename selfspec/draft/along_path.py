@@ -6,12 +6,14 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from selfspec.draft.draft_head import DraftHead
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.gate import ExactStates
 from selfspec.path import Path
 from selfspec.sampling import proper
+from selfspec.text import Prefixes
 
 if TYPE_CHECKING:
     from selfspec.state import State
@@ -43,10 +45,12 @@ class PathDrafter(Drafter):
     def draft(self, state: State, length: int) -> Draft:
         path = self.path(state.passes.depth)
         token = state.last
-        tokens, distributions, states = [], [], []
+        tokens: list[Tensor] = []
+        distributions, states = [], []
         for _ in range(length):
             step = state.passes.logits(path, token, head=self.head)
-            q = proper(state.sampling.probabilities(step.logits))
+            scores = state.sampling.scores(step.logits, Prefixes(state.text, tokens))
+            q = proper(state.sampling.probabilities(scores))
             decided = state.sampling.decide(q, state.cache.positions(1) + 1)
             token = state.sampling.draw(decided, state.generator)
             tokens.append(token)

@@ -1,6 +1,7 @@
 """Verification on a model of one's own: drafting changes none of its tokens, and not what it samples from."""
 
-from selfspec.verify.drafts import default_drafts, draft_name
+from selfspec.draft.named import draft_name
+from selfspec.verify.drafts import default_drafts
 from selfspec.verify.prompts import PROMPTS
 from selfspec.verify.report import Report
 from selfspec.verify.run import verify

@@ -1,13 +1,10 @@
-"""Which drafts are verified when none are named, and how a draft is called in a report."""
+"""Which drafts are verified when none are named."""
 
 from __future__ import annotations
 
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_path import PathDrafter
 from selfspec.path import Path
-
-PLAIN = "none"
-"""What plain decoding, without a draft, is called."""
 
 
 def default_drafts(depth: int) -> tuple[Drafter, ...]:
@@ -24,17 +21,3 @@ def default_drafts(depth: int) -> tuple[Drafter, ...]:
     for drafter in spread:
         chosen.setdefault(drafter.path(depth), drafter)
     return tuple(chosen.values())
-
-
-def draft_name(drafter: Drafter | None) -> str:
-    """What a draft is called: `exit:4`, `skip:attn=3,5;mlp=4;layers=7`, `none`, or how any other represents itself."""
-    match drafter:
-        case None:
-            return PLAIN
-        case EarlyExit(layer=layer):
-            return f"exit:{layer}"
-        case LayerSkip():
-            parts = (("attn", drafter.attention), ("mlp", drafter.mlp), ("layers", drafter.layers))
-            return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)
-        case _:
-            return repr(drafter)

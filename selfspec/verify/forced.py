@@ -13,6 +13,7 @@ from selfspec.accept.token_level import unbroken
 from selfspec.adapter import Adapter
 from selfspec.coupling import Coupling
 from selfspec.draft import Draft, Drafter
+from selfspec.processing import Warping
 from selfspec.sampling import Sampling
 from selfspec.state import State
 from selfspec.wrapped import wrap
@@ -46,7 +47,7 @@ class DictatedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, text: Tensor) -> None:
         self._drafter = drafter
-        self._dictated = Sampling(LogitsProcessorList(), greedy=False, coupling=Dictation(text))
+        self._dictated = Sampling(Warping(LogitsProcessorList()), greedy=False, coupling=Dictation(text))
 
     def check(self, depth: int) -> None:
         self._drafter.check(depth)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
 from selfspec.draft import Drafter
-from selfspec.verify.drafts import draft_name
+from selfspec.draft.named import draft_name
 from selfspec.wrapped import SelfSpeculative, wrap
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import pkgutil
 from pathlib import Path as FilePath
@@ -17,7 +16,7 @@ import selfspec.adapters
 import tiny
 from reference import layers_of, sublayer_module
 from selfspec.adapters import ADAPTERS
-from selfspec.path import sublayers
+from selfspec.path import Part, sublayers
 
 DRAFTS = [
     selfspec.EarlyExit(1),
@@ -28,15 +27,22 @@ DRAFTS = [
 ]
 
 
-def test_every_architecture_has_a_tiny_model_to_test_it_on() -> None:
-    assert sorted(tiny.BUILDERS) == sorted(ADAPTERS)
+def test_the_tiny_models_are_of_known_architectures() -> None:
+    assert tiny.BUILDERS.keys() <= ADAPTERS.keys()
 
 
 def test_every_file_declares_an_adapter_that_is_found() -> None:
     for file in pkgutil.iter_modules(selfspec.adapters.__path__):
-        adapter = importlib.import_module(f"selfspec.adapters.{file.name}").ADAPTER
-        assert file.name in adapter.model_types
-        assert all(ADAPTERS[model_type] is adapter for model_type in adapter.model_types)
+        if file.name != "refused":
+            adapter = importlib.import_module(f"selfspec.adapters.{file.name}").ADAPTER
+            assert adapter.model_types
+            assert all(ADAPTERS[model_type] is adapter for model_type in adapter.model_types)
+
+
+def test_no_architecture_is_declared_twice() -> None:
+    files = (file.name for file in pkgutil.iter_modules(selfspec.adapters.__path__) if file.name != "refused")
+    adapters = [importlib.import_module(f"selfspec.adapters.{name}").ADAPTER for name in files]
+    assert sum(len(adapter.model_types) for adapter in adapters) == len(ADAPTERS)
 
 
 def test_a_declaration_names_the_layers_and_sublayers_of_the_stock_model(architecture: str) -> None:
@@ -45,16 +51,18 @@ def test_a_declaration_names_the_layers_and_sublayers_of_the_stock_model(archite
     layers = adapter.decoder_layers(model)
     assert layers == list(layers_of(model))
     for sublayer in sublayers(len(layers)):
-        name = (adapter.attention, adapter.mlp)[sublayer.part]
-        assert layers[sublayer.layer].get_submodule(name) is sublayer_module(model, sublayer)
+        layer, wanted = layers[sublayer.layer], sublayer_module(model, sublayer)
+        is_attention = sublayer.part is Part.ATTENTION
+        names = adapter.attention_modules_of(layer) if is_attention else adapter.mlp_modules_of(layer)
+        assert [layer.get_submodule(name) for name in names] == [wanted]
 
 
 def test_a_declaration_says_what_a_layer_returns(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    seen: set[str] = set()
+    seen: set[int] = set()
     for layer in layers_of(model):
         layer.register_forward_hook(
-            lambda module, args, output: seen.add("tensor" if isinstance(output, torch.Tensor) else "tuple")
+            lambda module, args, output: seen.add(1 if isinstance(output, torch.Tensor) else len(output))
         )
     with torch.no_grad():
         model(tiny.prompt(3))
@@ -119,12 +127,37 @@ def test_variants_of_an_architecture_are_exact_too(architecture: str, options: d
     _assert_exact(tiny.BUILDERS[architecture](**options), prompt=9)
 
 
-@pytest.mark.parametrize("prompt", [4, 7, 8, 9, 14])
-def test_rotary_tables_that_change_with_the_length_are_exact_or_refused(prompt: int) -> None:
-    """longrope changes all frequencies once a text is longer than the model's original context, here 8."""
-    longrope = _rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=8)
-    with contextlib.suppress(selfspec.UnsupportedModelError):
-        _assert_exact(tiny.llama(**longrope), prompt)
+LONGROPE = _rope("longrope", short_factor=[1.0] * 4, long_factor=[8.0] * 4, original_max_position_embeddings=24)
+
+
+@pytest.mark.parametrize("prompt", [2, 10, 26, 40])
+def test_longrope_is_exact_on_either_side_of_the_original_context(prompt: int) -> None:
+    _assert_exact(tiny.llama(**LONGROPE), prompt)
+    other = tiny.llama(**{**LONGROPE, "rope_parameters": {**LONGROPE["rope_parameters"], "long_factor": [1.0] * 4}})
+    prompts = tiny.prompt(prompt)
+    differs = not torch.equal(tiny.llama(**LONGROPE)(prompts).logits, other(prompts).logits)
+    assert differs == (prompt > 24)
+
+
+@pytest.mark.parametrize("prompt", [11, 20, 24, 25])
+def test_longrope_is_refused_where_a_text_crosses_the_original_context(prompt: int) -> None:
+    for draft in (None, DRAFTS[1]):
+        with pytest.raises(selfspec.UnsupportedOptionError, match=r"longrope.* 24 tokens"):
+            selfspec.wrap(tiny.llama(**LONGROPE), draft).generate(tiny.prompt(prompt), max_new_tokens=14)
+
+
+def test_longrope_is_refused_where_rows_lie_on_different_sides() -> None:
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :36] = 0
+    with pytest.raises(selfspec.UnsupportedOptionError, match="longrope"):
+        selfspec.wrap(tiny.llama(**LONGROPE)).generate(tiny.prompt(40, 2), mask, max_new_tokens=2)
+
+
+def test_dynamic_tables_are_exact_up_to_the_context_beyond_which_no_request_goes() -> None:
+    model = tiny.llama(**_rope("dynamic"), max_position_embeddings=24)
+    _assert_exact(model, prompt=10)
+    with pytest.raises(selfspec.PromptError, match="context of 24"):
+        selfspec.wrap(model, DRAFTS[1]).generate(tiny.prompt(11), max_new_tokens=14)
 
 
 def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
@@ -133,31 +166,6 @@ def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
     for draft in (None, DRAFTS[1], DRAFTS[4]):
         out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, max_new_tokens=14, do_sample=False)
         assert out.sequences.tolist() == wanted.tolist()
-
-
-def test_an_architecture_selfspec_does_not_know_can_be_declared() -> None:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=tiny.VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=tiny.CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = GPTNeoXForCausalLM(config).double().eval()
-    with pytest.raises(selfspec.UnsupportedModelError, match=r"gpt_neox.*Adapter"):
-        selfspec.wrap(model, selfspec.EarlyExit(2))
-    adapter = selfspec.Adapter(model_types=("gpt_neox",), layers="gpt_neox.layers", attention="attention")
-    wanted = model.generate(tiny.prompt(7), max_new_tokens=20, do_sample=False)
-    for draft in DRAFTS:
-        spec = selfspec.wrap(model, draft, adapter=adapter)
-        assert spec.generate(tiny.prompt(7), max_new_tokens=20, do_sample=False).sequences.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(

@@ -282,3 +282,63 @@ def test_logits_that_are_not_finite_fail_the_run_and_keep_the_text(
     assert as_json.status == 1
     assert found["error"]["type"] == "NonFiniteLogitsError"
     assert found["token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--repetition-penalty", "4"], {"repetition_penalty": 4.0}),
+        (["--no-repeat-ngram-size", "1"], {"no_repeat_ngram_size": 1}),
+        (["--stop", "girl", "--stop", "named"], {"stop_strings": ["girl", "named"]}),
+    ],
+    ids=str,
+)
+def test_penalties_and_stop_strings_mean_what_they_mean_in_transformers(
+    invoke: Invoke,
+    folder: str,
+    stories: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    expected: list[int],
+    flags: list[str],
+    options: dict[str, Any],
+) -> None:
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    wanted = stories.generate(prompt, max_new_tokens=NEW, do_sample=False, tokenizer=tokenizer, **options)[0].tolist()
+    assert wanted != expected
+    found = result(invoke(*words(folder, "--draft", "skip:attn=1", *flags, "--output", "json")).stdout)
+    assert found["sequence"] == wanted
+    assert found["lossless"] is True
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_a_lossless_rule_gives_the_same_greedy_text(invoke: Invoke, folder: str, expected_text: str, rule: str) -> None:
+    ending = invoke(*words(folder, "--draft", "exit:3", "--accept", rule))
+    assert (ending.status, ending.stdout, ending.stderr) == (0, expected_text + "\n", "")
+
+
+def test_a_relaxed_rule_says_that_the_text_is_not_the_models_own(invoke: Invoke, folder: str) -> None:
+    relaxed = words(folder, "--draft", "exit:3", "--accept", "relaxed-top-k")
+    ending = invoke(*relaxed)
+    assert ending.status == 0
+    assert "not lossless" in ending.stderr
+    found = result(invoke(*relaxed, "--output", "json").stdout)
+    assert found["lossless"] is False
+    assert found["settings"]["accept"] == "relaxed-top-k"
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
+        (["--repetition-penalty", "nan"], "--repetition-penalty must be above 0"),
+        (["--no-repeat-ngram-size", "-1"], "--no-repeat-ngram-size must be 0"),
+        (["--stop", ""], "--stop must not be empty"),
+        (["--accept", "no-such-rule"], "no acceptance rule 'no-such-rule'"),
+    ],
+    ids=str,
+)
+def test_shaping_that_means_nothing_is_refused(invoke: Invoke, folder: str, flags: list[str], match: str) -> None:
+    ending = invoke(*words(folder, *flags))
+    assert ending.status == 2
+    assert ending.stdout == ""
+    assert match in ending.stderr

@@ -35,6 +35,13 @@ _EXACT_LENGTH = "tests/test_generate.py::test_max_new_tokens_is_exact_to_the_tok
 _EOS = "tests/test_generate.py::test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row"
 _SEEDS = "tests/test_generate.py::test_a_seed_gives_the_same_tokens_and_another_seed_others"
 _CACHE = "tests/test_cache.py"
+_PROCESSORS = "tests/test_processing.py::test_greedy_equals_stock_generate_on_a_ragged_batch"
+_PLACES = "tests/test_processing.py::test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefixes"
+_AS_GOOD = "tests/test_processing.py::test_a_draft_as_good_as_the_target_is_accepted_whole"
+_CRITERIA = "tests/test_stopping.py::test_a_criterion_sees_each_token_once_and_ends_the_text_there"
+_ENDED = "tests/test_ended_rows.py::test_greedy_rows_are_what_they_are_alone"
+_NOISE = "tests/test_ended_rows.py::test_coupled_rows_keep_their_own_noise"
+_PADDED_PAST = "tests/test_past.py::test_a_left_padded_batch_goes_on_from_its_cache"
 _TOKEN_PROOF = "tests/accept/test_token_level.py"
 _BLOCK_PROOF = "tests/accept/test_block.py"
 
@@ -45,7 +52,11 @@ _LOOP = "selfspec/generate.py"
 _SAMPLING = "selfspec/sampling.py"
 _SHARED_CACHE = "selfspec/cache.py"
 _PATH = "selfspec/path.py"
+_PROCESSING = "selfspec/processing.py"
+_STOPPING = "selfspec/stopping.py"
+_RECORD = "selfspec/record.py"
 _GATE = "selfspec/gate.py"
+_RECURRENT = "selfspec/recurrent.py"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -166,8 +177,8 @@ CATALOGUE = (
     Mutation(
         "a draft that overflowed is scored with NaN",
         _ALONG_PATH,
-        "q = proper(state.sampling.probabilities(step.logits))",
-        "q = state.sampling.probabilities(step.logits)",
+        "q = proper(state.sampling.probabilities(scores))",
+        "q = state.sampling.probabilities(scores)",
         ("tests/test_generate.py", "-k", "not_finite"),
     ),
     Mutation(
@@ -188,8 +199,8 @@ CATALOGUE = (
     Mutation(
         "the bonus token drawn without temperature or filters",
         _LOOP,
-        "p = sampling.probabilities(logits)",
-        "p = torch.cat([sampling.probabilities(logits)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)",
+        "p = sampling.probabilities(scores)",
+        "p = torch.cat([sampling.probabilities(scores)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)",
         (_JOINT,),
     ),
     Mutation(
@@ -197,7 +208,8 @@ CATALOGUE = (
         _LOOP,
         "token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)",
         "again = rule.next(draft.tokens, q, decided, count).log()[:, None]; "
-        "token = sampling.draw(sampling.probabilities(again)[:, 0], state.generator)",
+        "token = sampling.draw(sampling.probabilities(sampling.scores(again, Prefixes(state.text)))[:, 0], "
+        "state.generator)",
         (_JOINT,),
     ),
     Mutation(
@@ -217,9 +229,11 @@ CATALOGUE = (
     Mutation(
         "acceptance and residual share their noise",
         _LOOP,
-        "noise = torch.rand(draft.tokens.shape, generator=state.generator,",
-        "noise = torch.rand(draft.tokens.shape, generator=state.generator.clone_state(),",
-        (_MANY,),
+        "noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)",
+        # In float64 the generator gives uniform numbers and exponential ones of the same bits.
+        "noise = torch.rand((len(p), p.shape[-1]), generator=state.generator.clone_state(), dtype=torch.float64)"
+        "[:, : draft.length].to(p.dtype)",
+        (_JOINT, _MANY),
     ),
     Mutation(
         "every round throws the same coins",
@@ -238,7 +252,7 @@ CATALOGUE = (
     Mutation(
         "all rows of a coupled generation draw with the same noise",
         "selfspec/coupling.py",
-        "key = _mixed(key + _GOLDEN * torch.arange(1, batch + 1, device=weights.device)[:, None])",
+        "key = _mixed(key + _GOLDEN * (rows + 1)[:, None])",
         "key = _mixed(key.expand(batch, 1))",
         (_ROWS,),
     ),
@@ -251,9 +265,9 @@ CATALOGUE = (
     ),
     Mutation(
         "probabilities in the precision of the logits, not in float32",
-        _SAMPLING,
-        "scores = logits.float()",
-        "scores = logits.clone()",
+        _PROCESSING,
+        "scores = logits.float()\n        if not self.warpers:",
+        "scores = logits.clone()\n        if not self.warpers:",
         ("tests/test_sampling.py",),
     ),
     Mutation(
@@ -273,38 +287,168 @@ CATALOGUE = (
     # Where text ends.
     Mutation(
         "an end-of-sequence token inside an accepted run is not seen",
-        _LOOP,
-        "first_eos = next((index + 1 for index, token in enumerate(run) if token in eos), len(run))",
-        "first_eos = len(run)",
+        _STOPPING,
+        "return next((index + 1 for index, token in enumerate(run) if token in self.eos), len(run))",
+        "return len(run)",
         (_EOS,),
     ),
     Mutation(
         "the end-of-sequence token itself is dropped",
-        _LOOP,
+        _STOPPING,
         "next((index + 1 for index, token",
         "next((index for index, token",
         (_EOS,),
     ),
     Mutation(
         "an accepted run overshoots max_new_tokens",
-        _LOOP,
-        "return min(first_eos, room)",
-        "return first_eos",
+        _STOPPING,
+        "min(self._first_eos(run), self.max_new_tokens - len(tokens))",
+        "self._first_eos(run)",
         (_EXACT_LENGTH, "tests/test_generate.py", "tests/test_request.py"),
     ),
     Mutation(
         "generation stops a token short of max_new_tokens",
-        _LOOP,
-        "done = len(state.committed[row]) == request.max_new_tokens or",
-        "done = len(state.committed[row]) >= request.max_new_tokens - 1 or",
+        _STOPPING,
+        "full = len(tokens) + len(run) == self.max_new_tokens",
+        "full = len(tokens) + len(run) >= self.max_new_tokens - 1",
         (_EXACT_LENGTH,),
     ),
     Mutation(
         "text that holds the pad id is taken for padding",
         "selfspec/request.py",
         "lengths = tuple(mask.sum(1).tolist())",
-        "lengths = tuple((input_ids != (pad[0] if pad else 0)).sum(1).tolist())",
+        "lengths = tuple((input_ids != (0 if pad is None else int(pad.flatten()[0]))).sum(1).tolist())",
         ("tests/test_generate.py", "-k", "pad_id"),
+    ),
+    Mutation(
+        "a stopping criterion inside an accepted run is not heard",
+        _STOPPING,
+        "if verdicts[row]:",
+        "if verdicts[row] and length == starts[row] + len(runs[row]):",
+        (_CRITERIA,),
+    ),
+    Mutation(
+        "stopping criteria see the accepted run whole, not token by token",
+        _STOPPING,
+        "self.criteria(ids[:, :length].contiguous(), so_far)",
+        "self.criteria(ids, so_far)",
+        (_CRITERIA,),
+    ),
+    Mutation(
+        "text after a stop string is streamed and returned",
+        _LOOP,
+        "kept = runs[row][:end]",
+        "kept = runs[row]",
+        (_CRITERIA,),
+    ),
+    # What logits processors see.
+    Mutation(
+        "logits processors are given the last token alone",
+        _PROCESSING,
+        "self._called(ids[:, :length],",
+        "self._called(ids[:, length - 1 : length],",
+        (_PROCESSORS,),
+    ),
+    Mutation(
+        "penalties count draft tokens that come later, rejected ones among them",
+        _PROCESSING,
+        "self._called(ids[:, :length],",
+        "self._called(ids,",
+        (_PROCESSORS,),
+    ),
+    Mutation(
+        "every place is processed with the prefix of the first",
+        _PROCESSING,
+        "self._called(ids[:, :length],",
+        "self._called(ids[:, : min(first)],",
+        (_PROCESSORS, _PLACES),
+    ),
+    Mutation(
+        "a draft step's processors do not see the draft so far",
+        _ALONG_PATH,
+        "Prefixes(state.text, tokens)",
+        "Prefixes(state.text)",
+        (_AS_GOOD,),
+    ),
+    Mutation(
+        "drafts are not processed at all",
+        _ALONG_PATH,
+        "scores = state.sampling.scores(step.logits, Prefixes(state.text, tokens))",
+        "scores = step.logits.float()",
+        (_AS_GOOD,),
+    ),
+    Mutation(
+        "a draft goes on after the end of the text, and processors see it",
+        _PROCESSING,
+        "return next((index for index, token in enumerate(run) if token in self.eos), len(run))",
+        "return len(run)",
+        ("tests/test_processing.py", "-k", "beyond"),
+    ),
+    Mutation(
+        "a processor that reads the prefix is taken for a warper",
+        _PROCESSING,
+        "if all(type(processor) in _WARPERS for processor in processors):",
+        "if all(isinstance(processor, tuple(_WARPERS)) for processor in processors):",
+        ("tests/test_request.py", "-k", "users_warper"),
+    ),
+    # Scores that are returned.
+    Mutation(
+        "scores of the place before a token are returned as its own",
+        _RECORD,
+        "self._steps[starts[row] + place][row] = values[index, place]",
+        "self._steps[starts[row] + place][row] = values[index, place - 1]",
+        ("tests/test_record.py",),
+    ),
+    Mutation(
+        "scores of tokens after the end of a row are returned",
+        _RECORD,
+        "if length <= index]",
+        "if length < index]",
+        ("tests/test_record.py",),
+    ),
+    Mutation(
+        "scores are returned as logits",
+        "selfspec/state.py",
+        "self.logits.keep(logits, self.text.rows, starts, counts)",
+        "self.logits.keep(scores, self.text.rows, starts, counts)",
+        ("tests/test_record.py",),
+    ),
+    # Keys and values of an earlier turn.
+    Mutation(
+        "a padded row takes up the keys and values of its padding",
+        "selfspec/past.py",
+        "shifts = [-columns for columns in padding]",
+        "shifts = [0 for columns in padding]",
+        (_PADDED_PAST,),
+    ),
+    Mutation(
+        "the last run of a row is missing from the cache that is returned",
+        _LOOP,
+        "state.cache.commit([len(rows[row].tokens) for",
+        "state.cache.commit([len(rows[row].tokens) * state.live[row] for",
+        ("tests/test_past.py",),
+    ),
+    # Rows that have ended.
+    Mutation(
+        "rows that are left choose with the noise of those that ended",
+        "selfspec/sampling.py",
+        "return Sampling(self._processing, self.greedy, self._coupling.narrowed(rows))",
+        "return self",
+        (_NOISE,),
+    ),
+    Mutation(
+        "the cache keeps its first rows in place of those that are left",
+        "selfspec/state.py",
+        "self.cache.narrow(kept)",
+        "self.cache.narrow(range(len(kept)))",
+        (_ENDED,),
+    ),
+    Mutation(
+        "ended rows are run to the last",
+        "selfspec/state.py",
+        "2 * len(kept) > len(running)",
+        "True",
+        (_ENDED,),
     ),
     # The cache.
     Mutation(
@@ -317,15 +461,15 @@ CATALOGUE = (
     Mutation(
         "the cursor is one too far after a rejection",
         _LOOP,
-        "state.cache.commit([len(row.tokens) if live else 0 for",
-        "state.cache.commit([len(row.tokens) + (row.accepted < draft.length) if live else 0 for",
+        "state.cache.commit([len(rows[row].tokens) for",
+        "state.cache.commit([len(rows[row].tokens) + (rows[row].accepted < draft.length) for",
         (_GREEDY,),
     ),
     Mutation(
         "the cursor is one behind after a rejection",
         _LOOP,
-        "state.cache.commit([len(row.tokens) if live else 0 for",
-        "state.cache.commit([max(len(row.tokens) - (row.accepted < draft.length), 0) if live else 0 for",
+        "state.cache.commit([len(rows[row].tokens) for",
+        "state.cache.commit([max(len(rows[row].tokens) - (rows[row].accepted < draft.length), 0) for",
         (_GREEDY,),
     ),
     Mutation(
@@ -366,16 +510,38 @@ CATALOGUE = (
     Mutation(
         "prefill reads a padded row from its padding on",
         _LOOP,
-        "request.input_ids[row, -length:-1]",
-        "request.input_ids[row, : length - 1]",
+        "request.input_ids[row, -1 - count : -1]",
+        "request.input_ids[row, :count]",
         (_RAGGED,),
     ),
     Mutation(
         "NaN that a draft token left in the cache stays there",
         _LOOP,
-        "state.cache.scrub(state.doubted)",
+        "state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])",
         "pass",
         ("tests/test_generate.py", "-k", "spoils"),
+    ),
+    # Recurrent layers.
+    Mutation(
+        "a pass writes into the recurrent state that it would go back to",
+        _RECURRENT,
+        "Snapshot({}, {}) if snapshot is None else snapshot.mapped(torch.clone)",
+        "Snapshot({}, {}) if snapshot is None else snapshot",
+        ("tests/test_recurrent.py", "tests/adapters/test_hybrids.py"),
+    ),
+    Mutation(
+        "all rows settle at the recurrent state of the first",
+        _RECURRENT,
+        "for count in tokens])}",
+        "for count in [tokens[0]] * len(tokens)])}",
+        ("tests/test_recurrent.py",),
+    ),
+    Mutation(
+        "recurrent layers read what stands behind a shorter prompt",
+        "selfspec/cache.py",
+        "        if self.rolls_back_by_cursor:\n            return [max(lengths)]\n",
+        "        return [max(lengths)]\n",
+        ("tests/adapters/test_hybrids.py",),
     ),
     # Paths and gates.
     Mutation(

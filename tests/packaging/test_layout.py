@@ -25,11 +25,17 @@ ON_TOP = {
     "cli",
     "demo",
     "draft_cost",
+    "recipe",
+    "saved",
     "search",
     "train",
     "verify",
     "wrapped",
 }
+
+
+# Architectures whose names a source may hold without meaning them.
+ORDINARY_WORDS = {"beam", "git"}
 
 
 def _modules() -> dict[str, Path]:
@@ -98,7 +104,7 @@ def _architectures(source: str) -> set[str]:
     spelled = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower() for text in _words(source)]
     return {
         name
-        for name in ADAPTERS
+        for name in ADAPTERS.keys() - ORDINARY_WORDS
         if any(re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", text) for text in spelled)
     }
 

@@ -1,0 +1,20 @@
+"""Decoders of encoder-decoder architectures, used alone. They count positions from the length of the cache."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=(
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "pegasus",
+        "plbart",
+        "whisper",
+    ),
+    layers="model.decoder.layers",
+    mlp=("fc1", "fc2"),
+    ragged="none",
+)

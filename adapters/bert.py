@@ -1,0 +1,26 @@
+"""Encoders used as decoders (`is_decoder=True`). Their sublayers add the residual stream themselves."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=(
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    ),
+    layers="{base}.encoder.layer",
+    attention="attention",
+    mlp=("intermediate", "output"),
+    without_attention="input",
+    without_mlp="residual",
+    requires=(("is_decoder", True),),
+)

@@ -1,0 +1,5 @@
+"""The mixtral architecture: a mixture of experts stands where the MLP does."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("mixtral",))

@@ -1,0 +1,5 @@
+"""The olmo2 architecture: norms after the sublayers and none before them."""
+
+from selfspec.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("olmo2",))

@@ -1,0 +1,65 @@
+"""Declare an architecture selfspec has never heard of, and see that its text is its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+
+import selfspec
+
+
+# The made-up architecture: attention and MLP side by side, under names of their own, two values from the MLP.
+class Perceptron(LlamaMLP):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+class Block(LlamaDecoderLayer):
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        nn.Module.__init__(self)
+        self.norm = LlamaRMSNorm(config.hidden_size)
+        self.look, self.think = LlamaAttention(config, index), Perceptron(config)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        normed = self.norm(hidden_states)
+        looked: Tensor = self.look(hidden_states=normed, **kwargs)[0]
+        thought: Tensor = self.think(normed)[0]
+        return hidden_states + looked + thought
+
+
+class MadeUpConfig(LlamaConfig):
+    model_type = "made_up"
+
+
+class MadeUpForCausalLM(LlamaForCausalLM):
+    config_class = MadeUpConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.post_init()
+
+
+torch.manual_seed(0)
+config = MadeUpConfig(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    initializer_range=0.3,
+)
+model = MadeUpForCausalLM(config).double().eval()
+
+# All that has to be said of it.
+adapter = selfspec.Adapter(model_types=("made_up",), attention="look", mlp="think", mlp_returns=2)
+
+prompt = torch.tensor([[7, 11, 13, 17]])
+plain = model.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+for draft in (selfspec.EarlyExit(layer=3), selfspec.LayerSkip(attention=[1], mlp=[2]), selfspec.LayerSkip(layers=[0])):
+    spec = selfspec.wrap(model, draft, adapter=adapter)
+    out = spec.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(out.sequences, plain)
+    print(f"{draft}: {out.stats.mean_accepted_length:.2f} tokens per pass of the full model")

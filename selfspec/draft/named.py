@@ -1,0 +1,98 @@
+"""Drafters by name: `exit:4`, `head:FOLDER`, `skip:attn=3,5;mlp=4`, `+vocab:FILE` behind any of these, or `none`."""
+
+from __future__ import annotations
+
+import re
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.drafter import Drafter
+from selfspec.draft.early_exit import EarlyExit
+from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.reduced_vocabulary import ReducedVocabulary
+from selfspec.errors import DraftConfigError
+
+PLAIN = "none"
+"""What plain decoding, without a draft, is called."""
+
+_GRAMMAR = (
+    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
+    "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
+    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, or none for "
+    "plain decoding"
+)
+_PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
+_EXIT = re.compile(r"exit:(\d+)", re.ASCII)
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+# Far more layers than any model has; a range beyond it is a slip of the hand.
+_MOST_LAYERS = 10_000
+
+
+def parse_draft(text: str) -> Drafter | None:
+    """The drafter that `text` names; None for plain decoding.
+
+    Raises:
+        DraftConfigError: it is not of the grammar.
+    """
+    given = text.strip()
+    if given == PLAIN:
+        return None
+    path, reduced, file = given.rpartition("+vocab:")
+    if reduced:
+        drafter = parse_draft(path)
+        if not isinstance(drafter, PathDrafter):
+            raise _malformed(text)
+        return ReducedVocabulary.from_file(drafter, file)
+    if given.startswith("head:"):
+        folder, named, layer = given.removeprefix("head:").rpartition("@")
+        if named and layer.isdecimal():
+            return ExitHead.from_pretrained(folder, int(layer))
+        return ExitHead.from_pretrained(given.removeprefix("head:"))
+    leaves_early = _EXIT.fullmatch(given)
+    if leaves_early:
+        return EarlyExit(layer=int(leaves_early[1]))
+    if given.startswith("skip:"):
+        skipped = _skip_set(text, given.removeprefix("skip:"))
+        return LayerSkip(skipped["attention"], skipped["mlp"], skipped["layers"])
+    raise _malformed(text)
+
+
+def draft_name(drafter: Drafter | None) -> str:
+    """What a draft is called: `exit:4`, `skip:attn=3,5;mlp=4;layers=7`, `none`, or how any other represents itself."""
+    match drafter:
+        case None:
+            return PLAIN
+        case EarlyExit(layer=layer):
+            return f"exit:{layer}"
+        case LayerSkip():
+            parts = (("attn", drafter.attention), ("mlp", drafter.mlp), ("layers", drafter.layers))
+            return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)
+        case ReducedVocabulary():
+            return f"{draft_name(drafter.draft_with)}+vocab:{drafter.source or len(drafter.tokens)}"
+        case _:
+            return repr(drafter)
+
+
+def _skip_set(text: str, parts: str) -> dict[str, list[int]]:
+    skipped: dict[str, list[int]] = {name: [] for name in _PARTS.values()}
+    for part in parts.split(";"):
+        name, _, ranges = part.strip().partition("=")
+        if name not in _PARTS or skipped[_PARTS[name]]:
+            raise _malformed(text)
+        for numbers in ranges.split(","):
+            skipped[_PARTS[name]] += _layers(text, numbers.strip())
+    return skipped
+
+
+def _layers(text: str, numbers: str) -> range:
+    found = _RANGE.fullmatch(numbers)
+    if found is None:
+        raise _malformed(text)
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first or last >= _MOST_LAYERS:
+        raise _malformed(text)
+    return range(first, last + 1)
+
+
+def _malformed(text: str) -> DraftConfigError:
+    return DraftConfigError(f"draft {text!r} is not understood; {_GRAMMAR}")

@@ -1,0 +1,86 @@
+"""How a saved model drafts: a few words of JSON, and the file that makes `transformers` follow them.
+
+`transformers` runs `custom_generate/generate.py` of a folder in place of its own `generate` where it is told to trust
+the folder's code. It copies that one file to a place of its own, so what the file needs stands in it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from selfspec.accept import RULES, Rule
+from selfspec.draft import Drafter
+from selfspec.draft.named import draft_name, parse_draft
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
+
+_PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
+
+from selfspec.saved import generate_by
+
+RECIPE = """{recipe}"""
+
+
+def generate(inputs=None, generation_config=None, *, model, **options):
+    return generate_by(RECIPE, model, inputs, generation_config, options)
+'''
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What drafts, how long, and who judges.
+
+    Attributes:
+        draft: name of the drafter, as on the command line.
+        draft_length: tokens drafted each round.
+        accept: name of the rule; None: the default one.
+    """
+
+    draft: str
+    draft_length: int
+    accept: str | None
+
+    @classmethod
+    def of(cls, draft: Drafter | None, draft_length: int, rule: Rule | None) -> Recipe:
+        """The recipe of a wrapper.
+
+        Raises:
+            DraftConfigError: the drafter has no name.
+            UnsupportedOptionError: the rule has no name.
+        """
+        name = draft_name(draft)
+        try:
+            named = parse_draft(name)
+        except DraftConfigError:
+            named = None
+        if named != draft:
+            raise DraftConfigError(f"{name} cannot be saved: only early exits and skip sets have names")
+        accept = next((name for name, known in RULES.items() if known == rule), None)
+        if rule is not None and accept is None:
+            raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(RULES)}")
+        return cls(name, draft_length, accept)
+
+    @classmethod
+    def read(cls, text: str) -> Recipe:
+        """A recipe from its JSON."""
+        return cls(**json.loads(text))
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts; None for plain decoding.
+
+        Raises:
+            DraftConfigError: the name is not of the grammar.
+        """
+        return parse_draft(self.draft)
+
+    def save(self, folder: Path) -> None:
+        """Write `custom_generate/` into a saved model's folder."""
+        from selfspec import __version__
+
+        target = folder / "custom_generate"
+        target.mkdir(parents=True, exist_ok=True)
+        program = _PROGRAM.format(recipe=json.dumps(asdict(self)))
+        (target / "generate.py").write_text(program, encoding="utf-8")
+        (target / "requirements.txt").write_text(f"selfspec>={__version__}\n", encoding="utf-8")

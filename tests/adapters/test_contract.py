@@ -1,0 +1,137 @@
+"""The contract of architectures: every causal LM of the installed `transformers` works, or is refused for a reason."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from contract import CHECKS, Bench, Subject
+from shrunken import shrunken
+from survey import MODEL_TYPES, checks, declared, rows, subject, table
+
+import selfspec
+from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.anatomy import Weights, describe
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+
+# Those with a file of their own and one of each shape; the others are slow.
+QUICK = [
+    "bloom",
+    "cohere2",
+    "deepseek_v3",
+    "falcon",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "glm4",
+    "gpt_neo",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granitemoeshared",
+    "llama",
+    "llama4_text",
+    "mistral",
+    "mixtral",
+    "mpt",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen3_moe",
+    "smollm3",
+    "jamba",
+    "lfm2",
+    "mamba2",
+    "bart",
+    "bert",
+]
+
+
+def _cases() -> list[object]:
+    cases: list[object] = []
+    for name in MODEL_TYPES:
+        if (declared(name) or "").startswith("works"):
+            marks = () if name in QUICK else pytest.mark.slow
+            cases += [pytest.param(name, check, marks=marks, id=f"{name}-{check}") for check in checks(name)]
+    return cases
+
+
+@functools.lru_cache(maxsize=1)
+def _subject(model_type: str) -> Subject:
+    return subject(model_type)
+
+
+@pytest.mark.parametrize(("model_type", "check"), _cases())
+def test_contract(model_type: str, check: str) -> None:
+    CHECKS[check](_subject(model_type))
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: str) -> None:
+    tested = _subject(model_type)
+    anatomy = describe(tested.model)
+    parts = [anatomy.embedding, *(layer.weights for layer in anatomy.layers), anatomy.final_norm]
+    # A tied head may have a bias beside the embedding's weights.
+    head = [
+        weight for weight in tested.model.get_output_embeddings().parameters() if not anatomy.tied or weight.ndim == 1
+    ]
+    assert anatomy.total.parameters == sum(part.parameters for part in [*parts, Weights.of(head)])
+    bench = Bench(tested)
+    slots = anatomy.cache.bytes_per_token * bench.cache.capacity * tested.batch
+    assert slots == bench.cache.nbytes - bench.cache.state_bytes
+    assert (bench.cache.state_bytes > 0) == (anatomy.cache.recurrent_layers > 0)
+
+
+def test_the_quick_ones_are_there() -> None:
+    assert set(QUICK) <= set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_type_is_classified(model_type: str) -> None:
+    assert declared(model_type), f"{model_type} has neither an adapter nor a reason in adapters/refused.py"
+
+
+def test_no_type_both_works_and_is_refused() -> None:
+    assert not ADAPTERS.keys() & REFUSED.keys()
+
+
+def test_most_types_work() -> None:
+    assert sum((declared(name) or "").startswith("works") for name in MODEL_TYPES) >= 0.65 * len(MODEL_TYPES)
+
+
+def test_the_table_is_fresh() -> None:
+    if f"`transformers` {transformers.__version__}," not in TABLE.read_text(encoding="utf-8"):
+        pytest.skip("the table is of another transformers")
+    assert TABLE.read_text(encoding="utf-8") == table(rows())
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "openai-gpt"])
+def test_a_refusal_names_the_reason(model_type: str) -> None:
+    with pytest.raises(selfspec.UnsupportedModelError, match=re.escape(REFUSED[model_type])):
+        selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1))
+
+
+def test_a_type_nobody_knows_is_told_how_to_declare_itself() -> None:
+    model = shrunken("llama")
+    model.config.model_type = "made_up"
+    with pytest.raises(selfspec.UnsupportedModelError, match=r"made_up.*selfspec\.Adapter"):
+        selfspec.wrap(model, selfspec.EarlyExit(1))
+
+
+@pytest.mark.parametrize("model_type", ["bart", "trocr"])
+def test_an_architecture_that_takes_one_prompt_at_a_time_refuses_two(model_type: str) -> None:
+    spec = selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1))
+    with pytest.raises(selfspec.UnsupportedModelError, match="one prompt at a time"):
+        spec.generate(torch.full((2, 4), 5), max_new_tokens=3)
+
+
+def test_an_encoder_that_is_no_decoder_is_refused() -> None:
+    with pytest.raises(selfspec.UnsupportedModelError, match="is_decoder"):
+        selfspec.wrap(shrunken("bert", is_decoder=False), selfspec.EarlyExit(1))

@@ -1,0 +1,148 @@
+"""A saved folder makes plain `generate` of transformers self-speculative."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+
+import selfspec
+import tiny
+from selfspec.accept import TokenLevel, Typical
+from selfspec.draft import Draft, Drafter
+from selfspec.recipe import Recipe
+from selfspec.state import State
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """selfspec as an installed distribution, and a place of this test's own for code that is loaded."""
+    metadata = tmp_path / "site" / f"selfspec-{selfspec.__version__}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: selfspec\nVersion: {selfspec.__version__}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3, accept="coupled")
+    spec.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts rounds by their drafts' lengths."""
+    drafted: list[int] = []
+    right = selfspec.EarlyExit.draft
+
+    def counted(self: selfspec.EarlyExit, state: State, length: int) -> Draft:
+        drafted.append(length)
+        return right(self, state, length)
+
+    monkeypatch.setattr(selfspec.EarlyExit, "draft", counted)
+    return drafted
+
+
+@pytest.fixture
+def plain(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.fixture
+def trusted(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, trust_remote_code=True)
+
+
+def test_the_folder_holds_the_model_and_its_recipe(folder: str, plain: PreTrainedModel) -> None:
+    assert {path.name for path in Path(folder).iterdir()} >= {"config.json", "model.safetensors", "custom_generate"}
+    assert (Path(folder) / "custom_generate" / "requirements.txt").read_text().startswith("selfspec>=")
+    assert "exit:2" in (Path(folder) / "custom_generate" / "generate.py").read_text()
+    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
+    assert torch.equal(plain.generate(tiny.prompt(5), **OPTIONS), wanted)
+
+
+def test_a_model_loaded_with_trust_drafts_for_itself(trusted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = rounds(monkeypatch)
+    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
+    assert torch.equal(trusted.generate(tiny.prompt(5), **OPTIONS), wanted)
+    assert drafted
+    assert max(drafted) == 3
+    ids = tiny.prompt(5)
+    assert torch.equal(trusted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **OPTIONS), wanted)
+    out = trusted.generate(ids, return_dict_in_generate=True, output_scores=True, **OPTIONS)
+    assert isinstance(out, selfspec.GenerateOutput)
+    assert out.stats.drafted > 0
+    assert len(out.scores or ()) == 12
+
+
+def test_a_call_may_name_the_folder(folder: str, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = rounds(monkeypatch)
+    wanted = plain.generate(tiny.prompt(5), **OPTIONS)
+    assert not drafted
+    named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
+    assert torch.equal(plain.generate(tiny.prompt(5), **named), wanted)
+    assert drafted
+
+
+def test_a_trusted_model_may_be_told_the_folder_as_well(folder: str, trusted: Any) -> None:
+    named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
+    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
+    assert torch.equal(trusted.generate(tiny.prompt(5), **named), wanted)
+
+
+def test_seeds_and_streamers_reach_selfspec(trusted: Any) -> None:
+    sampled: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 4}
+    plain = selfspec.wrap(tiny.llama(), accept="coupled")
+    assert torch.equal(trusted.generate(tiny.prompt(5), **sampled), plain.generate(tiny.prompt(5), **sampled).sequences)
+
+
+def test_what_cannot_be_honoured_is_refused_here_too(trusted: Any) -> None:
+    with pytest.raises(selfspec.UnsupportedOptionError, match="num_beams"):
+        trusted.generate(tiny.prompt(5), num_beams=2, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("draft", "accept", "wanted"),
+    [
+        (selfspec.EarlyExit(3), None, Recipe("exit:3", 5, None)),
+        (None, "block", Recipe("none", 5, "block")),
+        (
+            selfspec.LayerSkip(attention=[1, 2], mlp=[0]),
+            "relaxed-typical",
+            Recipe("skip:attn=1,2;mlp=0", 5, "relaxed-typical"),
+        ),
+    ],
+    ids=str,
+)
+def test_recipes_come_back_as_they_were(
+    tmp_path: Path, draft: Drafter | None, accept: str | None, wanted: Recipe
+) -> None:
+    spec = selfspec.wrap(tiny.llama(), draft, draft_length=5, accept=accept)
+    assert Recipe.of(spec.draft, spec.draft_length, spec.rule) == wanted
+    wanted.save(tmp_path)
+    text = (tmp_path / "custom_generate" / "generate.py").read_text().split('"""')[3]
+    assert Recipe.read(text) == wanted
+    assert Recipe.read(text).drafter == draft
+    assert json.loads(text)["draft_length"] == 5
+
+
+def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
+    class Other(selfspec.EarlyExit):
+        """A drafter of one's own."""
+
+    spec = selfspec.wrap(tiny.llama(), Other(2))
+    with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+        spec.save_pretrained(tmp_path / "model")
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), accept=Typical(epsilon=0.9))
+    with pytest.raises(selfspec.UnsupportedOptionError, match="cannot be saved"):
+        spec.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    assert Recipe.of(None, 4, TokenLevel()).accept == "token"
