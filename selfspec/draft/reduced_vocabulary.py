@@ -28,10 +28,12 @@ class ReducedVocabulary(PathDrafter):
     Attributes:
         draft_with: drafts along a path of the model.
         tokens: ids that can be drafted, distinct.
+        source: the file they were read from, for messages.
     """
 
     draft_with: PathDrafter
     tokens: tuple[int, ...]
+    source: str | None = None
     _head: DraftHead = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class ReducedVocabulary(PathDrafter):
         Raises:
             DraftConfigError: the file cannot be read or lists no tokens.
         """
-        return cls(draft_with, read_vocabulary(file))
+        return cls(draft_with, read_vocabulary(file), str(file))
 
     @property
     def head(self) -> DraftHead:
@@ -67,9 +69,6 @@ class ReducedVocabulary(PathDrafter):
                 f"the reduced vocabulary names token {max(self.tokens)}, but this model has {rows}; count one on its "
                 "own tokenizer: selfspec train vocabulary"
             )
-
-    def __repr__(self) -> str:
-        return f"{self.draft_with!r}+vocab:{len(self.tokens)}"
 
 
 def read_vocabulary(file: str | FilePath) -> tuple[int, ...]:

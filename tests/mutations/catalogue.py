@@ -573,10 +573,10 @@ CATALOGUE = (
         ("tests/draft/test_along_path.py",),
     ),
     Mutation(
-        "a skipped MLP gives its input in place of nothing",
+        "a skipped sublayer gives its input in place of nothing",
         _GATE,
-        "    return torch.zeros_like(_hidden_states(args, kwargs))\n",
-        "    return _hidden_states(args, kwargs)\n",
+        'torch.zeros_like(hidden) if gives == "zeros" else hidden',
+        "hidden",
         ("tests/test_gate.py",),
     ),
     Mutation(
