@@ -112,7 +112,7 @@ def test_the_table_is_fresh() -> None:
     assert TABLE.read_text(encoding="utf-8") == table(rows())
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "openai-gpt"])
+@pytest.mark.parametrize("model_type", ["rwkv", "openai-gpt"])
 def test_a_refusal_names_the_reason(model_type: str) -> None:
     with pytest.raises(selfspec.UnsupportedModelError, match=re.escape(REFUSED[model_type])):
         selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1))

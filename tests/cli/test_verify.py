@@ -109,8 +109,8 @@ def test_near_ties_are_listed_and_pass(
     # Every passing is made to lift the second choice above the first where the two are close by.
     right = Passes.logits
 
-    def lifted(passes: Passes, *arguments: Any) -> Pass:
-        done = right(passes, *arguments)
+    def lifted(passes: Passes, *arguments: Any, **named: Any) -> Pass:
+        done = right(passes, *arguments, **named)
         first, second = done.logits.topk(2, -1).values.unbind(-1)
         close = (first - second < 0.05)[..., None]
         top = torch.zeros_like(done.logits, dtype=torch.bool).scatter_(-1, done.logits.argmax(-1, keepdim=True), True)
