@@ -73,6 +73,14 @@ def test_contract(model_type: str, check: str) -> None:
     CHECKS[check](_subject(model_type))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("model_type", QUICK)
+def test_greedy_text_in_float32(model_type: str, seed: int) -> None:
+    tested = Subject(shrunken(model_type, torch.float32, seed), ADAPTERS[model_type], tolerance=1e-4)
+    CHECKS["greedy"](tested)
+
+
 @pytest.mark.parametrize("model_type", QUICK)
 def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: str) -> None:
     tested = _subject(model_type)
