@@ -538,9 +538,9 @@ CATALOGUE = (
     ),
     Mutation(
         "recurrent layers read what stands behind a shorter prompt",
-        "selfspec/cache.py",
-        "        if self.rolls_back_by_cursor:\n            return [max(lengths)]\n",
-        "        return [max(lengths)]\n",
+        "selfspec/passes.py",
+        "if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):",
+        "if any(self._cache.lengths):",
         ("tests/adapters/test_hybrids.py",),
     ),
     # Paths and gates.
