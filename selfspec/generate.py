@@ -144,7 +144,9 @@ def accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> Accepted:
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
     decided = torch.where(finite[..., None], sampling.decide(p, state.cache.positions(p.shape[1]) + 1), 0.0)
     q = None if sampling.decided else draft.q
-    noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)
+    coins = (len(state.live), draft.length)
+    noise = torch.rand(coins, generator=state.generator, dtype=p.dtype, device=p.device)
+    noise = sampling.left(noise)
     count = rule.accepted(noise < rule.heads(draft.tokens, q, decided, logits))
     token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)
     overlap = torch.zeros_like(noise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,19 @@ from torch import Tensor
 from selfspec.coupling import Coupling
 from selfspec.processing import Processing
 from selfspec.text import Prefixes
+
+
+@dataclass(frozen=True)
+class _Left:
+    """The rows that are left of a batch.
+
+    Attributes:
+        rows: their numbers.
+        batch: how many there were.
+    """
+
+    rows: tuple[int, ...]
+    batch: int
 
 
 class Sampling:
@@ -24,17 +38,25 @@ class Sampling:
     def __init__(self, processing: Processing, greedy: bool, coupling: Coupling | None = None) -> None:
         self._processing = processing
         self._coupling = coupling
+        self._left: _Left | None = None
         self.greedy = greedy
 
     def coupled(self, seed: int) -> Sampling:
         """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
         return self if self.greedy else Sampling(self._processing, greedy=False, coupling=Coupling(seed))
 
-    def narrowed(self, rows: Sequence[int]) -> Sampling:
-        """The same for a batch of which only the rows of these numbers are left."""
-        if self._coupling is None:
-            return self
-        return Sampling(self._processing, self.greedy, self._coupling.narrowed(rows))
+    def narrowed(self, rows: Sequence[int], batch: int) -> Sampling:
+        """The same for a batch of which only the rows of these numbers are left.
+
+        Noise is still drawn for the whole batch, so that a row gets the same whichever others are left.
+        """
+        narrowed = Sampling(self._processing, self.greedy, self._coupling and self._coupling.narrowed(rows))
+        narrowed._left = _Left(tuple(rows), batch)
+        return narrowed
+
+    def left(self, noise: Tensor) -> Tensor:
+        """Of noise for the whole batch, `[batch, ...]`, that of the rows that are left."""
+        return noise if self._left is None else noise[list(self._left.rows)]
 
     @property
     def decided(self) -> bool:
@@ -87,7 +109,13 @@ class Sampling:
         Returns:
             `[...]`.
         """
-        return weights.argmax(-1) if self.decided else draw(weights, generator)
+        if self.decided:
+            return weights.argmax(-1)
+        if self._left is None:
+            return draw(weights, generator)
+        whole = weights.new_ones(self._left.batch, *weights.shape[1:])
+        whole[list(self._left.rows)] = weights
+        return self.left(draw(whole, generator))
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:

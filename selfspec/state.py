@@ -69,7 +69,7 @@ class State:
         self.text.rows = [running[index] for index in kept]
         self.cache.narrow(kept)
         self.last = self.last[kept]
-        self.sampling = self.sampling.narrowed(self.text.rows)
+        self.sampling = self.sampling.narrowed(self.text.rows, len(self.live))
 
     def record(self, scores: Tensor, logits: Tensor, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...] | None:
         """Keep scores and logits of tokens about to be committed, as far as anybody asked for them.

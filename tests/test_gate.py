@@ -163,7 +163,7 @@ def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past:
             bench = Bench(model, past)
             left = leave(bench, first)
             assert left is not None
-            assert (left.attention is None) == (start.part is Part.ATTENTION)
+            assert (not left.attention) == (start.part is Part.ATTENTION)
             equal(bench.logits(bench.full.resumed_at(start), entering=left), logits)
             # And the cache holds what a full pass would have left, so the next tokens are right too.
             for found, full in zip(bench.keys_and_values(), wanted.keys_and_values(), strict=True):

@@ -229,17 +229,17 @@ CATALOGUE = (
     Mutation(
         "acceptance and residual share their noise",
         _LOOP,
-        "noise = torch.rand(draft.tokens.shape, generator=state.generator, dtype=p.dtype, device=p.device)",
+        "noise = torch.rand(coins, generator=state.generator, dtype=p.dtype, device=p.device)",
         # In float64 the generator gives uniform numbers and exponential ones of the same bits.
-        "noise = torch.rand((len(p), p.shape[-1]), generator=state.generator.clone_state(), dtype=torch.float64)"
-        "[:, : draft.length].to(p.dtype)",
+        "noise = torch.rand((len(state.live), p.shape[-1]), generator=state.generator.clone_state(), "
+        "dtype=torch.float64)[:, : draft.length].to(p.dtype)",
         (_JOINT, _MANY),
     ),
     Mutation(
         "every round throws the same coins",
         _LOOP,
-        "noise = torch.rand(draft.tokens.shape, generator=state.generator,",
-        "noise = torch.rand(draft.tokens.shape, generator=torch.Generator().manual_seed(0),",
+        "noise = torch.rand(coins, generator=state.generator,",
+        "noise = torch.rand(coins, generator=torch.Generator().manual_seed(0),",
         (_JOINT, _MANY),
     ),
     Mutation(
@@ -432,8 +432,8 @@ CATALOGUE = (
     Mutation(
         "rows that are left choose with the noise of those that ended",
         "selfspec/sampling.py",
-        "return Sampling(self._processing, self.greedy, self._coupling.narrowed(rows))",
-        "return self",
+        "self._coupling and self._coupling.narrowed(rows)",
+        "self._coupling",
         (_NOISE,),
     ),
     Mutation(

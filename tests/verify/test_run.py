@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.gate import ExactStates
 from selfspec.passes import Pass, Passes
-from selfspec.path import Path
 from selfspec.verify import Report, Settings, verify
 from selfspec.verify.divergence import Check
 from selfspec.verify.verdict import Exactness
@@ -260,8 +260,8 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
         model.get_output_embeddings().weight[twin] = model.get_output_embeddings().weight[common]
     right = Passes.logits
 
-    def nudged(passes: Passes, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Pass:
-        done = right(passes, path, tokens, entering)
+    def nudged(passes: Passes, *arguments: Any, **named: Any) -> Pass:
+        done = right(passes, *arguments, **named)
         done.logits[..., twin] += nudge
         return done
 
