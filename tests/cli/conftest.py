@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -19,7 +20,7 @@ from selfspec.demo import checkpoint_folder
 
 @pytest.fixture
 def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
-    """The command line. Commands silence transformers for the process, which is undone."""
+    """The command line. What commands set for their whole process is undone."""
     verbosity = logging.get_verbosity()
 
     def run(*words: str, stdin: bytes = b"") -> Ending:
@@ -34,6 +35,9 @@ def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     yield run
     logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture
