@@ -1,108 +1,18 @@
 """The architectures selfspec knows, one declaration a file, found by `config.model_type`."""
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from selfspec.adapter import Adapter
-from selfspec.adapters import (
-    bart,
-    bert,
-    bitnet,
-    bloom,
-    cohere2,
-    composite,
-    conventional,
-    ctrl,
-    deepseek_v3,
-    falcon,
-    falcon_h1,
-    gemma2,
-    gemma3,
-    gemma3n,
-    gemma4,
-    git,
-    glm4,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    granitemoe,
-    granitemoehybrid,
-    jamba,
-    jetmoe,
-    lfm2,
-    llama,
-    llama4,
-    mamba2,
-    megatron_bert,
-    mistral,
-    mixtral,
-    modernbert_decoder,
-    mpt,
-    olmo2,
-    opt,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    qwen3_next,
-    roformer,
-    smollm3,
-    trocr,
-    xglm,
-)
 from selfspec.adapters.refused import REFUSED as REFUSED
 
+_NO_DECLARATION = {"refused"}
+
 ADAPTERS: dict[str, Adapter] = {
-    model_type: module.ADAPTER
-    for module in (
-        bart,
-        bert,
-        bitnet,
-        bloom,
-        cohere2,
-        composite,
-        conventional,
-        ctrl,
-        deepseek_v3,
-        falcon,
-        falcon_h1,
-        gemma2,
-        gemma3,
-        gemma3n,
-        gemma4,
-        git,
-        glm4,
-        gpt2,
-        gpt_neo,
-        gpt_neox,
-        gpt_oss,
-        gptj,
-        granite,
-        granitemoe,
-        granitemoehybrid,
-        jamba,
-        jetmoe,
-        lfm2,
-        llama,
-        llama4,
-        mamba2,
-        megatron_bert,
-        mistral,
-        mixtral,
-        modernbert_decoder,
-        mpt,
-        olmo2,
-        opt,
-        phi3,
-        qwen2,
-        qwen3,
-        qwen3_moe,
-        qwen3_next,
-        roformer,
-        smollm3,
-        trocr,
-        xglm,
-    )
-    for model_type in module.ADAPTER.model_types
+    model_type: adapter
+    for file in iter_modules(__path__)
+    if file.name not in _NO_DECLARATION
+    for adapter in (import_module(f"{__name__}.{file.name}").ADAPTER,)
+    for model_type in adapter.model_types
 }
 """Every declared adapter by the `model_type` it serves."""

@@ -14,7 +14,7 @@ from selfspec.text import Prefixes
 
 
 @dataclass(frozen=True)
-class _Left:
+class Left:
     """The rows that are left of a batch.
 
     Attributes:
@@ -33,12 +33,15 @@ class Sampling:
         processing: what logits go through first, the same for target and draft.
         greedy: whether the distribution is one-hot at the largest score.
         coupling: chooses tokens by the noise of their place; None: by independent draws.
+        left: the rows of the batch that are still run; None: all.
     """
 
-    def __init__(self, processing: Processing, greedy: bool, coupling: Coupling | None = None) -> None:
+    def __init__(
+        self, processing: Processing, greedy: bool, coupling: Coupling | None = None, left: Left | None = None
+    ) -> None:
         self._processing = processing
         self._coupling = coupling
-        self._left: _Left | None = None
+        self._left = left
         self.greedy = greedy
 
     def coupled(self, seed: int) -> Sampling:
@@ -50,9 +53,8 @@ class Sampling:
 
         Noise is still drawn for the whole batch, so that a row gets the same whichever others are left.
         """
-        narrowed = Sampling(self._processing, self.greedy, self._coupling and self._coupling.narrowed(rows))
-        narrowed._left = _Left(tuple(rows), batch)
-        return narrowed
+        coupling = self._coupling and self._coupling.narrowed(rows)
+        return Sampling(self._processing, self.greedy, coupling, Left(tuple(rows), batch))
 
     def left(self, noise: Tensor) -> Tensor:
         """Of noise for the whole batch, `[batch, ...]`, that of the rows that are left."""

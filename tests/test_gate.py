@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tiny
+from bench import Bench
 from reference import Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
 from selfspec.adapters import ADAPTERS
 from selfspec.cache import SharedCache
 from selfspec.errors import UnsupportedModelError
-from selfspec.gate import ExactStates, GatedModel
-from selfspec.passes import Passes
+from selfspec.gate import GatedModel
 from selfspec.path import Part, Path, Sublayer, sublayers
 
 ALL = sublayers(tiny.DEPTH)
@@ -59,44 +59,9 @@ def _model(architecture: str, kernel: str) -> PreTrainedModel:
     return tiny.BUILDERS[architecture](attention=kernel)
 
 
-class Bench:
-    """A cache with a prefix in it, left there by the full model, and passes over the block that comes next."""
-
-    def __init__(self, model: PreTrainedModel, past: int, batch: int = BATCH) -> None:
-        adapter = ADAPTERS[model.config.model_type]
-        self.tokens = tiny.prompt(past + BLOCK, batch)
-        self.prefix, self.block = self.tokens[:, :past], self.tokens[:, past:]
-        self.cache = SharedCache(tiny.DEPTH, batch, limit=past + BLOCK + 1, slack=BLOCK, device=torch.device("cpu"))
-        self.passes = Passes(model, adapter, self.cache)
-        self.full = Path.full(tiny.DEPTH)
-        if past:
-            self.states(self.full, self.prefix)
-            self.cache.advance(past)
-
-    @torch.no_grad()
-    def logits(self, path: Path, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
-        return self.passes.logits(path, self.block if tokens is None else tokens, entering).logits
-
-    @torch.no_grad()
-    def states(self, path: Path, tokens: Tensor | None = None) -> ExactStates | None:
-        return self.passes.states(path, self.block if tokens is None else tokens)
-
-    @torch.no_grad()
-    def stepped_states(self, path: Path) -> ExactStates:
-        """States of the block, one token at a time, as drafts leave them."""
-        parts = []
-        for column in range(BLOCK):
-            left = self.passes.logits(path, self.block[:, column : column + 1]).states
-            assert left is not None
-            parts.append(left)
-            self.cache.advance(1)
-        self.cache.rollback(BLOCK)
-        return ExactStates.concatenated(parts)
-
-    def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
-        """What lies in the slots of the prefix and the block, layer by layer."""
-        width = self.tokens.shape[1]
-        return [(layer.keys[:, :, :width].clone(), layer.values[:, :, :width].clone()) for layer in self.cache.layers]
+def bench_of(model: PreTrainedModel, past: int) -> Bench:
+    cache = SharedCache(tiny.DEPTH, BATCH, limit=past + BLOCK + 1, slack=BLOCK, device=torch.device("cpu"))
+    return Bench(model, ADAPTERS[model.config.model_type], cache, tiny.prompt(past + BLOCK, BATCH), past)
 
 
 def equal(found: Tensor, wanted: Tensor) -> None:
@@ -104,7 +69,7 @@ def equal(found: Tensor, wanted: Tensor) -> None:
 
 
 def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> None:
-    bench = Bench(model, past)
+    bench = bench_of(model, past)
     equal(bench.logits(bench.full), logits_after(model, bench.prefix, bench.block))
     with torch.no_grad():
         equal(bench.logits(bench.full), model(bench.tokens).logits[:, past:])
@@ -112,7 +77,7 @@ def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> 
 
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 def test_an_early_exit_is_the_model_cut_there(model: PreTrainedModel, past: int, exit_layer: int) -> None:
-    bench = Bench(model, past)
+    bench = bench_of(model, past)
     found = bench.logits(Path.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
     with torch.no_grad():
         wanted = with_layers(model, range(exit_layer))(bench.tokens).logits[:, past:]
@@ -137,7 +102,7 @@ def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: st
 
 @pytest.mark.parametrize("skipped", SKIP_SETS, ids=str)
 def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int, skipped: list[Sublayer]) -> None:
-    bench = Bench(model, past)
+    bench = bench_of(model, past)
     found = bench.logits(Path.without(tiny.DEPTH, skipped))
     wanted = logits_after(model, bench.prefix, bench.block, reference=zeroed(model, skipped))
     assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
@@ -146,7 +111,7 @@ def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int, skip
 
 @pytest.mark.parametrize("skipped", LAYER_SETS, ids=str)
 def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past: int, skipped: tuple[int, ...]) -> None:
-    bench = Bench(model, past)
+    bench = bench_of(model, past)
     path = Path.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
     kept = [layer for layer in range(tiny.DEPTH) if layer not in skipped]
     wanted = logits_after(model, bench.prefix, bench.block, reference=with_layers(model, kept), kept=kept)
@@ -156,11 +121,11 @@ def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past:
 
 @pytest.mark.parametrize("start", ALL[1:], ids=str)
 def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past: int, start: Sublayer) -> None:
-    wanted = Bench(model, past)
+    wanted = bench_of(model, past)
     logits = wanted.logits(wanted.full)
     for first in (Path.up_to(tiny.DEPTH, start), Path.without(tiny.DEPTH, [start])):
         for leave in (Bench.states, Bench.stepped_states):
-            bench = Bench(model, past)
+            bench = bench_of(model, past)
             left = leave(bench, first)
             assert left is not None
             assert (not left.attention) == (start.part is Part.ATTENTION)
@@ -173,7 +138,7 @@ def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past:
 
 def test_resuming_reads_the_given_states_and_not_the_tokens(model: PreTrainedModel) -> None:
     for start in ALL[1:]:
-        bench = Bench(model, PAST)
+        bench = bench_of(model, PAST)
         left = bench.states(Path.up_to(tiny.DEPTH, start))
         found = bench.logits(bench.full.resumed_at(start), torch.zeros_like(bench.block), left)
         equal(found, logits_after(model, bench.prefix, bench.block))
@@ -186,7 +151,7 @@ def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: P
         Path.without(tiny.DEPTH, [Sublayer(0, Part.ATTENTION), Sublayer(2, Part.MLP)]),
         Path.full(tiny.DEPTH).resumed_at(Sublayer(2, Part.MLP)),
     ):
-        bench = Bench(model, PAST)
+        bench = bench_of(model, PAST)
         entering = None if path.start is None else bench.states(Path.up_to(tiny.DEPTH, path.start))
         before = bench.keys_and_values()
         bench.logits(path, tiny.prompt(BLOCK, BATCH, seed=9), entering)
@@ -198,7 +163,7 @@ def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: P
 
 
 def test_a_path_that_has_nothing_to_hand_over_leaves_nothing(llama: PreTrainedModel) -> None:
-    bench = Bench(llama, PAST)
+    bench = bench_of(llama, PAST)
     for path in (bench.full, Path.without(tiny.DEPTH, [ALL[0]]), Path.up_to(tiny.DEPTH, ALL[0])):
         assert bench.states(path) is None
 
@@ -258,7 +223,7 @@ def _watched(model: PreTrainedModel) -> Calls:
 )
 def test_hooks_on_a_layer_and_in_it_fire_where_it_runs_and_only_there(architecture: str, path: Path) -> None:
     model = copy.deepcopy(_model(architecture, "sdpa"))
-    bench = Bench(model, PAST)
+    bench = bench_of(model, PAST)
     entering = None if path.start is None else bench.states(Path.up_to(tiny.DEPTH, path.start))
     calls = _watched(model)
     bench.logits(path, entering=entering)
@@ -292,7 +257,7 @@ def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_fu
     for layer in layers_of(model):
         layer.register_forward_hook(louder)
         layer.register_forward_pre_hook(shifted, with_kwargs=True)
-    bench = Bench(model, PAST)
+    bench = bench_of(model, PAST)
     wanted = logits_after(model, bench.prefix, bench.block)
     assert (wanted - plain).abs().max() > 1e-2
     left = bench.states(Path.up_to(tiny.DEPTH, start))
@@ -300,7 +265,7 @@ def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_fu
 
 
 def _split(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    bench = Bench(model, PAST)
+    bench = bench_of(model, PAST)
     return bench.prefix, bench.block
 
 

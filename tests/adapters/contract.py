@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import selfspec
+from bench import Bench
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache, recurrent_layers
-from selfspec.gate import ExactStates
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer, sublayers
 from snapshot import Snapshot
@@ -136,54 +136,26 @@ def _cache(subject: Subject) -> SharedCache:
     )
 
 
-class Bench:
-    """A cache that holds the prefix, left there by the full model, and passes over what comes next."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.prefix, self.block = subject.text[:, :PAST], subject.text[:, PAST:]
-        self.cache = _cache(subject)
-        self.passes = Passes(subject.model, subject.adapter, self.cache)
-        self.full = Path.full(subject.depth)
-        self.states(self.full, self.prefix)
-        self.cache.advance(PAST)
-
-    @torch.no_grad()
-    def logits(self, path: Path, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
-        return self.passes.logits(path, self.block if tokens is None else tokens, entering).logits
-
-    @torch.no_grad()
-    def states(self, path: Path, tokens: Tensor | None = None) -> ExactStates | None:
-        return self.passes.states(path, self.block if tokens is None else tokens)
-
-    @torch.no_grad()
-    def steps(self, path: Path) -> tuple[Tensor, ExactStates | None]:
-        """Logits and states of the block, one token at a time, as drafts run it."""
-        passes = []
-        for column in range(BLOCK):
-            passes.append(self.passes.logits(path, self.block[:, column : column + 1]))
-            self.cache.advance(1)
-        self.cache.rollback(BLOCK)
-        states = [step.states for step in passes if step.states is not None]
-        logits = torch.cat([step.logits for step in passes], 1)
-        return logits, ExactStates.concatenated(states) if states else None
+def bench_of(subject: Subject) -> Bench:
+    """Its cache with the prefix in it."""
+    return Bench(subject.model, subject.adapter, _cache(subject), subject.text, PAST)
 
 
 def block(subject: Subject) -> None:
     """A pass over several tokens on top of a prefill."""
-    bench = Bench(subject)
+    bench = bench_of(subject)
     subject.equal(bench.logits(bench.full), subject.stock)
 
 
 def step(subject: Subject) -> None:
     """Passes over one token each."""
-    bench = Bench(subject)
+    bench = bench_of(subject)
     subject.equal(bench.steps(bench.full)[0], subject.stock)
 
 
 def rollback(subject: Subject) -> None:
     """Moving the cursor back takes everything back."""
-    bench = Bench(subject)
+    bench = bench_of(subject)
     bench.logits(bench.full, subject.tokens(BLOCK, subject.batch, seed=1))
     bench.cache.advance(BLOCK)
     bench.logits(bench.full, subject.tokens(1, subject.batch, seed=2))
@@ -194,7 +166,7 @@ def rollback(subject: Subject) -> None:
 def _path(subject: Subject, path: Path) -> None:
     wanted = subject.reference(path.skipped)
     assert (wanted - subject.stock).abs().max() > 100 * subject.tolerance, "the reference cannot fail"
-    bench = Bench(subject)
+    bench = bench_of(subject)
     subject.equal(bench.logits(path), wanted)
     logits, states = bench.steps(path)
     subject.equal(logits, wanted)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from contract import CHECKS, Bench, Subject
+from contract import CHECKS, Subject, bench_of
 from shrunken import shrunken
 from survey import MODEL_TYPES, checks, declared, rows, subject, table
 
@@ -91,7 +91,7 @@ def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: st
         weight for weight in tested.model.get_output_embeddings().parameters() if not anatomy.tied or weight.ndim == 1
     ]
     assert anatomy.total.parameters == sum(part.parameters for part in [*parts, Weights.of(head)])
-    bench = Bench(tested)
+    bench = bench_of(tested)
     slots = anatomy.cache.bytes_per_token * bench.cache.capacity * tested.batch
     assert slots == bench.cache.nbytes - bench.cache.state_bytes
     assert (bench.cache.state_bytes > 0) == (anatomy.cache.recurrent_layers > 0)
