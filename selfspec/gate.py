@@ -1,8 +1,7 @@
 """Gates around the decoder layers of a stock model, without touching it: views that share every weight.
 
-A view is a shallow twin of a module: same class, same parameters, buffers and hooks, but a child or its `forward`
-may differ. Only the modules between the root and the gated sublayers get twins; all others are the model's own. The
-views of one pass belong to one generation, so the model itself, other threads and other generations see nothing.
+Only the modules between the root and the gated sublayers get twins; all others are the model's own. The views of one
+pass belong to one generation, so the model itself, other threads and other generations see nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,9 +17,9 @@ from torch import Tensor, nn
 from selfspec.adapter import Adapter
 from selfspec.cache import CacheReader
 from selfspec.call import call_with, hidden_states
-from selfspec.errors import UnsupportedModelError
 from selfspec.path import Part, Path, Sublayer
 from selfspec.recurrent import token_by_token
+from selfspec.twin import replaced, twin_with
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class GatedModel:
 
 def _with_layers(module: nn.Module, names: list[str], layers: list[nn.Module]) -> nn.Module:
     if not names:
-        return _twin(module, {str(index): layer for index, layer in enumerate(layers)})
-    return _twin(module, {names[0]: _with_layers(module.get_submodule(names[0]), names[1:], layers)})
+        return twin_with(module, {str(index): layer for index, layer in enumerate(layers)})
+    return twin_with(module, {names[0]: _with_layers(module.get_submodule(names[0]), names[1:], layers)})
 
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
@@ -127,13 +125,13 @@ def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, bou
         publishing = _publishing_layer(layer, index, adapter, path)
         if publishing is not None:
             pass_through = partial(_after, publishing, pass_through)
-        gated = _replaced(layer, pass_through)
+        gated = replaced(layer, pass_through)
     else:
         gated = _gated_sublayers(layer, index, adapter, path, boundary)
     if path.start is not None and path.start.layer == index:
-        gated = _replaced(layer, partial(boundary.pass_given, gated))
+        gated = replaced(layer, partial(boundary.pass_given, gated))
     if path.hand_over is not None and path.hand_over.layer == index:
-        gated = _replaced(layer, partial(boundary.record_hidden, gated))
+        gated = replaced(layer, partial(boundary.record_hidden, gated))
     return gated
 
 
@@ -161,7 +159,7 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path,
             forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
     if not forwards:
         return layer
-    return _twin(layer, {name: _replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
+    return twin_with(layer, {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
 
 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
@@ -191,11 +189,11 @@ def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path
     """The layer with every attention of it publishing, if later layers read what one of them publishes."""
     modules = [(name, layer.get_submodule(name)) for name in adapter.attention_modules_of(layer)]
     publishing = {
-        name: _replaced(module, _publishing(module, Sublayer(index, Part.ATTENTION), path))
+        name: replaced(module, _publishing(module, Sublayer(index, Part.ATTENTION), path))
         for name, module in modules
         if _is_read_later(module, index, adapter, path)
     }
-    return _twin(layer, publishing) if publishing else None
+    return twin_with(layer, publishing) if publishing else None
 
 
 def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -209,45 +207,3 @@ def _after(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **kw
 
 def _values(hidden: Tensor | None, returns: int) -> Any:
     return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
-
-
-def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """A shallow twin of `module` whose named children are replaced."""
-    twin = _copy(module)
-    for name, value in module.__dict__.items():
-        twin.__dict__[name] = _rebound(value, module, twin)
-    if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
-        raise UnsupportedModelError(
-            f"the forward of {type(module).__name__} was replaced by a function that selfspec cannot look into; undo "
-            "that before wrapping, or replace it by a bound method"
-        )
-    # Compiled for the module itself, with its own children inside.
-    if twin.__dict__.get("_compiled_call_impl") is not None:
-        twin.__dict__["_compiled_call_impl"] = None
-    twin.__dict__["_modules"] = {**module._modules, **children}
-    return twin
-
-
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A shallow twin of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
-    twin = _copy(module)
-    # Where torch keeps a compiled call, it calls that one as it is, without hooks.
-    twin.__dict__["forward"] = twin.__dict__["_compiled_call_impl"] = forward
-    return twin
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    copy: nn.Module = object.__new__(type(module))
-    copy.__dict__.update(module.__dict__)
-    return copy
-
-
-def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
-    # A `forward` shadowed on the instance (accelerate's hooks do this) is bound to the module it was put on.
-    if isinstance(value, MethodType) and value.__self__ is module:
-        return MethodType(value.__func__, twin)
-    if isinstance(value, partial) and any(bound is module for bound in [*value.args, *value.keywords.values()]):
-        arguments = (twin if bound is module else bound for bound in value.args)
-        keywords = {name: twin if bound is module else bound for name, bound in value.keywords.items()}
-        return partial(value.func, *arguments, **keywords)
-    return value

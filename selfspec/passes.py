@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
 from selfspec.draft.draft_head import DraftHead
+from selfspec.few_rows import for_few_rows
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
 
@@ -42,7 +43,7 @@ class Passes:
 
     def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache) -> None:
         self.depth = len(adapter.decoder_layers(model))
-        self._model = model
+        self._model: PreTrainedModel = for_few_rows(model)
         self._adapter = adapter
         self._cache = cache
         self._config = model.config.get_text_config(decoder=True)

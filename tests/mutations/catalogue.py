@@ -581,7 +581,7 @@ CATALOGUE = (
     ),
     Mutation(
         "gates are put on the model's own modules",
-        _GATE,
+        "selfspec/twin.py",
         "    copy: nn.Module = object.__new__(type(module))\n",
         "    copy: nn.Module = module\n",
         ("tests/test_wrapped.py",),

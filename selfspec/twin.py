@@ -1,0 +1,68 @@
+"""Shallow twins of modules: same class, same parameters, buffers and hooks, but a child or the `forward` may differ.
+
+A twin shares every weight with its module and never changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from selfspec.errors import UnsupportedModelError
+
+
+def twin_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+    """A twin of `module` whose named children are replaced.
+
+    Raises:
+        UnsupportedModelError: its `forward` was replaced by a function that would run the old children.
+    """
+    twin = _copy(module)
+    for name, value in module.__dict__.items():
+        twin.__dict__[name] = _rebound(value, module, twin)
+    if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
+        raise UnsupportedModelError(
+            f"the forward of {type(module).__name__} was replaced by a function that selfspec cannot look into; undo "
+            "that before wrapping, or replace it by a bound method"
+        )
+    # Compiled for the module itself, with its own children inside.
+    if twin.__dict__.get("_compiled_call_impl") is not None:
+        twin.__dict__["_compiled_call_impl"] = None
+    twin.__dict__["_modules"] = {**module._modules, **children}
+    return twin
+
+
+def twin_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A twin of `module` that runs `forward` instead; its own hooks and the process's see it run as ever."""
+    twin = _copy(module)
+    twin.__dict__["forward"] = forward
+    return twin
+
+
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A twin of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
+    twin = twin_running(module, forward)
+    # Where torch keeps a compiled call, it calls that one as it is, without hooks.
+    twin.__dict__["_compiled_call_impl"] = forward
+    return twin
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    return copy
+
+
+def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
+    # A `forward` shadowed on the instance (accelerate's hooks do this) is bound to the module it was put on.
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, twin)
+    if isinstance(value, partial) and any(bound is module for bound in [*value.args, *value.keywords.values()]):
+        arguments = (twin if bound is module else bound for bound in value.args)
+        keywords = {name: twin if bound is module else bound for name, bound in value.keywords.items()}
+        return partial(value.func, *arguments, **keywords)
+    return value
