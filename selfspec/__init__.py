@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from selfspec.adapter import Adapter
+    from selfspec.control import ConfidenceStop, CostAware, FixedLength
+    from selfspec.costs import Costs
     from selfspec.draft import Draft, Drafter, EarlyExit, ExitHead, LayerSkip, ReducedVocabulary
     from selfspec.errors import (
         CheckpointError,
@@ -30,13 +32,17 @@ __all__ = [
     "Adapter",
     "CheckpointError",
     "ClosedError",
+    "ConfidenceStop",
     "CorpusError",
+    "CostAware",
+    "Costs",
     "Draft",
     "DraftConfigError",
     "Drafter",
     "EarlyExit",
     "ExitHead",
     "ExitHeadError",
+    "FixedLength",
     "GenerateOutput",
     "Generation",
     "LayerSkip",
@@ -58,6 +64,8 @@ __all__ = [
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
     "adapter": ["Adapter"],
+    "control": ["ConfidenceStop", "CostAware", "FixedLength"],
+    "costs": ["Costs"],
     "draft": ["Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "ReducedVocabulary"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],

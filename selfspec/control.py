@@ -1,29 +1,306 @@
-"""How long to draft, and when not to draft at all."""
+"""How long to draft, and when not to draft at all.
+
+A control is configuration. What it begins decides for one generation, from what the draft itself shows (its scores up
+to the last token drafted) and from rounds that are over, never from the verdict on the draft in hand and never from a
+clock: so the output stays exact, and a seed gives the same tokens again.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from selfspec.costs import Costs
 from selfspec.errors import DraftConfigError
 
 
 @dataclass(frozen=True)
-class FixedLength:
+class RowOutcome:
+    """What became of one live row in a round.
+
+    Attributes:
+        judged: draft tokens the target judged.
+        accepted: draft tokens committed.
+        committed: tokens committed, the target's own included.
+    """
+
+    judged: int
+    accepted: int
+    committed: int
+
+
+class Controller(ABC):
+    """Decides for one generation.
+
+    Attributes:
+        longest: the most tokens that are ever drafted in a round; slots of the cache are kept for them.
+    """
+
+    longest: int
+
+    @abstractmethod
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        """The most tokens to draft in the round that begins; 0: none.
+
+        One token of every round is the target's own, so more than `remaining` - 1 are never of use.
+
+        Args:
+            remaining: tokens still wanted, at least 1.
+            live: of each row that runs, whether it goes on.
+        """
+
+    def goes_on(self, scores: Tensor) -> bool:
+        """Whether to draft another token after the one just drafted, which is kept in any case.
+
+        Dropping a token for what it is would bias the output; deciding after it whether to draft on does not.
+
+        Args:
+            scores: what that token was drawn from, `[rows, 1, vocab]`.
+        """
+        return True
+
+    def learn(self, steps: int, drafted: int, rows: Sequence[RowOutcome | None]) -> None:
+        """Take in what became of a round.
+
+        Args:
+            steps: draft steps it took.
+            drafted: its draft length.
+            rows: of each row that ran; None for one that had ended.
+        """
+        return
+
+
+class Control(ABC):
+    """How draft lengths are chosen."""
+
+    @abstractmethod
+    def begin(self, costs: Costs) -> Controller:
+        """The controller of one generation.
+
+        Args:
+            costs: estimated for model and draft.
+        """
+
+
+@dataclass(frozen=True)
+class FixedLength(Control):
     """The same draft length every round.
 
     Attributes:
-        length: tokens to draft; 0 is plain decoding.
+        length: tokens to draft, at least 1.
     """
 
     length: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 0:
-            raise DraftConfigError(f"draft length must be an integer of at least 1, got {self.length!r}")
+        _check_length(self.length)
 
-    def choose(self, remaining: int) -> int:
-        """Draft length of a round when `remaining` >= 1 tokens are still wanted.
+    def begin(self, costs: Costs) -> Controller:
+        return _Fixed(self.length)
 
-        One token of every round is the target's own, so a draft longer than `remaining` - 1 is never of use.
-        """
-        return min(self.length, remaining - 1)
+
+@dataclass(frozen=True)
+class ConfidenceStop(Control):
+    """Drafts until a token's confidence, the largest probability where it was drawn, falls under a threshold.
+
+    Under exact rules the token that fell under it stays in the draft. In a batch drafting ends when no live row is
+    confident.
+
+    Attributes:
+        threshold: in 0..1.
+        longest: the most tokens of a draft.
+    """
+
+    threshold: float = 0.5
+    longest: int = 8
+
+    def __post_init__(self) -> None:
+        _check_length(self.longest)
+        if not 0 <= self.threshold <= 1:
+            raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
+
+    def begin(self, costs: Costs) -> Controller:
+        return _Confident(self)
+
+
+@dataclass(frozen=True)
+class CostAware(Control):
+    """Drafts as long as one more token promises more than it costs, and not at all where drafting does not pay.
+
+    The chance that a token is accepted is learnt as the generation goes, by the draft's confidence in it. With the
+    costs that makes an optimal stopping problem: a draft goes on while the chance that all of it stands, and the next
+    token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft commit fewer
+    tokens than they cost, draft length is 0, but for a probe now and then, ever more rarely.
+
+    Attributes:
+        longest: the most tokens of a draft.
+        costs: what the parts of a round cost here; None: an estimate from the weights a draft step reads.
+    """
+
+    longest: int = 8
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        _check_length(self.longest)
+
+    def begin(self, costs: Costs) -> Controller:
+        return _CostAware(self.longest, self.costs or costs)
+
+
+def _check_length(length: int) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise DraftConfigError(f"draft length must be an integer of at least 1, got {length!r}")
+
+
+class NoDraft(Controller):
+    """Plain decoding."""
+
+    longest = 0
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        return 0
+
+
+class _Fixed(Controller):
+    def __init__(self, length: int) -> None:
+        self.longest = length
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        return min(self.longest, remaining - 1)
+
+
+class _Confident(Controller):
+    def __init__(self, control: ConfidenceStop) -> None:
+        self.longest = control.longest
+        self._threshold = control.threshold
+        self._live: Sequence[bool] = ()
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        self._live = live
+        return min(self.longest, remaining - 1)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        confidences = zip(_confidences(scores), self._live, strict=True)
+        return any(live and confidence >= self._threshold for confidence, live in confidences)
+
+
+class _CostAware(Controller):
+    def __init__(self, longest: int, costs: Costs) -> None:
+        self.longest = longest
+        self._costs = costs
+        self._acceptance = _Acceptance()
+        self._gate = _Gate()
+        self._live: Sequence[bool] = ()
+        self._reached: list[float] = []
+        self._confidences: list[list[float]] = []
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        self._live = live
+        self._reached = [1.0] * len(live)
+        self._confidences = []
+        return min(self.longest, remaining - 1) if self._gate.opens() else 0
+
+    def goes_on(self, scores: Tensor) -> bool:
+        confidences = _confidences(scores)
+        self._confidences.append(confidences)
+        self._reached = [
+            reached * self._acceptance.chance(confidence)
+            for reached, confidence in zip(self._reached, confidences, strict=True)
+        ]
+        standing = [reached for reached, live in zip(self._reached, self._live, strict=True) if live]
+        promised = self._acceptance.mean * sum(standing) / len(standing)
+        # What a plain step would commit in the time of a draft step, at the speed of the rounds so far.
+        return promised > max(1.0, self._gate.rate) * (self._costs.draft + self._costs.widening)
+
+    def learn(self, steps: int, drafted: int, rows: Sequence[RowOutcome | None]) -> None:
+        outcomes = [row for row in rows if row is not None]
+        if not drafted or not outcomes:
+            return
+        for position, confidences in enumerate(self._confidences):
+            for row, confidence in zip(rows, confidences, strict=True):
+                if row is not None and position < row.judged:
+                    self._acceptance.count(confidence, position < row.accepted)
+        tokens = sum(row.committed for row in outcomes) / len(outcomes)
+        self._gate.count(tokens, self._costs.of_round(steps, drafted))
+
+
+class _Acceptance:
+    """How often tokens of each confidence were accepted, beginning with as often as they were confident."""
+
+    _BINS = 10
+    _PRIOR = 4.0
+
+    def __init__(self) -> None:
+        middles = [(index + 0.5) / self._BINS for index in range(self._BINS)]
+        self._accepted = [self._PRIOR * middle for middle in middles]
+        self._judged = [self._PRIOR] * self._BINS
+        self._all_accepted, self._all_judged = self._PRIOR * 0.6, self._PRIOR
+
+    @property
+    def mean(self) -> float:
+        """The chance of a token whose confidence is not known."""
+        return self._all_accepted / self._all_judged
+
+    def chance(self, confidence: float) -> float:
+        """The chance that a token is accepted which the draft is so confident of."""
+        bin_ = self._bin(confidence)
+        return self._accepted[bin_] / self._judged[bin_]
+
+    def count(self, confidence: float, accepted: bool) -> None:
+        bin_ = self._bin(confidence)
+        self._judged[bin_] += 1
+        self._accepted[bin_] += accepted
+        self._all_judged += 1
+        self._all_accepted += accepted
+
+    def _bin(self, confidence: float) -> int:
+        return min(int(confidence * self._BINS), self._BINS - 1)
+
+
+class _Gate:
+    """Whether drafting pays: open while rounds with a draft commit more tokens than they cost in plain steps."""
+
+    _TRIALS = 4
+    _MEMORY = 0.95  # a round's weight beside the next one's
+    _SOONEST, _LATEST = 16, 256  # rounds between probes
+
+    def __init__(self) -> None:
+        self._tokens = self._cost = 0.0
+        self._rounds = 0
+        self._interval = self._SOONEST
+        self._wait = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per plain step that rounds with a draft have committed lately; 1 before the first."""
+        return self._tokens / self._cost if self._cost else 1.0
+
+    def opens(self) -> bool:
+        """Whether the round that begins drafts."""
+        if self._rounds < self._TRIALS or self.rate >= 1.0:
+            return True
+        if self._wait > 0:
+            self._wait -= 1
+            return False
+        return True
+
+    def count(self, tokens: float, cost: float) -> None:
+        """Take in a round with a draft."""
+        self._rounds += 1
+        self._tokens = self._MEMORY * self._tokens + tokens
+        self._cost = self._MEMORY * self._cost + cost
+        if self.rate >= 1.0:
+            self._interval = self._SOONEST
+        elif self._rounds >= self._TRIALS and tokens < cost:
+            self._wait = self._interval
+            self._interval = min(2 * self._interval, self._LATEST)
+
+
+def _confidences(scores: Tensor) -> list[float]:
+    """The largest probability of each row, `[rows]`; 0 where there is none. Waits for the device."""
+    largest = (scores[:, 0].amax(-1) - scores[:, 0].logsumexp(-1)).exp()
+    confidences: list[float] = largest.nan_to_num(0.0).tolist()
+    return confidences

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.control import FixedLength
+from selfspec.control import RowOutcome
 from selfspec.draft import Draft, Drafter
 from selfspec.gate import ExactStates
 from selfspec.output import Round, RowRound
@@ -23,7 +23,7 @@ from selfspec.text import Prefixes
 
 @torch.no_grad()
 def rounds(
-    state: State, request: Request, drafter: Drafter | None, control: FixedLength, rule: Rule, stats: Stats
+    state: State, request: Request, drafter: Drafter | None, rule: Rule, stats: Stats
 ) -> Generator[Round, None, None]:
     """Generate, round by round.
 
@@ -31,7 +31,6 @@ def rounds(
         state: of a generation that has not begun; every round moves it on.
         request: what was asked for.
         drafter: proposes tokens; None decodes plainly.
-        control: chooses the draft length of each round.
         rule: judges drafts.
         stats: counts, filled in as the rounds go.
 
@@ -45,7 +44,7 @@ def rounds(
         while any(state.live):
             state.cache.reserve(state.longest)
             state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])
-            length = 0 if drafter is None or state.doubted else control.choose(remaining(state, request))
+            length = 0 if drafter is None or state.doubted else choose_length(state, request)
             with clock.phase("draft"):
                 draft = drafter.draft(state, length) if drafter and length else Draft(state.last[:, :0])
             with clock.phase("verify"):
@@ -86,13 +85,14 @@ def prefill(state: State, request: Request) -> None:
         start += width
 
 
-def remaining(state: State, request: Request) -> int:
-    """The most tokens any live row may still grow by."""
-    return max(
+def choose_length(state: State, request: Request) -> int:
+    """The most tokens to draft in the round that begins."""
+    remaining = max(
         request.stopping.max_new_tokens - len(tokens)
         for tokens, live in zip(state.committed, state.live, strict=True)
         if live
     )
+    return state.control.choose(remaining, [state.live[row] for row in state.text.rows])
 
 
 def verify(state: State, draft: Draft) -> Tensor:
@@ -170,6 +170,7 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
     ends = request.stopping.judged(state.text, runs, state.record(accepted.scores, accepted.logits, runs))
     rows = [RowRound((), (), 0)] * len(runs)
     doubted: list[int] = []
+    outcomes: dict[int, RowOutcome] = {}
     for row, judged in judgements.items():
         end = ends[row]
         kept = runs[row][:end]
@@ -181,7 +182,9 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         # The target judged one token more than it accepted, unless it had accepted all or the row was over.
         seen = min(stands + 1, draft.length) if len(kept) > stands else stands
         stats.count_row(draft.length, seen, stands, len(kept), sum(judged.overlap[:seen]))
+        outcomes[row] = RowOutcome(seen, stands, len(kept))
         rows[row] = RowRound(tuple(kept), tuple(judged.drafted), stands)
+    state.control.learn(draft.steps, draft.length, [outcomes.get(row) for row in state.text.rows])
     stats.rounds += 1
     state.cache.commit([len(rows[row].tokens) for row in state.text.rows])
     state.doubted = doubted

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from selfspec.accept import Rule
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache, recurrent_layers
-from selfspec.control import FixedLength
+from selfspec.control import Controller
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.generate import rounds
@@ -42,7 +42,7 @@ class Generation(Iterator[Round]):
         adapter: Adapter,
         request: Request,
         draft: Drafter | None,
-        control: FixedLength,
+        control: Controller,
         rule: Rule,
         seed: int | None,
     ) -> None:
@@ -52,7 +52,7 @@ class Generation(Iterator[Round]):
             depth=len(adapter.decoder_layers(model)),
             batch=batch,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
-            slack=control.length,
+            slack=control.longest,
             device=device,
             aligned="right" if adapter.ragged == "padding" else "left",
             recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
@@ -69,6 +69,7 @@ class Generation(Iterator[Round]):
             cache=cache,
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,
+            control=control,
             last=request.input_ids[:, -1:].to(device),
             text=Text(request.input_ids, request.pad),
             scores=Record(request.pad) if request.returned.scores else None,
@@ -79,7 +80,7 @@ class Generation(Iterator[Round]):
         self._committed, self._failed = state.committed, state.failed
         self._scores, self._logits = state.scores, state.logits
         self._live, self._past = state.live, state.past
-        self._rounds = rounds(state, request, draft, control, rule, self.stats)
+        self._rounds = rounds(state, request, draft, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from selfspec.accept import RULES, Rule
+from selfspec.control import Control, CostAware, FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
@@ -33,22 +34,24 @@ class Recipe:
 
     Attributes:
         draft: name of the drafter, as on the command line.
-        draft_length: tokens drafted each round.
+        draft_length: tokens drafted each round; None: as many as pay.
         accept: name of the rule; None: the default one.
     """
 
     draft: str
-    draft_length: int
+    draft_length: int | None
     accept: str | None
 
     @classmethod
-    def of(cls, draft: Drafter | None, draft_length: int, rule: Rule | None) -> Recipe:
+    def of(cls, draft: Drafter | None, control: Control, rule: Rule | None) -> Recipe:
         """The recipe of a wrapper.
 
         Raises:
-            DraftConfigError: the drafter has no name.
+            DraftConfigError: the drafter has no name, or the control is neither a length nor the default.
             UnsupportedOptionError: the rule has no name.
         """
+        if control != CostAware() and not isinstance(control, FixedLength):
+            raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
         name = draft_name(draft)
         try:
             named = parse_draft(name)
@@ -59,7 +62,7 @@ class Recipe:
         accept = next((name for name, known in RULES.items() if known == rule), None)
         if rule is not None and accept is None:
             raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(RULES)}")
-        return cls(name, draft_length, accept)
+        return cls(name, control.length if isinstance(control, FixedLength) else None, accept)
 
     @classmethod
     def read(cls, text: str) -> Recipe:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from selfspec.cache import SharedCache
+from selfspec.control import Controller
 from selfspec.passes import Passes
 from selfspec.record import Record
 from selfspec.sampling import Sampling
@@ -25,6 +26,7 @@ class State:
         cache: keys and values of all committed tokens but each row's last, which no pass has read yet.
         sampling: logits to probabilities, the same for p and q.
         generator: the one source of randomness.
+        control: decides how long drafts are.
         last: the last committed token of each row that passes run, `[rows, 1]`.
         text: prompts, and the new tokens of each row, final.
         scores: keeps the scores of committed tokens; None: nobody asked for them.
@@ -39,6 +41,7 @@ class State:
     cache: SharedCache
     sampling: Sampling
     generator: torch.Generator
+    control: Controller
     last: Tensor
     text: Text
     scores: Record | None = None

@@ -12,7 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS, REFUSED
-from selfspec.control import FixedLength
+from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
+from selfspec.costs import Costs
 from selfspec.draft import Drafter
 from selfspec.errors import (
     ClosedError,
@@ -34,7 +35,8 @@ from selfspec.request import (
 )
 from selfspec.rotary import check_rotary
 
-DEFAULT_DRAFT_LENGTH = 4
+# What the rest of a round costs, in plain steps, where nobody measured it.
+_VERIFY, _WIDENING, _OVERHEAD = 1.1, 0.03, 0.05
 _ATTENTION_KERNELS = ("eager", "sdpa")
 
 
@@ -42,7 +44,7 @@ def wrap(
     model: PreTrainedModel,
     draft: Drafter | None = None,
     *,
-    draft_length: int = DEFAULT_DRAFT_LENGTH,
+    draft_length: int | Control | None = None,
     accept: str | Rule | None = None,
     adapter: Adapter | None = None,
 ) -> SelfSpeculative:
@@ -53,7 +55,8 @@ def wrap(
     Args:
         model: any causal LM of a supported architecture.
         draft: `EarlyExit`, `LayerSkip` or another drafter; None decodes plainly, in the same loop.
-        draft_length: tokens drafted each round, at least 1.
+        draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
+            which drafts no longer than it pays.
         accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
@@ -121,7 +124,7 @@ class SelfSpeculative:
     Attributes:
         model: the stock model, unchanged.
         draft: what drafts; None for plain decoding.
-        draft_length: tokens drafted each round, unless a call says otherwise.
+        control: how long drafts are, unless a call says otherwise.
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
     """
@@ -130,21 +133,22 @@ class SelfSpeculative:
         self,
         model: PreTrainedModel,
         draft: Drafter | None,
-        draft_length: int,
+        draft_length: int | Control | None,
         accept: str | Rule | None,
         adapter: Adapter,
     ) -> None:
         self.model = model
         self.draft = draft
-        self.draft_length = draft_length
+        self.control = _control(draft_length)
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self._closed = False
         adapter.check(model)
         self._check_model()
-        self._check_draft(draft_length)
+        self._check_draft()
         if draft is not None:
             draft.check_model(model)
+            self._costs = Costs(draft.cost(model, adapter), _VERIFY, _WIDENING, _OVERHEAD)
 
     def generate(
         self,
@@ -153,7 +157,7 @@ class SelfSpeculative:
         generation_config: GenerationConfig | None = None,
         *,
         seed: int | None = None,
-        draft_length: int | None = None,
+        draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
         **options: Any,
     ) -> GenerateOutput:
@@ -165,7 +169,7 @@ class SelfSpeculative:
             generation_config: as in `model.generate`.
             seed: makes sampling repeatable on the same machine, dtype and settings; None draws a fresh one from
                 torch's default generator, so `torch.manual_seed` works as it does in `transformers`.
-            draft_length: tokens drafted each round of this call.
+            draft_length: tokens drafted each round of this call, or a control.
             accept: the rule that judges drafts in this call.
             **options: any other keyword of `model.generate`; one that cannot be honoured is refused by name.
 
@@ -186,7 +190,7 @@ class SelfSpeculative:
         generation_config: GenerationConfig | None = None,
         *,
         seed: int | None = None,
-        draft_length: int | None = None,
+        draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
         **options: Any,
     ) -> Generation:
@@ -206,7 +210,7 @@ class SelfSpeculative:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         seed: int | None = None,
-        draft_length: int | None = None,
+        draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
@@ -236,7 +240,7 @@ class SelfSpeculative:
             UnsupportedOptionError: the rule has none.
         """
         self._check_open()
-        recipe = Recipe.of(self.draft, self.draft_length, self.rule)
+        recipe = Recipe.of(self.draft, self.control, self.rule)
         self.model.save_pretrained(folder)
         recipe.save(Path(folder))
 
@@ -266,11 +270,11 @@ class SelfSpeculative:
         )
 
     def _begin(
-        self, request: Request, seed: int | None, draft_length: int | None, accept: str | Rule | None
+        self, request: Request, seed: int | None, draft_length: int | Control | None, accept: str | Rule | None
     ) -> Generation:
         self._check_open()
         self._check_model()
-        length = self._check_draft(self.draft_length if draft_length is None else draft_length)
+        controller = self._controller(self.control if draft_length is None else _control(draft_length))
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if self.adapter.ragged == "none" and request.input_ids.shape[0] > 1:
@@ -280,7 +284,7 @@ class SelfSpeculative:
             )
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(self.model, self.adapter, request, self.draft, FixedLength(length), rule, seed)
+        return Generation(self.model, self.adapter, request, self.draft, controller, rule, seed)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -297,16 +301,24 @@ class SelfSpeculative:
                 "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
             )
 
-    def _check_draft(self, draft_length: int) -> int:
-        length = FixedLength(draft_length).length
+    def _controller(self, control: Control) -> Controller:
         if self.draft is None:
-            return 0
+            return NoDraft()
+        self._check_draft()
+        return control.begin(self._costs)
+
+    def _check_draft(self) -> None:
+        if self.draft is None:
+            return
         if not isinstance(self.draft, Drafter):
             raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {self.draft!r}")
         self.draft.check(len(self.adapter.decoder_layers(self.model)))
-        if length == 0:
-            raise DraftConfigError("draft length must be at least 1; wrap with draft=None to decode plainly")
-        return length
+
+
+def _control(draft_length: int | Control | None) -> Control:
+    if draft_length is None:
+        return CostAware()
+    return draft_length if isinstance(draft_length, Control) else FixedLength(draft_length)
 
 
 def _differs_in_training(module: nn.Module) -> bool:

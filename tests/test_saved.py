@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_u
 import selfspec
 import tiny
 from selfspec.accept import TokenLevel, Typical
+from selfspec.control import FixedLength
 from selfspec.draft import Draft, Drafter
 from selfspec.recipe import Recipe
 from selfspec.state import State
@@ -126,7 +127,7 @@ def test_recipes_come_back_as_they_were(
     tmp_path: Path, draft: Drafter | None, accept: str | None, wanted: Recipe
 ) -> None:
     spec = selfspec.wrap(tiny.llama(), draft, draft_length=5, accept=accept)
-    assert Recipe.of(spec.draft, spec.draft_length, spec.rule) == wanted
+    assert Recipe.of(spec.draft, spec.control, spec.rule) == wanted
     wanted.save(tmp_path)
     text = (tmp_path / "custom_generate" / "generate.py").read_text().split('"""')[3]
     assert Recipe.read(text) == wanted
@@ -141,8 +142,11 @@ def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
     spec = selfspec.wrap(tiny.llama(), Other(2))
     with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=selfspec.ConfidenceStop(0.3))
+    with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+        spec.save_pretrained(tmp_path / "model")
     spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), accept=Typical(epsilon=0.9))
     with pytest.raises(selfspec.UnsupportedOptionError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
-    assert Recipe.of(None, 4, TokenLevel()).accept == "token"
+    assert Recipe.of(None, FixedLength(4), TokenLevel()).accept == "token"

@@ -13,7 +13,7 @@ from selfspec.errors import DraftConfigError
 
 def demo(
     draft: DraftText = "skip:attn=0",
-    draft_length: DraftLength = 4,
+    draft_length: DraftLength = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=2, help="The most tokens to generate for each story.")
     ] = 64,

@@ -32,7 +32,7 @@ class Job:
     Attributes:
         draft: what drafts, as it was written.
         drafter: what drafts.
-        draft_length: tokens drafted each round.
+        draft_length: tokens drafted each round; None: as many as pay.
         max_new_tokens: the most tokens for each story.
         repeats: how often each way of decoding is timed.
         device: where.
@@ -42,7 +42,7 @@ class Job:
 
     draft: str
     drafter: Drafter
-    draft_length: int
+    draft_length: int | None
     max_new_tokens: int
     repeats: int
     device: str
@@ -135,8 +135,9 @@ def _print(job: Job, checkpoint: Checkpoint, comparison: Comparison, sentence: s
     console.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")
     console.print()
     console.print(_measurements(comparison))
+    length = job.draft_length or f"as pays ({Total.of(comparison.drafting.stats).mean_draft_length:.1f} on average)"
     console.print(
-        f"Draft {job.draft}, draft length {job.draft_length}, {comparison.drafting.new_tokens} tokens, "
+        f"Draft {job.draft}, draft length {length}, {comparison.drafting.new_tokens} tokens, "
         f"{job.repeats} repeats, {checkpoint.model.device}, {torch.get_num_threads()} threads. Acceptance by position: "
         "share of the judged draft tokens. Peak memory: above the level before, one run.",
         style="dim",

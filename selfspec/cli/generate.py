@@ -26,7 +26,7 @@ def generate(
         Path | None, typer.Option("--prompt-file", help="A file with the text to continue, less its last line break.")
     ] = None,
     draft: DraftText = "none",
-    draft_length: DraftLength = 4,
+    draft_length: DraftLength = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token (greedy).")] = 0.0,
     top_k: Annotated[int | None, typer.Option("--top-k", help="Sample from the k likeliest tokens.")] = None,

@@ -37,7 +37,7 @@ class Job:
         prompt: text to continue.
         draft: what drafts, as it was written.
         drafter: what drafts; None for plain decoding.
-        draft_length: tokens drafted each round.
+        draft_length: tokens drafted each round; None: as many as pay.
         max_new_tokens: the most tokens to generate.
         sampling: how to sample.
         shaping: penalties and stop strings.
@@ -54,7 +54,7 @@ class Job:
     prompt: str
     draft: str
     drafter: Drafter | None
-    draft_length: int
+    draft_length: int | None
     max_new_tokens: int
     sampling: SamplingChoice
     shaping: ShapingChoice

@@ -32,4 +32,8 @@ DraftText = Annotated[
         "from a reduced vocabulary.",
     ),
 ]
-DraftLength = Annotated[int, typer.Option("--draft-length", min=1, help="Tokens drafted each round.")]
+FixedDraftLength = Annotated[int, typer.Option("--draft-length", min=1, help="Tokens drafted each round.")]
+DraftLength = Annotated[
+    int | None,
+    typer.Option("--draft-length", min=1, help="Tokens drafted each round; default: as many as pay, or none."),
+]

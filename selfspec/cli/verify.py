@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.options import Device, DraftLength, Dtype, Output, Threads
+from selfspec.cli.options import Device, Dtype, FixedDraftLength, Output, Threads
 from selfspec.cli.verify_prompts import read_prompts
 from selfspec.errors import DraftConfigError
 
@@ -45,7 +45,7 @@ def verify(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=2, help="Length of each text, in tokens.")
     ] = 64,
-    draft_length: DraftLength = 4,
+    draft_length: FixedDraftLength = 4,
     samples: Annotated[
         int, typer.Option("--samples", min=100, help="Texts drawn for each test of what is sampled; more see more.")
     ] = 400,

@@ -160,7 +160,7 @@ def compare(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
     drafter: Drafter,
-    draft_length: int,
+    draft_length: int | None,
     max_new_tokens: int,
     repeats: int,
     tick: Callable[[], None],
@@ -173,7 +173,7 @@ def compare(
         model: of a supported architecture.
         prompts: each `[1, prompt]`.
         drafter: what drafts.
-        draft_length: tokens drafted each round.
+        draft_length: tokens drafted each round; None: as many as pay.
         max_new_tokens: the most tokens for each prompt.
         repeats: how often each way is timed, at least 1.
         tick: called once for each of `runs(repeats)` runs.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from selfspec.costs import share_read
 from selfspec.draft.draft_head import DraftHead
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.gate import ExactStates
@@ -16,6 +17,9 @@ from selfspec.sampling import proper
 from selfspec.text import Prefixes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.adapter import Adapter
     from selfspec.state import State
 
 
@@ -42,6 +46,9 @@ class PathDrafter(Drafter):
     def check(self, depth: int) -> None:
         self.path(depth)
 
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
+
     def draft(self, state: State, length: int) -> Draft:
         path = self.path(state.passes.depth)
         token = state.last
@@ -57,8 +64,10 @@ class PathDrafter(Drafter):
             distributions.append(q)
             states.append(step.states)
             state.cache.advance(1)
-        state.cache.rollback(length)
+            if len(tokens) < length and not state.control.goes_on(scores):
+                break
+        state.cache.rollback(len(tokens))
         start, left = path.hand_over, [step for step in states if step is not None]
         resume = None if start is None else Resume(start, ExactStates.concatenated(left))
         q_all = None if state.sampling.greedy else torch.cat(distributions, 1)
-        return Draft(torch.cat(tokens, 1), q_all, resume)
+        return Draft(torch.cat(tokens, 1), q_all, resume, steps=len(tokens))

@@ -14,6 +14,7 @@ from selfspec.path import Sublayer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.adapter import Adapter
     from selfspec.state import State
 
 
@@ -42,11 +43,13 @@ class Draft:
         q: the distribution each token was drawn from, `[batch, drafted, vocab]`; None where the draft is
             deterministic (q is one-hot at its tokens), as greedy drafts and look-ups are.
         resume: what verification may build on; None where it starts from tokens.
+        steps: draft steps it took.
     """
 
     tokens: Tensor
     q: Tensor | None = None
     resume: Resume | None = None
+    steps: int = 0
 
     @property
     def length(self) -> int:
@@ -72,6 +75,13 @@ class Drafter(ABC):
             SelfSpecError: naming what does not fit.
         """
 
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
+        return 0.0
+
     @abstractmethod
     def draft(self, state: State, length: int) -> Draft:
-        """Propose `length` >= 1 tokens for each row. Leaves the cursors of the cache where they were."""
+        """Propose up to `length` >= 1 tokens for each row, as many for each; fewer where `state.control` says so.
+
+        Leaves the cursors of the cache where they were.
+        """

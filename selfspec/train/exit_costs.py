@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
 from selfspec.anatomy import describe
+from selfspec.costs import Costs
 from selfspec.draft_cost import exits_reading
 from selfspec.train.exit_heads import ExitHeads
-from selfspec.train.forecast import Costs
 
 
 def exit_costs(

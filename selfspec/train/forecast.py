@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Costs:
-    """What the parts of a round cost, in plain decoding steps.
-
-    Attributes:
-        draft: c, a draft step, head included.
-        verify: V, a target pass over a block.
-        overhead: o, all else.
-    """
-
-    draft: float
-    verify: float = 1.0
-    overhead: float = 0.0
+from selfspec.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -34,7 +21,7 @@ class Forecast:
 
 
 def speedup(alpha: float, draft_length: int, costs: Costs) -> float:
-    """(1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + V + o)), after Leviathan et al. (2023).
+    """(1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + V(gamma+1) + o)), after Leviathan et al. (2023).
 
     Args:
         alpha: acceptance rate, in 0..1.
@@ -42,7 +29,7 @@ def speedup(alpha: float, draft_length: int, costs: Costs) -> float:
         costs: of a round.
     """
     tokens = sum(alpha**accepted for accepted in range(draft_length + 1))
-    return tokens / (draft_length * costs.draft + costs.verify + costs.overhead)
+    return tokens / costs.of_round(draft_length, draft_length)
 
 
 def forecast(alpha: float, costs: Costs, longest: int = 8) -> Forecast:

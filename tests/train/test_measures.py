@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from selfspec.costs import Costs
 from selfspec.train.cycles import cycle_share
-from selfspec.train.forecast import Costs, forecast, speedup
+from selfspec.train.forecast import forecast, speedup
 from selfspec.train.measure import ExitFigures
 
 

@@ -1,0 +1,91 @@
+"""What the parts of a round cost, in steps of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from selfspec.path import Part, Path, Sublayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.adapter import Adapter
+    from selfspec.draft.draft_head import DraftHead
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The terms of the speed-up formula, after Leviathan et al. (2023). The unit is one step of plain decoding.
+
+    Attributes:
+        draft: c, a draft step, head included.
+        verify: V(1), a target pass over a single token; more than 1 where drafting costs it something extra.
+        widening: what every further token of the block adds to V.
+        overhead: o, all else in a round that drafts.
+    """
+
+    draft: float
+    verify: float = 1.0
+    widening: float = 0.0
+    overhead: float = 0.0
+
+    def of_round(self, steps: int, drafted: int) -> float:
+        """The cost of a round.
+
+        Args:
+            steps: draft steps it takes.
+            drafted: tokens its target pass verifies besides the last committed one.
+        """
+        return steps * self.draft + self.verify + drafted * self.widening + self.overhead
+
+
+def share_read(model: PreTrainedModel, adapter: Adapter, path: Path, head: DraftHead | None = None) -> float:
+    """The draft cost ratio c by the weights that a step reads: those of the path by those of the full network.
+
+    Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both.
+
+    Args:
+        model: the stock model.
+        adapter: where its layers are.
+        path: what a draft step runs.
+        head: what reads its last states; None: the model's own norm and head.
+    """
+    layers = adapter.decoder_layers(model)
+    output = model.get_output_embeddings()
+    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    elsewhere = _ids([*layers, *looked_up, output])
+    rest = sum(weight.nbytes for weight in model.parameters() if id(weight) not in elsewhere)
+    rows = _bytes(output.parameters())
+    full = rest + rows + sum(_bytes(layer.parameters()) for layer in layers)
+    read = rest + sum(_layer_bytes(layer, index, adapter, path) for index, layer in enumerate(layers))
+    if head is None or head.tokens is None:
+        read += rows
+    else:
+        read += rows * len(head.tokens) // output.weight.shape[0]
+    if head is not None and head.adapter is not None:
+        read += sum(weight.numel() for weight in head.adapter.parameters()) * output.weight.element_size()
+    return float(read / full)
+
+
+def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> int:
+    runs = {part for part in Part if path.runs(Sublayer(index, part))}
+    if not runs:
+        return 0
+    left_out: list[str] = []
+    if Part.ATTENTION not in runs:
+        left_out += adapter.attention_modules_of(layer)
+    if Part.MLP not in runs:
+        left_out += adapter.mlp_modules_of(layer)
+    return _bytes(layer.parameters()) - sum(_bytes(layer.get_submodule(name).parameters()) for name in left_out)
+
+
+def _bytes(weights: Iterable[Tensor]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(weight) for module in modules for weight in module.parameters()}
