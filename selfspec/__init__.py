@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from selfspec.adapter import Adapter
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.costs import Costs
-    from selfspec.draft import Draft, Drafter, EarlyExit, ExitHead, LayerSkip, ReducedVocabulary
+    from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, ExitHead, LayerSkip, PromptLookup, ReducedVocabulary
     from selfspec.errors import (
         CheckpointError,
         ClosedError,
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "Cascade",
     "CheckpointError",
     "ClosedError",
     "ConfidenceStop",
@@ -48,6 +49,7 @@ __all__ = [
     "LayerSkip",
     "NonFiniteLogitsError",
     "PromptError",
+    "PromptLookup",
     "ReducedVocabulary",
     "Round",
     "RowRound",
@@ -66,7 +68,7 @@ _HOMES = {
     "adapter": ["Adapter"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "costs": ["Costs"],
-    "draft": ["Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "ReducedVocabulary"],
+    "draft": ["Cascade", "Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "PromptLookup", "ReducedVocabulary"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],

@@ -10,11 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from selfspec.costs import Costs
 from selfspec.errors import DraftConfigError
+
+if TYPE_CHECKING:
+    from selfspec.draft.drafter import Draft
+
+# Longer matches of a look-up are told apart no more.
+_LONG_MATCH = 12
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,18 @@ class Controller(ABC):
             live: of each row that runs, whether it goes on.
         """
 
+    def tries(self, match: int) -> bool:
+        """Whether a draft of some source is worth a round.
+
+        Args:
+            match: 0: the model drafts; else a look-up does, with a match of so many tokens.
+        """
+        return True
+
+    def prefers(self, match: int) -> bool:
+        """Whether a look-up with a match of so many tokens promises more than drafting with the model."""
+        return True
+
     def goes_on(self, scores: Tensor) -> bool:
         """Whether to draft another token after the one just drafted, which is kept in any case.
 
@@ -62,13 +81,12 @@ class Controller(ABC):
         """
         return True
 
-    def learn(self, steps: int, drafted: int, rows: Sequence[RowOutcome | None]) -> None:
+    def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         """Take in what became of a round.
 
         Args:
-            steps: draft steps it took.
-            drafted: its draft length.
-            rows: of each row that ran; None for one that had ended.
+            draft: of the round.
+            rows: what became of it in each row that ran; None for a row that had ended.
         """
         return
 
@@ -115,7 +133,7 @@ class ConfidenceStop(Control):
     """
 
     threshold: float = 0.5
-    longest: int = 8
+    longest: int = 7
 
     def __post_init__(self) -> None:
         _check_length(self.longest)
@@ -131,7 +149,7 @@ class CostAware(Control):
     """Drafts as long as one more token promises more than it costs, and not at all where drafting does not pay.
 
     The chance that a token is accepted is learnt as the generation goes, by the draft's confidence in it. With the
-    costs that makes an optimal stopping problem: a draft goes on while the chance that all of it stands, and the next
+    costs that makes a problem of optimal stopping: a draft goes on while the chance that all of it stands, and the next
     token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft commit fewer
     tokens than they cost, draft length is 0, but for a probe now and then, ever more rarely.
 
@@ -140,7 +158,7 @@ class CostAware(Control):
         costs: what the parts of a round cost here; None: an estimate from the weights a draft step reads.
     """
 
-    longest: int = 8
+    longest: int = 7
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
@@ -192,7 +210,8 @@ class _CostAware(Controller):
         self.longest = longest
         self._costs = costs
         self._acceptance = _Acceptance()
-        self._gate = _Gate()
+        self._model = _Gate()
+        self._look_ups: dict[int, _Gate] = {}
         self._live: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
@@ -201,7 +220,15 @@ class _CostAware(Controller):
         self._live = live
         self._reached = [1.0] * len(live)
         self._confidences = []
-        return min(self.longest, remaining - 1) if self._gate.opens() else 0
+        return min(self.longest, remaining - 1)
+
+    def tries(self, match: int) -> bool:
+        return self._gate(match).opens()
+
+    def prefers(self, match: int) -> bool:
+        # A look-up costs next to nothing to try, so it need not have proved itself yet.
+        look_up = self._gate(match)
+        return look_up.is_new or look_up.rate >= max(1.0, self._model.rate)
 
     def goes_on(self, scores: Tensor) -> bool:
         confidences = _confidences(scores)
@@ -213,18 +240,23 @@ class _CostAware(Controller):
         standing = [reached for reached, live in zip(self._reached, self._live, strict=True) if live]
         promised = self._acceptance.mean * sum(standing) / len(standing)
         # What a plain step would commit in the time of a draft step, at the speed of the rounds so far.
-        return promised > max(1.0, self._gate.rate) * (self._costs.draft + self._costs.widening)
+        return promised > max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening)
 
-    def learn(self, steps: int, drafted: int, rows: Sequence[RowOutcome | None]) -> None:
+    def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         outcomes = [row for row in rows if row is not None]
-        if not drafted or not outcomes:
+        if not draft.length or not outcomes:
             return
         for position, confidences in enumerate(self._confidences):
             for row, confidence in zip(rows, confidences, strict=True):
                 if row is not None and position < row.judged:
                     self._acceptance.count(confidence, position < row.accepted)
         tokens = sum(row.committed for row in outcomes) / len(outcomes)
-        self._gate.count(tokens, self._costs.of_round(steps, drafted))
+        self._gate(draft.match).count(tokens, self._costs.of_round(draft.steps, draft.length))
+
+    def _gate(self, match: int) -> _Gate:
+        if match == 0:
+            return self._model
+        return self._look_ups.setdefault(min(match, _LONG_MATCH), _Gate())
 
 
 class _Acceptance:
@@ -264,7 +296,7 @@ class _Gate:
     """Whether drafting pays: open while rounds with a draft commit more tokens than they cost in plain steps."""
 
     _TRIALS = 4
-    _MEMORY = 0.95  # a round's weight beside the next one's
+    _MEMORY = 0.9  # a round's weight beside the next one's
     _SOONEST, _LATEST = 16, 256  # rounds between probes
 
     def __init__(self) -> None:
@@ -278,9 +310,14 @@ class _Gate:
         """Tokens per plain step that rounds with a draft have committed lately; 1 before the first."""
         return self._tokens / self._cost if self._cost else 1.0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether too few rounds have been seen to judge by."""
+        return self._rounds < self._TRIALS
+
     def opens(self) -> bool:
-        """Whether the round that begins drafts."""
-        if self._rounds < self._TRIALS or self.rate >= 1.0:
+        """Whether the round that begins may draft. Asked once a round."""
+        if self.is_new or self.rate >= 1.0:
             return True
         if self._wait > 0:
             self._wait -= 1
@@ -294,7 +331,7 @@ class _Gate:
         self._cost = self._MEMORY * self._cost + cost
         if self.rate >= 1.0:
             self._interval = self._SOONEST
-        elif self._rounds >= self._TRIALS and tokens < cost:
+        elif not self.is_new and tokens < cost:
             self._wait = self._interval
             self._interval = min(2 * self._interval, self._LATEST)
 

@@ -46,7 +46,7 @@ def rounds(
             state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])
             length = 0 if drafter is None or state.doubted else choose_length(state, request)
             with clock.phase("draft"):
-                draft = drafter.draft(state, length) if drafter and length else Draft(state.last[:, :0])
+                draft = drafter.draft(state, length) if drafter and length else state.no_draft()
             with clock.phase("verify"):
                 logits = verify(state, draft)
             with clock.phase("accept"):
@@ -184,7 +184,7 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         stats.count_row(draft.length, seen, stands, len(kept), sum(judged.overlap[:seen]))
         outcomes[row] = RowOutcome(seen, stands, len(kept))
         rows[row] = RowRound(tuple(kept), tuple(judged.drafted), stands)
-    state.control.learn(draft.steps, draft.length, [outcomes.get(row) for row in state.text.rows])
+    state.control.learn(draft, [outcomes.get(row) for row in state.text.rows])
     stats.rounds += 1
     state.cache.commit([len(rows[row].tokens) for row in state.text.rows])
     state.doubted = doubted

@@ -11,9 +11,11 @@ from transformers import Cache
 
 from selfspec.cache import SharedCache
 from selfspec.control import Controller
+from selfspec.draft.drafter import Draft
 from selfspec.passes import Passes
 from selfspec.record import Record
 from selfspec.sampling import Sampling
+from selfspec.suffix_index import SuffixIndex
 from selfspec.text import Text
 
 
@@ -34,6 +36,7 @@ class State:
         past: gets the keys and values when the generation ends; None: they go with it.
         doubted: numbers of rows whose logits were not finite in the last round, behind a draft. A draft token's keys
             and values may have done that, so they get a round without a draft before they are given up.
+        indexes: of the text of each row that a look-up has asked for.
         failed: numbers of rows that ended because the target's logits were not finite.
     """
 
@@ -49,6 +52,25 @@ class State:
     past: Cache | None = None
     doubted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
+    indexes: dict[int, SuffixIndex] = field(default_factory=dict)
+
+    def no_draft(self) -> Draft:
+        """A draft of no tokens."""
+        return Draft(self.last[:, :0])
+
+    def index(self, row: int, shortest: int, longest: int) -> SuffixIndex:
+        """Where the end of a row's text stood before in it. It takes in what was committed since it was last asked for.
+
+        Args:
+            row: number of the row.
+            shortest: tokens of the shortest match.
+            longest: tokens of the longest that is indexed.
+        """
+        if row not in self.indexes:
+            self.indexes[row] = SuffixIndex(shortest, longest)
+        index = self.indexes[row]
+        index.extend(self.text.tokens_from(row, len(index)))
+        return index
 
     @property
     def committed(self) -> list[list[int]]:

@@ -39,6 +39,13 @@ class Text:
         """Tokens of a row so far, prompt and padding included."""
         return self.width + len(self.committed[row])
 
+    def tokens_from(self, row: int, start: int) -> list[int]:
+        """The tokens of a row from position `start` on, padding counted and included."""
+        if start >= self.width:
+            return self.committed[row][start - self.width :]
+        prompt: list[int] = self._prompts[row, start:].tolist()
+        return prompt + self.committed[row]
+
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
         """The ids of all rows with a run of tokens after each, padded on the right to the longest, `[batch, length]`.
 

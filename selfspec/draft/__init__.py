@@ -1,9 +1,21 @@
 """The drafters, one a file: each turns the state of a generation into a Draft."""
 
+from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Draft, Drafter, Resume
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 
-__all__ = ["Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "ReducedVocabulary", "Resume"]
+__all__ = [
+    "Cascade",
+    "Draft",
+    "Drafter",
+    "EarlyExit",
+    "ExitHead",
+    "LayerSkip",
+    "PromptLookup",
+    "ReducedVocabulary",
+    "Resume",
+]

@@ -50,6 +50,8 @@ class PathDrafter(Drafter):
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
     def draft(self, state: State, length: int) -> Draft:
+        if not state.control.tries(match=0):
+            return state.no_draft()
         path = self.path(state.passes.depth)
         token = state.last
         tokens: list[Tensor] = []

@@ -44,12 +44,14 @@ class Draft:
             deterministic (q is one-hot at its tokens), as greedy drafts and look-ups are.
         resume: what verification may build on; None where it starts from tokens.
         steps: draft steps it took.
+        match: of a look-up, how many tokens back from its end the text is alike where the draft was found; else 0.
     """
 
     tokens: Tensor
     q: Tensor | None = None
     resume: Resume | None = None
     steps: int = 0
+    match: int = 0
 
     @property
     def length(self) -> int:
@@ -81,7 +83,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, state: State, length: int) -> Draft:
-        """Propose up to `length` >= 1 tokens for each row, as many for each; fewer where `state.control` says so.
+        """Propose up to `length` >= 1 tokens for each row, as many for each; fewer or none if `state.control` says so.
 
         Leaves the cursors of the cache where they were.
         """

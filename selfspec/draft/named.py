@@ -1,25 +1,28 @@
-"""Drafters by name: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9`, `head:FOLDER`, or `none` for plain decoding."""
+"""Drafters by name: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9`, `head:FOLDER`, `lookup`, or `none`."""
 
 from __future__ import annotations
 
 import re
 
 from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.errors import DraftConfigError
 
 PLAIN = "none"
 """What plain decoding, without a draft, is called."""
 
+_LOOK_UP = "lookup"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, or none for "
-    "plain decoding"
+    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, lookup for "
+    "look-ups in the text, alone or before any of these (lookup+exit:4), or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)
@@ -38,6 +41,13 @@ def parse_draft(text: str) -> Drafter | None:
     given = text.strip()
     if given == PLAIN:
         return None
+    if given == _LOOK_UP:
+        return PromptLookup()
+    if given.startswith(_LOOK_UP + "+"):
+        drafter = parse_draft(given.removeprefix(_LOOK_UP + "+"))
+        if not isinstance(drafter, PathDrafter):
+            raise _malformed(text)
+        return Cascade(PromptLookup(), drafter)
     path, reduced, file = given.rpartition("+vocab:")
     if reduced:
         drafter = parse_draft(path)
@@ -62,6 +72,10 @@ def draft_name(drafter: Drafter | None) -> str:
             return PLAIN
         case EarlyExit(layer=layer):
             return f"exit:{layer}"
+        case PromptLookup() if drafter == PromptLookup():
+            return _LOOK_UP
+        case Cascade() if drafter.look_up == PromptLookup():
+            return f"{_LOOK_UP}+{draft_name(drafter.path)}"
         case LayerSkip():
             parts = (("attn", drafter.attention), ("mlp", drafter.mlp), ("layers", drafter.layers))
             return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)

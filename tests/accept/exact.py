@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,19 +62,50 @@ def committed(rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = Non
     drafted, vocab = len(p.tables) - 1, p.vocab
     if q is None:
         assert drafts is not None
-        weights, q_rows = torch.ones(1, dtype=p.tables[0].dtype), None
+        weights = torch.ones(1, dtype=p.tables[0].dtype)
     elif drafted == 0:
-        drafts, weights, q_rows = torch.empty(1, 0, dtype=torch.long), torch.ones(1, dtype=p.tables[0].dtype), None
+        drafts, weights, q = torch.empty(1, 0, dtype=torch.long), torch.ones(1, dtype=p.tables[0].dtype), None
     else:
         weights = q.joint().flatten()
-        drafts = torch.tensor(list(itertools.product(range(vocab), repeat=drafted)))[weights > 0]
-        weights = weights[weights > 0]
-        q_rows = q.along(drafts)
-    p_rows = p.along(drafts)
+        drafts = torch.tensor(list(itertools.product(range(vocab), repeat=drafted)))
+    return _summed(rule, p, q, drafts, weights)
+
+
+def committed_with_stops(rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor]) -> Committed:
+    """The same for drafts that end early, as the tokens drafted so far decide.
+
+    Args:
+        rule: what judges.
+        p: the target, with one conditional more than the longest draft has tokens.
+        q: the draft's distribution.
+        goes_on: whether a draft goes on after each of its beginnings of 1, 2, ... tokens, `[vocab] * tokens`.
+    """
+    longest = len(p.tables) - 1
+    parts = []
+    for drafted in range(1, longest + 1):
+        drafts = torch.tensor(list(itertools.product(range(p.vocab), repeat=drafted)))
+        weights = Chain(q.tables[:drafted]).joint().flatten()
+        for earlier in range(1, drafted):
+            weights = weights * goes_on[earlier - 1][tuple(drafts[:, :earlier].T)]
+        if drafted < longest:
+            weights = weights * ~goes_on[drafted - 1][tuple(drafts.T)]
+        parts.append(_summed(rule, p, Chain(q.tables[:drafted]), drafts, weights))
+    joint = torch.stack([part.joint for part in parts]).sum(0)
+    return Committed(joint, sum(part.length for part in parts))
+
+
+def _summed(rule: Rule, p: Chain, q: Chain | None, drafts: Tensor, weights: Tensor) -> Committed:
+    """The part of the sum that belongs to some drafts of one length, each with its weight."""
+    drafts, weights = drafts[weights > 0], weights[weights > 0]
+    drafted, vocab = drafts.shape[1], p.vocab
+    joint = torch.zeros([vocab] * len(p.tables), dtype=weights.dtype)
+    length = 0.0
+    if not len(drafts):
+        return Committed(joint, length)
+    p_rows = Chain(p.tables[: drafted + 1]).along(drafts)
+    q_rows = None if q is None else q.along(drafts)
     heads = rule.heads(drafts, q_rows, p_rows, p_rows.log())
     assert ((heads >= 0) & (heads <= 1)).all()
-    joint = torch.zeros([vocab] * (drafted + 1), dtype=weights.dtype)
-    length = 0.0
     for pattern in itertools.product([True, False], repeat=drafted):
         coins = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
         chance = weights * torch.where(coins, heads, 1 - heads).prod(-1)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accept.chains import Case, cases
-from accept.exact import Chain, committed
-from selfspec.accept import Block, TokenLevel
+from accept.exact import Chain, committed, committed_with_stops
+from selfspec.accept import Block, Rule, TokenLevel
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -43,3 +43,17 @@ def test_commits_more_than_token_level_in_the_example_of_the_paper() -> None:
     draft = Chain(tuple(q.expand([2] * i + [2]) for i in range(2)))
     assert committed(TokenLevel(), target, draft).length == pytest.approx(10 / 9)
     assert committed(Block(), target, draft).length == pytest.approx(11 / 9)
+
+
+@pytest.mark.parametrize("rule", [Block(), TokenLevel()], ids=["block", "token"])
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(cases(), st.integers(0, 2**32))
+def test_drafts_that_end_where_their_tokens_say_commit_the_target_joint_exactly(
+    rule: Rule, case: Case, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    longest = len(case.p.tables) - 1
+    goes_on = [torch.rand([case.p.vocab] * tokens, generator=generator) < 0.5 for tokens in range(1, longest)]
+    if longest:
+        result = committed_with_stops(rule, case.p, case.q, goes_on)
+        torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)

@@ -1,0 +1,55 @@
+"""Two drafters under one verifier: look up where that promises more, else draft with the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.drafter import Draft, Drafter
+from selfspec.draft.prompt_lookup import PromptLookup
+from selfspec.errors import DraftConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.adapter import Adapter
+    from selfspec.state import State
+
+
+@dataclass(frozen=True)
+class Cascade(Drafter):
+    """Looks up first, and drafts along a path of the model where there is no match, or none worth following.
+
+    Which of the two a round takes is the control's choice: by what rounds with so long a match, and rounds that drafted
+    with the model, have lately committed for what they cost.
+
+    Attributes:
+        look_up: copies from prompt and output.
+        path: drafts with the model.
+    """
+
+    look_up: PromptLookup
+    path: PathDrafter
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.look_up, PromptLookup) or not isinstance(self.path, PathDrafter):
+            raise DraftConfigError(
+                "a cascade is a look-up and a drafter along a path of the model, e.g. "
+                f"Cascade(PromptLookup(), EarlyExit(layer=4)); got {self.look_up!r} and {self.path!r}"
+            )
+
+    def check(self, depth: int) -> None:
+        self.path.check(depth)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        self.path.check_model(model)
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        return self.path.cost(model, adapter)
+
+    def draft(self, state: State, length: int) -> Draft:
+        found = self.look_up.look_up(state, length)
+        if found.length and state.control.prefers(found.match) and state.control.tries(found.match):
+            return found
+        return self.path.draft(state, length)

@@ -1,0 +1,63 @@
+"""Drafting without any pass of the model: what followed the last time that the text ended as it does now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.draft.drafter import Draft, Drafter
+from selfspec.errors import DraftConfigError
+
+if TYPE_CHECKING:
+    from selfspec.state import State
+
+
+@dataclass(frozen=True)
+class PromptLookup(Drafter):
+    """Prompt look-up decoding (Saxena, 2023; LLMA, Yang et al., 2023): copies from prompt and output.
+
+    The draft is deterministic, so q is one-hot at its tokens. A row whose text ends as nowhere before gets its own last
+    token for a draft, which is as exact as any other guess.
+
+    Attributes:
+        shortest: tokens of the shortest match that counts, at least 1.
+        longest: tokens up to which matches are indexed; among places the one with the longest match is taken, and the
+            latest of these.
+    """
+
+    shortest: int = 2
+    longest: int = 5
+
+    def __post_init__(self) -> None:
+        whole = all(type(size) is int for size in (self.shortest, self.longest))
+        if not whole or not 1 <= self.shortest <= self.longest:
+            raise DraftConfigError(
+                f"look-ups need match lengths 1 <= shortest <= longest, got {self.shortest!r} and {self.longest!r}"
+            )
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: State, length: int) -> Draft:
+        found = self.look_up(state, length)
+        return found if state.control.tries(found.match) else state.no_draft()
+
+    def look_up(self, state: State, length: int) -> Draft:
+        """The draft of `length` tokens; an empty one where no live row has a match."""
+        rows: list[list[int]] = []
+        matches: list[int] = []
+        for row in state.text.rows:
+            index = state.index(row, self.shortest, self.longest)
+            match = index.find() if state.live[row] else None
+            if match is not None:
+                matches.append(match.length)
+            rows.append([] if match is None else list(index.after(match, length)))
+        if not matches:
+            return state.no_draft()
+        last = state.last[:, 0].tolist()
+        tokens = [row or [token] * length for row, token in zip(rows, last, strict=True)]
+        # What a batch can hope for is set by the row with least to go by.
+        least = min(matches) if len(matches) == sum(state.live[row] for row in state.text.rows) else self.shortest
+        return Draft(torch.tensor(tokens, device=state.last.device), match=least)

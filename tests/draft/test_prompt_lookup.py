@@ -1,0 +1,110 @@
+"""Look-ups and cascades: what is drafted, that it costs no pass, and which of the two drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from reference import Calls
+from selfspec.draft.named import draft_name, parse_draft
+
+LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny.llama()
+
+
+def drafts_of(spec: selfspec.SelfSpeculative, ids: torch.Tensor, new: int = 12, **options: Any) -> list[Any]:
+    return [
+        [row.draft for row in chunk.rows] for chunk in spec.stream(ids, max_new_tokens=new, do_sample=False, **options)
+    ]
+
+
+def test_it_drafts_what_followed_before(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.PromptLookup(2, 4), draft_length=4)
+    assert drafts_of(spec, LOOPING)[0] == [(7, 5, 9, 7)]
+
+
+def test_where_nothing_matches_the_round_is_plain(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.PromptLookup(2, 4), draft_length=4)
+    assert drafts_of(spec, torch.tensor([[5, 9, 7, 11]]))[0] == [()]
+
+
+def test_a_row_without_a_match_drafts_along_with_the_others(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.PromptLookup(2, 4), draft_length=3)
+    ids = torch.cat([LOOPING, torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])])
+    assert drafts_of(spec, ids)[0] == [(7, 5, 9), (8, 8, 8)]
+
+
+def test_it_learns_from_what_it_generates(llama: PreTrainedModel) -> None:
+    # Greedy text of a tiny model runs into a loop, which is then looked up.
+    spec = selfspec.wrap(llama, selfspec.PromptLookup(1, 3), draft_length=4)
+    output = spec.generate(tiny.prompt(5), max_new_tokens=120, do_sample=False)
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=120, do_sample=False)
+    assert torch.equal(output.sequences, wanted)
+    assert output.stats.accepted > 0
+    assert output.stats.mean_accepted_length > 1
+
+
+def test_a_look_up_runs_no_layer(llama: PreTrainedModel) -> None:
+    calls = Calls()
+    for number, layer in enumerate(llama.model.layers):
+        calls.watch(number, layer)
+    spec = selfspec.wrap(llama, selfspec.PromptLookup(2, 4), draft_length=4)
+    run = spec.stream(LOOPING, max_new_tokens=12, do_sample=False)
+    next(run)
+    # Prefill of all but the last token, then one target pass over it and the draft.
+    assert dict(calls.tokens) == dict.fromkeys(range(4), 7 + 5)
+
+
+def test_a_cascade_drafts_with_the_model_where_nothing_matches(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(
+        llama,
+        selfspec.Cascade(selfspec.PromptLookup(2, 4), selfspec.EarlyExit(2)),
+        draft_length=selfspec.FixedLength(3),
+    )
+    by_exit = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    fresh = torch.tensor([[5, 9, 7, 11]])
+    assert drafts_of(spec, fresh)[0] == drafts_of(by_exit, fresh)[0]
+    assert drafts_of(spec, LOOPING)[0] == [(7, 5, 9)]
+
+
+def test_a_cascade_is_as_exact_as_its_parts(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.EarlyExit(2)))
+    wanted = model.generate(tiny.prompt(6), max_new_tokens=60, do_sample=False)
+    assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=60, do_sample=False).sequences, wanted)
+
+
+@pytest.mark.parametrize("name", ["lookup", "lookup+exit:2", "lookup+skip:attn=1;mlp=2"])
+def test_names_come_back_as_they_were(name: str) -> None:
+    assert draft_name(parse_draft(name)) == name
+
+
+@pytest.mark.parametrize("name", ["lookup+", "lookup+none", "lookup+lookup", "lookups", "exit:2+lookup"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="not understood"):
+        parse_draft(name)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 2), (1.5, 3), (True, 3)])
+def test_match_lengths_that_make_no_sense_are_refused(sizes: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="shortest <= longest"):
+        selfspec.PromptLookup(*sizes)
+
+
+def test_a_cascade_of_other_things_is_refused() -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="a cascade is"):
+        selfspec.Cascade(selfspec.EarlyExit(1), selfspec.EarlyExit(2))  # type: ignore[arg-type]
+
+
+def test_the_parts_of_a_cascade_are_checked(llama: PreTrainedModel) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="out of range"):
+        selfspec.wrap(llama, selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(9)))

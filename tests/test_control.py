@@ -1,0 +1,283 @@
+"""Controls: when drafts end, when none is made, and that what is generated stays the model's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from goodness import holm_rejects, p_value
+from selfspec.control import Control, Controller, CostAware, RowOutcome
+from selfspec.draft import Draft
+from test_exactness_more import PROMPT, TOKENS, joint, network
+from test_generate import Warp, assert_rows_are_stock
+
+CHEAP = selfspec.Costs(draft=0.1)
+DEAR = selfspec.Costs(draft=0.9, verify=1.2)
+
+
+def scores_of(*confidences: float, vocab: int = 50) -> Tensor:
+    """Scores whose softmax has these largest probabilities, one a row."""
+    rows = [[c, *[(1 - c) / (vocab - 1)] * (vocab - 1)] for c in confidences]
+    return torch.tensor(rows, dtype=torch.float64).log()[:, None]
+
+
+def drafted(controller: Controller, confidences: list[float], remaining: int = 100) -> int:
+    """How many tokens a draft gets whose tokens have these confidences."""
+    most = controller.choose(remaining, [True])
+    if not controller.tries(0):
+        return 0
+    for count, confidence in enumerate(confidences[:most], 1):
+        if count < most and not controller.goes_on(scores_of(confidence)):
+            return count
+    return most
+
+
+def told(controller: Controller, length: int, accepted: int, match: int = 0) -> None:
+    """Let a controller learn of a round of one row."""
+    draft = Draft(torch.zeros(1, length, dtype=torch.long), steps=0 if match else length, match=match)
+    controller.learn(draft, [RowOutcome(min(accepted + 1, length), accepted, accepted + 1)])
+
+
+@pytest.mark.parametrize("remaining", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop(0.0, 3), CostAware(3)], ids=str)
+def test_no_more_is_drafted_than_can_be_of_use(control: Control, remaining: int) -> None:
+    controller = control.begin(CHEAP)
+    assert controller.longest == 3
+    assert controller.choose(remaining, [True]) == min(3, remaining - 1)
+
+
+def test_a_fixed_length_does_not_look_at_confidence() -> None:
+    assert drafted(selfspec.FixedLength(3).begin(CHEAP), [0.01, 0.01, 0.01]) == 3
+
+
+def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> None:
+    controller = selfspec.ConfidenceStop(0.5, longest=5).begin(CHEAP)
+    assert drafted(controller, [0.9, 0.6, 0.4, 0.9, 0.9]) == 3
+    assert drafted(controller, [0.49, 0.9, 0.9, 0.9, 0.9]) == 1
+    assert drafted(controller, [0.9] * 5) == 5
+
+
+def test_one_confident_live_row_is_enough() -> None:
+    controller = selfspec.ConfidenceStop(0.5).begin(CHEAP)
+    controller.choose(9, [True, True])
+    assert controller.goes_on(scores_of(0.3, 0.8))
+    controller.choose(9, [True, False])
+    assert not controller.goes_on(scores_of(0.3, 0.8))
+
+
+def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
+    controller = selfspec.ConfidenceStop(0.1).begin(CHEAP)
+    controller.choose(9, [True])
+    assert not controller.goes_on(torch.full((1, 1, 4), math.nan))
+
+
+def test_sure_drafts_go_on_and_doubtful_ones_stop() -> None:
+    assert drafted(CostAware(6).begin(CHEAP), [0.99] * 6) == 6
+    assert drafted(CostAware(6).begin(CHEAP), [0.05] * 6) == 1
+    # The dearer a step, the sooner it stops.
+    assert drafted(CostAware(6).begin(DEAR), [0.7] * 6) == 1
+    assert drafted(CostAware(6).begin(CHEAP), [0.7] * 6) > 1
+
+
+def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
+    controller = CostAware(6).begin(selfspec.Costs(draft=0.3))
+    before = drafted(controller, [0.75] * 6)
+    for _ in range(30):
+        drafted(controller, [0.75] * 6)
+        told(controller, before, accepted=before)
+    assert drafted(controller, [0.75] * 6) > before
+
+
+def test_useless_drafts_are_given_up_and_probed_ever_more_rarely() -> None:
+    controller = CostAware(4).begin(CHEAP)
+    drafts = []
+    for number in range(600):
+        length = drafted(controller, [0.5] * 4)
+        if length:
+            told(controller, length, accepted=0)
+            drafts.append(number)
+    gaps = [later - earlier for earlier, later in pairwise(drafts)]
+    assert drafts[:4] == [0, 1, 2, 3]
+    assert len(drafts) <= 12
+    assert gaps[3:] == sorted(gaps[3:])
+    assert gaps[3] > 10
+
+
+def test_drafts_that_pay_again_are_taken_up_again() -> None:
+    controller = CostAware(4).begin(CHEAP)
+    for _ in range(6):
+        told(controller, max(1, drafted(controller, [0.5] * 4)), accepted=0)
+    rounds = 0
+    while rounds < 100 and not all(drafted(controller, [0.95] * 4) for _ in range(1)):
+        rounds += 1
+    for _ in range(12):
+        length = drafted(controller, [0.95] * 4)
+        if length:
+            told(controller, length, accepted=length)
+    assert all(drafted(controller, [0.95] * 4) == 4 for _ in range(5))
+
+
+def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
+    controller = CostAware(4).begin(CHEAP)
+    for _ in range(10):
+        told(controller, 4, accepted=0, match=2)
+        told(controller, 4, accepted=4, match=6)
+        told(controller, 4, accepted=2, match=0)
+    controller.choose(9, [True])
+    assert controller.prefers(6)
+    assert not controller.prefers(2)
+
+
+@dataclass
+class Toggling(Control, Controller):
+    """Lets every other round draft, and stops after one token or two by turns."""
+
+    longest: int = 3
+    rounds: int = field(default=0)
+
+    def begin(self, costs: selfspec.Costs) -> Controller:
+        return Toggling()
+
+    def choose(self, remaining: int, live: Any) -> int:
+        self.rounds += 1
+        return min(3, remaining - 1) * (self.rounds % 2)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        return self.rounds % 4 == 1
+
+
+CONTROLS: list[Control] = [CostAware(), CostAware(3, costs=CHEAP), selfspec.ConfidenceStop(0.1, 4), Toggling()]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    return draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=str)
+@pytest.mark.parametrize(
+    "draft",
+    [
+        selfspec.EarlyExit(2),
+        selfspec.LayerSkip(mlp=[3]),
+        selfspec.PromptLookup(1, 3),
+        selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.EarlyExit(3)),
+    ],
+    ids=str,
+)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(prompts(), st.integers(1, 30), st.sampled_from([None, 3, [7, 30]]))
+def test_greedy_text_is_stock_text(
+    draft: selfspec.Drafter, control: Control, lengths: list[int], new: int, eos: Any
+) -> None:
+
+    model = tiny.llama()
+    spec = selfspec.wrap(model, draft, draft_length=control)
+    prompts = [tiny.prompt(length, seed=row) for row, length in enumerate(lengths)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=new, eos_token_id=eos)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(rule: str) -> None:
+    # One row at a time, so that its own tokens decide, and not the mean of many.
+    found = {}
+    for number, (control, draft) in enumerate(
+        [
+            (selfspec.ConfidenceStop(0.45, longest=2), selfspec.EarlyExit(1)),
+            (CostAware(2, costs=CHEAP), selfspec.EarlyExit(1)),
+            (CostAware(2), selfspec.Cascade(selfspec.PromptLookup(1, 2), selfspec.EarlyExit(1))),
+        ]
+    ):
+        model, warp = network(seed=1), Warp(temperature=1.2)
+        spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
+        lengths, seen = set(), []
+        for seed in range(600):
+            out = spec.generate(
+                torch.tensor([PROMPT]), max_new_tokens=TOKENS, seed=10_000 * number + seed, **warp.options
+            )
+            seen.append(tuple(out.sequences[0, len(PROMPT) :].tolist()))
+            lengths.add(out.stats.drafted / out.stats.rounds)
+        assert len(lengths) > 1
+        found[f"{control} {draft}"] = p_value(seen, joint(model, warp))
+    assert holm_rejects(found, 0.01) == [], found
+
+
+def test_a_seed_gives_the_same_tokens_again() -> None:
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2))
+    runs = [spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=3).sequences for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+def rounds_of(model: PreTrainedModel, draft: selfspec.Drafter, **options: Any) -> Iterator[int]:
+    spec = selfspec.wrap(model, draft, **options)
+    for chunk in spec.stream(tiny.prompt(6), max_new_tokens=120, do_sample=False):
+        yield len(chunk.rows[0].draft)
+
+
+def test_by_default_drafts_that_never_stand_are_given_up() -> None:
+    lengths = list(rounds_of(tiny.llama(), Wrong()))
+    assert sum(length > 0 for length in lengths) < 12
+    assert len(lengths) == 120
+
+
+def test_by_default_drafts_that_always_stand_go_on() -> None:
+    model = tiny.llama()
+    text = model.generate(tiny.prompt(6), do_sample=False, max_new_tokens=130)[0].tolist()
+    lengths = list(rounds_of(model, Right(tuple(text))))
+    assert set(lengths[:-1]) == {7}
+
+
+@dataclass(frozen=True)
+class Wrong(selfspec.Drafter):
+    """Always drafts the same token; its steps cost as much as any draft's."""
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: Any, length: int) -> Draft:
+        return Draft(torch.full((1, length), 49), steps=length) if state.control.tries(0) else state.no_draft()
+
+    def cost(self, model: Any, adapter: Any) -> float:
+        return 0.2
+
+
+@dataclass(frozen=True)
+class Right(selfspec.Drafter):
+    """Knows the text."""
+
+    text: tuple[int, ...]
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: Any, length: int) -> Draft:
+        start = state.text.length(0)
+        return Draft(torch.tensor([self.text[start : start + length]]), steps=length)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: selfspec.FixedLength(0),
+        lambda: selfspec.FixedLength(True),
+        lambda: selfspec.ConfidenceStop(1.5),
+        lambda: selfspec.ConfidenceStop(0.5, longest=0),
+        lambda: CostAware(longest=2.5),  # type: ignore[arg-type]
+        lambda: selfspec.wrap(tiny.llama(), selfspec.EarlyExit(1), draft_length=0),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError):
+        make()
