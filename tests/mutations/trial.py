@@ -93,7 +93,8 @@ def _copied(folder: Path) -> Path:
 
 def _pytest(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "CI": "true"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]
+    options = ["-x", "-q", "-n0", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     return done.returncode, lines[-1] if lines else done.stderr.strip()[-200:]
