@@ -147,7 +147,7 @@ class SelfSpeculative:
         self._check_model()
         self._check_draft()
         if draft is not None:
-            draft.check_model(model)
+            draft.check_model(model, adapter)
             self._costs = Costs(draft.cost(model, adapter), _VERIFY, _WIDENING, _OVERHEAD)
 
     def generate(

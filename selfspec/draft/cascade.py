@@ -42,8 +42,8 @@ class Cascade(Drafter):
     def check(self, depth: int) -> None:
         self.path.check(depth)
 
-    def check_model(self, model: PreTrainedModel) -> None:
-        self.path.check_model(model)
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        self.path.check_model(model, adapter)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)

@@ -70,8 +70,8 @@ class Drafter(ABC):
             DraftConfigError: naming what is out of range.
         """
 
-    def check_model(self, model: PreTrainedModel) -> None:  # noqa: B027 - most drafters fit every model of their depth
-        """Refuse a model whose weights this drafter was not made for. Asked once, when the model is wrapped.
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
+        """Refuse a model that this drafter was not made for. Asked once, when the model is wrapped.
 
         Raises:
             SelfSpecError: naming what does not fit.

@@ -24,6 +24,8 @@ from selfspec.path import Path
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.adapter import Adapter
+
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"
 FORMAT = 1
@@ -86,7 +88,7 @@ class ExitHead(PathDrafter):
     def path(self, depth: int) -> Path:
         return EarlyExit(self.layer).path(depth)
 
-    def check_model(self, model: PreTrainedModel) -> None:
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         try:
             found = fingerprint(model)
         except ValueError as error:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_numbers import is_layer_number
 from selfspec.errors import DraftConfigError
 from selfspec.path import Part, Path, Sublayer, sublayers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.adapter import Adapter
 
 
 @dataclass(frozen=True, init=False)
@@ -56,6 +62,15 @@ class LayerSkip(PathDrafter):
         if len(skipped) == len(sublayers(depth)):
             raise DraftConfigError("the skip set leaves nothing of the network to draft with; skip fewer layers")
         return Path.without(depth, skipped)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        layers = adapter.decoder_layers(model)
+        lacking = [layer for layer in self.mlp if not adapter.mlp_modules_of(layers[layer])]
+        if lacking:
+            raise DraftConfigError(
+                f"mlp={lacking}: these layers of {type(model).__name__} have no MLP that could be skipped; skip "
+                "attention or whole layers"
+            )
 
 
 def _numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:

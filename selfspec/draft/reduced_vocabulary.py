@@ -17,6 +17,8 @@ from selfspec.path import Path
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.adapter import Adapter
+
 
 @dataclass(frozen=True, eq=False)
 class ReducedVocabulary(PathDrafter):
@@ -61,8 +63,8 @@ class ReducedVocabulary(PathDrafter):
     def path(self, depth: int) -> Path:
         return self.draft_with.path(depth)
 
-    def check_model(self, model: PreTrainedModel) -> None:
-        self.draft_with.check_model(model)
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        self.draft_with.check_model(model, adapter)
         rows = model.get_output_embeddings().weight.shape[0]
         if max(self.tokens) >= rows:
             raise DraftConfigError(

@@ -13,6 +13,7 @@ from shrunken import shrunken
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import selfspec
 from selfspec.adapters import ADAPTERS
 from selfspec.cache import SharedCache, recurrent_layers
 from selfspec.gate import ExactStates
@@ -136,3 +137,9 @@ TestAnyRounds = AnyRounds.TestCase
 TestAnyRoundsFalconH1 = AnyRoundsFalconH1.TestCase
 TestAnyRoundsLfm2 = AnyRoundsLfm2.TestCase
 TestAnyRoundsQwen3Next = pytest.mark.slow(AnyRoundsQwen3Next.TestCase)
+
+
+def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:
+    with pytest.raises(selfspec.DraftConfigError, match=r"mlp=\[1\].*no MLP"):
+        selfspec.wrap(_model("mamba2"), selfspec.LayerSkip(attention=[0], mlp=[1]))
+    selfspec.wrap(_model("mamba2"), selfspec.LayerSkip(layers=[1]))
