@@ -1,0 +1,93 @@
+"""Linear layers of a block of few tokens on a CPU: torch's own, and selfspec's with the weight on the left.
+
+    python benchmarks/few_rows.py
+
+For each shape and number of rows: time of a block against torch's own for one row, median over interleaved repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from arms import RESULTS, machine, versions
+from rich.progress import track
+from torch import Tensor, nn
+
+from selfspec.few_rows import for_few_rows
+
+_SHAPES = ((256, 704), (576, 1536), (1024, 4096))
+_ROWS = (1, 2, 3, 4, 6, 8, 16)
+# Larger than the caches of most processors, together: what a pass over a model reads comes from memory.
+_BYTES = 96 * 2**20
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    figures = [
+        figure
+        for threads in options.threads
+        for width, outputs in track(_SHAPES, f"{threads} threads", transient=True)
+        for figure in _measured(width, outputs, threads, options.repeats)
+    ]
+    record = {"settings": vars(options), "versions": versions(), "machine": machine(), "figures": figures}
+    (RESULTS / "few_rows.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / "few_rows.md").write_text(_table(figures))
+    print(_table(figures))
+
+
+@torch.no_grad()
+def _measured(width: int, outputs: int, threads: int, repeats: int) -> list[dict[str, object]]:
+    torch.set_num_threads(threads)
+    layers = [nn.Linear(width, outputs, bias=False) for _ in range(max(2, _BYTES // (4 * width * outputs)))]
+    ways = {"torch": layers, "selfspec": [for_few_rows(layer) for layer in layers]}
+    cases = [(way, rows) for rows in _ROWS for way in ways]
+    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    states = {rows: torch.randn(1, rows, width) for rows in _ROWS}
+    for repeat in range(repeats + 1):
+        for way, rows in cases:
+            spent = _seconds(lambda: [layer(states[rows]) for layer in ways[way]])  # noqa: B023 - called at once
+            if repeat:
+                seconds[way, rows].append(spent)
+    one = statistics.median(seconds["torch", 1])
+    return [
+        {
+            "threads": threads,
+            "shape": [width, outputs],
+            "rows": rows,
+            **{way: statistics.median(seconds[way, rows]) / one for way in ways},
+        }
+        for rows in _ROWS
+    ]
+
+
+def _seconds(work: Callable[[], list[Tensor]]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _table(figures: list[dict[str, object]]) -> str:
+    lines = [
+        "| threads | shape | | " + " | ".join(f"{rows} rows" for rows in _ROWS) + " |",
+        "|---|---|---|" + "---|" * len(_ROWS),
+    ]
+    groups = dict.fromkeys((figure["threads"], str(figure["shape"])) for figure in figures)
+    for threads, shape in groups:
+        own = [figure for figure in figures if (figure["threads"], str(figure["shape"])) == (threads, shape)]
+        for way in ("torch", "selfspec"):
+            cells = " | ".join(f"{figure[way]:.2f}" for figure in own)
+            lines.append(f"| {threads} | {shape[1:-1].replace(', ', ' to ')} | {way} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
