@@ -189,15 +189,14 @@ def test_greedy_text_is_stock_text(
     assert_rows_are_stock(model, spec, prompts, max_new_tokens=new, eos_token_id=eos)
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(rule: str) -> None:
+def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is() -> None:
     # One row at a time, so that its own tokens decide, and not the mean of many.
     found = {}
-    for number, (control, draft) in enumerate(
+    for number, (control, draft, rule) in enumerate(
         [
-            (selfspec.ConfidenceStop(0.45, longest=2), selfspec.EarlyExit(1)),
-            (CostAware(2, costs=CHEAP), selfspec.EarlyExit(1)),
-            (CostAware(2), selfspec.Cascade(selfspec.PromptLookup(1, 2), selfspec.EarlyExit(1))),
+            (selfspec.ConfidenceStop(0.45, longest=2), selfspec.EarlyExit(1), "block"),
+            (CostAware(2, costs=CHEAP), selfspec.EarlyExit(1), "token"),
+            (CostAware(2), selfspec.Cascade(selfspec.PromptLookup(1, 2), selfspec.EarlyExit(1)), "block"),
         ]
     ):
         model, warp = network(seed=1), Warp(temperature=1.2)
@@ -210,7 +209,7 @@ def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(
             seen.append(tuple(out.sequences[0, len(PROMPT) :].tolist()))
             lengths.add(out.stats.drafted / out.stats.rounds)
         assert len(lengths) > 1
-        found[f"{control} {draft}"] = p_value(seen, joint(model, warp))
+        found[f"{control} {draft} {rule}"] = p_value(seen, joint(model, warp))
     assert holm_rejects(found, 0.01) == [], found
 
 

@@ -130,7 +130,7 @@ def test_rows_of_one_prompt_are_independent_samples(rule: str) -> None:
 
 @pytest.mark.parametrize("draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2])], ids=str)
 def test_coupled_drafts_are_accepted_as_often_as_is_promised(llama: PreTrainedModel, draft: Drafter) -> None:
-    spec = selfspec.wrap(llama, draft, accept="coupled")
+    spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")
     stats = spec.generate(
         tiny.prompt(4, batch=32), max_new_tokens=60, do_sample=True, top_k=None, temperature=2.0, seed=0
     ).stats

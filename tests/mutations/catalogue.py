@@ -42,6 +42,7 @@ _CRITERIA = "tests/test_stopping.py::test_a_criterion_sees_each_token_once_and_e
 _ENDED = "tests/test_ended_rows.py::test_greedy_rows_are_what_they_are_alone"
 _NOISE = "tests/test_ended_rows.py::test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "tests/test_past.py::test_a_left_padded_batch_goes_on_from_its_cache"
+_CONTROLLED = "tests/test_control.py::test_greedy_text_is_stock_text"
 _TOKEN_PROOF = "tests/accept/test_token_level.py"
 _BLOCK_PROOF = "tests/accept/test_block.py"
 
@@ -51,6 +52,7 @@ _ALONG_PATH = "selfspec/draft/along_path.py"
 _LOOP = "selfspec/generate.py"
 _SAMPLING = "selfspec/sampling.py"
 _SHARED_CACHE = "selfspec/cache.py"
+_CONTROL = "selfspec/control.py"
 _PATH = "selfspec/path.py"
 _PROCESSING = "selfspec/processing.py"
 _STOPPING = "selfspec/stopping.py"
@@ -454,8 +456,8 @@ CATALOGUE = (
     Mutation(
         "the draft's tokens are not all rolled back",
         _ALONG_PATH,
-        "state.cache.rollback(length)",
-        "state.cache.rollback(length - 1)",
+        "state.cache.rollback(len(tokens))",
+        "state.cache.rollback(len(tokens) - 1)",
         (_GREEDY,),
     ),
     Mutation(
@@ -585,5 +587,50 @@ CATALOGUE = (
         "    copy: nn.Module = object.__new__(type(module))\n",
         "    copy: nn.Module = module\n",
         ("tests/test_wrapped.py",),
+    ),
+    # How long drafts are, and look-ups.
+    Mutation(
+        "cursors stay ahead where a draft ends early",
+        _ALONG_PATH,
+        "state.cache.rollback(len(tokens))",
+        "state.cache.rollback(len(tokens) - (len(tokens) < length))",
+        (_CONTROLLED,),
+    ),
+    Mutation(
+        "useless drafts are never given up",
+        _CONTROL,
+        "self._wait = self._interval\n",
+        "self._wait = 0\n",
+        ("tests/test_control.py",),
+    ),
+    Mutation(
+        "ended rows have a say in how long drafts are",
+        _CONTROL,
+        "any(live and confidence >= self._threshold",
+        "any(confidence >= self._threshold",
+        ("tests/test_control.py",),
+    ),
+    Mutation(
+        "the end of a text is a place before itself",
+        "selfspec/suffix_index.py",
+        "            self._tokens.append(token)\n",
+        "            self._tokens.append(token)\n"
+        "            self._ends[tuple(self._tokens[-self._sizes[-1]:])] = len(self._tokens)\n",
+        ("tests/test_suffix_index.py",),
+    ),
+    Mutation(
+        "a look-up takes in what was generated only once",
+        "selfspec/state.py",
+        "index.extend(self.text.tokens_from(row, len(index)))",
+        "index.extend(self.text.tokens_from(row, 0) if len(index) == 0 else ())",
+        ("tests/draft/test_prompt_lookup.py",),
+    ),
+    # Linears of few rows.
+    Mutation(
+        "blocks of few rows lose the bias",
+        "selfspec/few_rows.py",
+        "        product += linear.bias\n",
+        "        product += 0\n",
+        ("tests/test_few_rows.py",),
     ),
 )
