@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import selfspec
 from selfspec.checkpoint import Checkpoint, load_checkpoint
 from selfspec.costs import Costs
+from selfspec.cycles import cycle_share
 from selfspec.draft import Drafter, ExitHead
 from selfspec.train.corpus import packed, spread
-from selfspec.train.cycles import cycle_share
 from selfspec.train.forecast import speedup
 from selfspec.train.measure import ExitFigures
 from selfspec.train.readout import Readout

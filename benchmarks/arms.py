@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 import selfspec
+from selfspec.cycles import cycle_share
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -31,6 +32,7 @@ class Arm:
         tokens_per_second: one figure per repeat, over all prompts.
         stats: of selfspec's arms, one for each prompt and repeat.
         equal: whether every token equals the first arm's.
+        cycle_shares: of each prompt and repeat, the share of new tokens in passages that repeat themselves.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Arm:
     tokens_per_second: list[float] = field(default_factory=list)
     stats: list[selfspec.Stats] = field(default_factory=list)
     equal: bool = True
+    cycle_shares: list[float] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -83,6 +86,7 @@ def measure(arms: Sequence[Arm], prompts: Sequence[Tensor], repeats: int) -> Non
                     rows = arm.run(ids, repeat)
                     seconds += time.perf_counter() - started
                     tokens += sum(map(len, rows))
+                    arm.cycle_shares += [cycle_share(row) for row in rows]
                     arm.equal &= rows == reference.setdefault((repeat, number), rows)
                     progress.advance(task)
                 if repeat:
@@ -92,15 +96,16 @@ def measure(arms: Sequence[Arm], prompts: Sequence[Tensor], repeats: int) -> Non
 def table(arms: Sequence[Arm]) -> str:
     """A Markdown table: the speed of each arm, and its ratio to the first one's, repeat by repeat."""
     lines = [
-        f"| | tokens/s, median (range) | against {arms[0].name} | acceptance rate | mean accepted length |",
-        "|---|---|---|---|---|",
+        f"| | tokens/s, median (range) | against {arms[0].name} | acceptance rate | mean accepted length | in cycles |",
+        "|---|---|---|---|---|---|",
     ]
     for arm in arms:
         pairs = zip(arm.tokens_per_second, arms[0].tokens_per_second, strict=True)
         rate, length = arm.acceptance_rate, arm.mean_accepted_length
         lines.append(
             f"| {arm.name} | {_spread(arm.tokens_per_second, '.0f')} | {_spread([a / b for a, b in pairs], '.2f')} "
-            f"| {'' if rate is None else f'{rate:.2f}'} | {'' if length is None else f'{length:.2f}'} |"
+            f"| {'' if rate is None else f'{rate:.2f}'} | {'' if length is None else f'{length:.2f}'} "
+            f"| {statistics.mean(arm.cycle_shares):.0%} |"
         )
     return "\n".join(lines)
 
@@ -118,6 +123,7 @@ def save(name: str, settings: dict[str, Any], arms: Sequence[Arm]) -> None:
                 "tokens_per_second": arm.tokens_per_second,
                 "acceptance_rate": arm.acceptance_rate,
                 "mean_accepted_length": arm.mean_accepted_length,
+                "cycle_share": statistics.mean(arm.cycle_shares),
             }
             for arm in arms
         ],

@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder; the embedded one if not given")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--draft", default="skip:attn=0")
+    parser.add_argument("--draft", default="exit:4")
     parser.add_argument("--draft-length", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--max-new-tokens", type=int, default=64)

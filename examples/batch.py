@@ -7,10 +7,10 @@ from selfspec.demo import checkpoint_folder
 
 folder = checkpoint_folder()
 model = AutoModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)  # pads on the left, as generation needs
-prompts = tokenizer(["Once upon a time", "Tom had a red ball that", "The cat"], return_tensors="pt", padding=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")  # as generation needs
+prompts = tokenizer(["class Stack:\n", "import os\n\ndef walk(", "# A test"], return_tensors="pt", padding=True)
 
-spec = selfspec.wrap(model, draft=selfspec.LayerSkip(mlp=[1, 2]))
+spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
 out = spec.generate(prompts.input_ids, attention_mask=prompts.attention_mask, max_new_tokens=30, do_sample=False)
 
 for sequence, length in zip(out.sequences, out.lengths, strict=True):

@@ -9,9 +9,9 @@ from selfspec.demo import checkpoint_folder
 folder = checkpoint_folder()  # any model folder or hub name
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+prompt = tokenizer("def area(width, height):\n", return_tensors="pt").input_ids
 
-spec = selfspec.wrap(model, draft=selfspec.LayerSkip(attention=[1]))
+spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
 out = spec.generate(prompt, max_new_tokens=60, do_sample=False)
 
 print(tokenizer.decode(out.sequences[0], skip_special_tokens=True))

@@ -9,7 +9,7 @@ from selfspec.demo import checkpoint_folder
 folder = checkpoint_folder()
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-prompt = tokenizer("Lily and Tom", return_tensors="pt").input_ids
+prompt = tokenizer("from collections import ", return_tensors="pt").input_ids
 
 spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
 drafted = model.generate(prompt, custom_generate=spec, max_new_tokens=40, do_sample=False)

@@ -11,7 +11,7 @@ import selfspec
 import tiny
 from selfspec.anatomy import describe, describe_config
 from selfspec.checkpoint import read_config
-from selfspec.demo import checkpoint_folder
+from stories import checkpoint_folder
 
 
 def test_parts_make_up_the_whole(architecture: str) -> None:

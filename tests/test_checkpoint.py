@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from selfspec import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.checkpoint import DtypeName, find_device, load_checkpoint, read_config
-from selfspec.demo import checkpoint_folder
+from stories import checkpoint_folder
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 
 import selfspec
 import tiny
-from selfspec.demo import checkpoint_folder
+from stories import checkpoint_folder
 
 # Drafting with all of the network but one late MLP accepts long runs, so that ends fall inside them.
 LONG_RUNS = selfspec.LayerSkip(mlp=[3])

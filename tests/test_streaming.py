@@ -21,7 +21,7 @@ from transformers.generation import BaseStreamer
 
 import selfspec
 import tiny
-from selfspec.demo import checkpoint_folder
+from stories import checkpoint_folder
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 17, "do_sample": False}
 

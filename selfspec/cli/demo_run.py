@@ -33,7 +33,8 @@ class Job:
         draft: what drafts, as it was written.
         drafter: what drafts.
         draft_length: tokens drafted each round; None: as many as pay.
-        max_new_tokens: the most tokens for each story.
+        max_new_tokens: tokens for each text.
+        temperature: of the sampled runs.
         repeats: how often each way of decoding is timed.
         device: where.
         threads: CPU threads; None: torch's own choice.
@@ -44,6 +45,7 @@ class Job:
     drafter: Drafter
     draft_length: int | None
     max_new_tokens: int
+    temperature: float
     repeats: int
     device: str
     threads: int | None
@@ -65,13 +67,12 @@ def run(job: Job) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float32", job.device)
-    comparison = _measured(job, checkpoint)
-    sentence = verdict(comparison, checkpoint.model.num_parameters())
-    result = _result(job, checkpoint, comparison, sentence)
+    greedy, sampled = _measured(job, checkpoint)
+    result = _result(job, checkpoint, greedy, sampled)
     if job.output == "text":
-        _print(job, checkpoint, comparison, sentence)
-    if not all(comparison.identical):
-        differing = [prompt for prompt, same in zip(PROMPTS, comparison.identical, strict=True) if not same]
+        _print(job, checkpoint, greedy, sampled)
+    if not all(greedy.identical):
+        differing = [prompt for prompt, same in zip(PROMPTS, greedy.identical, strict=True) if not same]
         raise FailedRunError(
             TokensDifferError(f"tokens differ for {', '.join(map(repr, differing))}; please report this as a bug"),
             result,
@@ -80,73 +81,92 @@ def run(job: Job) -> None:
         print_json(result)
 
 
-def _measured(job: Job, checkpoint: Checkpoint) -> Comparison:
+def _measured(job: Job, checkpoint: Checkpoint) -> tuple[Comparison, Comparison]:
+    """Greedy decoding, and sampling."""
     device = checkpoint.model.device
     prompts = [checkpoint.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in PROMPTS]
     with progress_bar("measuring") as progress:
-        bar = progress.add_task("", total=runs(job.repeats))
-        return compare(
-            checkpoint.model,
-            prompts,
-            job.drafter,
-            job.draft_length,
-            job.max_new_tokens,
-            job.repeats,
-            lambda: progress.advance(bar),
-        )
+        bar = progress.add_task("", total=2 * runs(job.repeats))
+
+        def measured(temperature: float) -> Comparison:
+            return compare(
+                checkpoint.model,
+                prompts,
+                job.drafter,
+                job.draft_length,
+                job.max_new_tokens,
+                temperature,
+                job.repeats,
+                lambda: progress.advance(bar),
+            )
+
+        return measured(0.0), measured(job.temperature)
 
 
-def _result(job: Job, checkpoint: Checkpoint, comparison: Comparison, sentence: str) -> dict[str, Any]:
-    stories = zip(PROMPTS, comparison.identical, *(arm.tokens for arm in comparison.arms), strict=True)
+def _result(job: Job, checkpoint: Checkpoint, greedy: Comparison, sampled: Comparison) -> dict[str, Any]:
+    texts = zip(PROMPTS, greedy.identical, *(arm.tokens for arm in greedy.arms), strict=True)
     return {
         "settings": {
-            "model": "embedded stories260K",
+            "model": "embedded pycode10M, taught to exit early",
             "draft": job.draft,
             "draft_length": job.draft_length,
             "max_new_tokens": job.max_new_tokens,
+            "temperature": job.temperature,
             "repeats": job.repeats,
             "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
             "device": str(checkpoint.model.device),
             "threads": torch.get_num_threads(),
         },
-        "stories": [
+        "texts": [
             {
                 "prompt": prompt,
                 "identical": same,
                 "token_ids": {"model_generate": stock, "plain": plain, "drafting": drafting},
                 "text": _continuation(checkpoint, prompt, drafting),
             }
-            for prompt, same, stock, plain, drafting in stories
+            for prompt, same, stock, plain, drafting in texts
         ],
-        "identical": all(comparison.identical),
-        "model_generate": comparison.stock.to_dict(),
-        "plain": comparison.plain.to_dict(),
-        "drafting": {**comparison.drafting.to_dict(), "total": Total.of(comparison.drafting.stats).to_dict()},
-        "speedup": comparison.speedup,
-        "verdict": sentence,
+        "identical": all(greedy.identical),
+        "greedy": _figures(greedy, checkpoint),
+        "sampled": _figures(sampled, checkpoint),
         "versions": versions(),
     }
 
 
-def _print(job: Job, checkpoint: Checkpoint, comparison: Comparison, sentence: str) -> None:
+def _figures(comparison: Comparison, checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "model_generate": comparison.stock.to_dict(),
+        "plain": comparison.plain.to_dict(),
+        "drafting": {**comparison.drafting.to_dict(), "total": Total.of(comparison.drafting.stats).to_dict()},
+        "speedup": comparison.speedup,
+        "verdict": _verdict(comparison, checkpoint),
+    }
+
+
+def _verdict(comparison: Comparison, checkpoint: Checkpoint) -> str:
+    return verdict(comparison, checkpoint.model.num_parameters())
+
+
+def _print(job: Job, checkpoint: Checkpoint, greedy: Comparison, sampled: Comparison) -> None:
     console = Console(highlight=False)
-    console.print(_stories(checkpoint, comparison))
-    same = all(comparison.identical)
+    console.print(_texts(checkpoint, greedy))
+    same = all(greedy.identical)
     console.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")
+    for title, comparison in (("greedy", greedy), (f"temperature {job.temperature:g}", sampled)):
+        console.print()
+        console.print(_measurements(title, comparison))
+        console.print(_verdict(comparison, checkpoint))
     console.print()
-    console.print(_measurements(comparison))
-    length = job.draft_length or f"as pays ({Total.of(comparison.drafting.stats).mean_draft_length:.1f} on average)"
     console.print(
-        f"Draft {job.draft}, draft length {length}, {comparison.drafting.new_tokens} tokens, "
+        f"Draft {job.draft}, draft length {job.draft_length or 'as pays'}, {greedy.drafting.new_tokens} tokens, "
         f"{job.repeats} repeats, {checkpoint.model.device}, {torch.get_num_threads()} threads. Acceptance by position: "
-        "share of the judged draft tokens. Peak memory: above the level before, one run.",
+        "share of the judged draft tokens. In cycles: share of the tokens in passages that repeat themselves, which "
+        "flatter any draft. Peak memory: above the level before, one run.",
         style="dim",
     )
-    console.print()
-    console.print(sentence)
 
 
-def _stories(checkpoint: Checkpoint, comparison: Comparison) -> Table:
+def _texts(checkpoint: Checkpoint, comparison: Comparison) -> Table:
     table = Table("plain decoding", "self-speculation", show_lines=True, expand=True)
     for prompt, plain, drafting in zip(PROMPTS, comparison.plain.tokens, comparison.drafting.tokens, strict=True):
         cells = (_continuation(checkpoint, prompt, tokens) for tokens in (plain, drafting))
@@ -154,13 +174,14 @@ def _stories(checkpoint: Checkpoint, comparison: Comparison) -> Table:
     return table
 
 
-def _measurements(comparison: Comparison) -> Table:
-    table = Table("")
+def _measurements(title: str, comparison: Comparison) -> Table:
+    table = Table(title)
     for arm in comparison.arms:
         table.add_column(arm.name, justify="right")
     quantities: dict[str, Callable[[Arm], str]] = {
         "tokens/s, median": lambda arm: f"{arm.median:.0f}",
         "tokens/s, range": lambda arm: f"{min(arm.tokens_per_second):.0f}-{max(arm.tokens_per_second):.0f}",
+        "in cycles": lambda arm: f"{arm.cycle_share:.0%}",
         "mean accepted length": lambda arm: f"{Total.of(arm.stats).mean_accepted_length:.2f}" if arm.stats else "1.00",
         "acceptance by position": _acceptance,
         "peak memory": lambda arm: "n/a" if arm.peak_bytes is None else _kib(arm.peak_bytes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.cycles import cycle_share
 from selfspec.demo.peak_memory import peak_memory
 from selfspec.draft import Drafter
 from selfspec.stats import Stats
@@ -20,6 +21,7 @@ from selfspec.wrapped import SelfSpeculative, wrap
 STOCK = "model.generate"
 PLAIN = "selfspec plain"
 DRAFTING = "selfspec drafting"
+_SEED = 0
 
 
 @dataclass
@@ -52,10 +54,16 @@ class Arm:
         """New tokens of all prompts."""
         return sum(len(tokens) for tokens in self.tokens)
 
+    @property
+    def cycle_share(self) -> float:
+        """Share of the new tokens inside repeating cycles, which flatter any draft."""
+        return sum(cycle_share(tokens) * len(tokens) for tokens in self.tokens) / self.new_tokens
+
     def to_dict(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""
         return {
             "new_tokens": self.new_tokens,
+            "cycle_share": self.cycle_share,
             "tokens_per_second": {
                 "median": self.median,
                 "lowest": min(self.tokens_per_second),
@@ -122,10 +130,10 @@ class Total:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the demonstration measured.
+    """What the demonstration measured at one temperature.
 
     Attributes:
-        stock: `model.generate`, greedy.
+        stock: `model.generate`.
         plain: selfspec without a draft.
         drafting: selfspec with one.
     """
@@ -162,10 +170,11 @@ def compare(
     drafter: Drafter,
     draft_length: int | None,
     max_new_tokens: int,
+    temperature: float,
     repeats: int,
     tick: Callable[[], None],
 ) -> Comparison:
-    """Decode each prompt greedily in all three ways.
+    """Decode each prompt in all three ways.
 
     Each way first runs twice untimed, once to warm up and once to measure its memory; then all are timed in turns.
 
@@ -175,6 +184,7 @@ def compare(
         drafter: what drafts.
         draft_length: tokens drafted each round; None: as many as pay.
         max_new_tokens: the most tokens for each prompt.
+        temperature: 0 decodes greedily.
         repeats: how often each way is timed, at least 1.
         tick: called once for each of `runs(repeats)` runs.
 
@@ -182,11 +192,15 @@ def compare(
         DraftConfigError, PromptError: before any forward pass.
     """
     drafting, plain = wrap(model, draft=drafter, draft_length=draft_length), wrap(model)
+    # Texts of one length, whatever ends a text would: else the arms would not do the same work.
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": None, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0}
     comparison = Comparison(
         # Self-speculation warms up first, because it refuses what it cannot do.
-        drafting=Arm(DRAFTING, lambda prompt: _self_speculative(drafting, prompt, max_new_tokens)),
-        plain=Arm(PLAIN, lambda prompt: _self_speculative(plain, prompt, max_new_tokens)),
-        stock=Arm(STOCK, lambda prompt: _stock(model, prompt, max_new_tokens)),
+        drafting=Arm(DRAFTING, lambda prompt: _self_speculative(drafting, prompt, options)),
+        plain=Arm(PLAIN, lambda prompt: _self_speculative(plain, prompt, options)),
+        stock=Arm(STOCK, lambda prompt: _stock(model, prompt, options)),
     )
     arms = comparison.arms[::-1]
     for arm in arms:
@@ -216,14 +230,16 @@ def _run(arm: Arm, prompts: Sequence[Tensor]) -> None:
     arm.stats = [each.stats for each in decoded if each.stats is not None]
 
 
-def _self_speculative(spec: SelfSpeculative, prompt: Tensor, max_new_tokens: int) -> Decoded:
-    output = spec.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)
+def _self_speculative(spec: SelfSpeculative, prompt: Tensor, options: Mapping[str, Any]) -> Decoded:
+    output = spec.generate(prompt, seed=_SEED, **options)
     return Decoded(output.sequences[0, prompt.shape[1] :].tolist(), output.stats)
 
 
-def _stock(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> Decoded:
+def _stock(model: PreTrainedModel, prompt: Tensor, options: Mapping[str, Any]) -> Decoded:
     mask = torch.ones_like(prompt)
-    sequences = model.generate(prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        sequences = model.generate(prompt, attention_mask=mask, **options)
     assert isinstance(sequences, Tensor)
     return Decoded(sequences[0, prompt.shape[1] :].tolist(), None)
 

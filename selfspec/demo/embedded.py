@@ -4,12 +4,55 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PROMPTS = (
-    "Once upon a time, there was a little girl named Lily.",
-    "One day, a dog and a cat went to the park.",
-    "Tom had a big red ball. He liked to",
-)
-"""Beginnings of stories such as the model was trained on."""
+# How the first held-out files of httpx and flask (both BSD-3-Clause), pytest and attrs (both MIT) begin.
+_HTTPX = """from __future__ import annotations
+
+import typing
+
+import httpcore
+import pytest
+
+import httpx
+
+if typing.TYPE_CHECKING:  # pragma: no cover
+    from conftest import TestServer
+
+
+def test_httpcore_all_exceptions_mapped() -> None:
+"""
+_FLASK = '''import sqlite3
+from datetime import datetime
+
+import click
+from flask import current_app
+from flask import g
+
+
+def get_db():
+    """Connect to the application's configured database.'''
+_PYTEST = """from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field
+
+
+def test_dataclasses() -> None:
+"""
+_ATTRS = '''# SPDX-License-Identifier: MIT
+
+import pytest
+
+import attr
+
+
+class TestPatternMatching:
+    """
+    Pattern matching syntax test cases.
+    """
+'''
+
+PROMPTS = (_HTTPX, _FLASK, _PYTEST, _ATTRS)
+"""Beginnings of Python files that the model was not trained on."""
 
 
 def checkpoint_folder() -> Path:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from cli.running import Ending, Invoke
 from selfspec.cli.app import main
-from selfspec.demo import checkpoint_folder
+from stories import checkpoint_folder
 
 
 @pytest.fixture

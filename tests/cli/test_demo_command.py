@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -31,21 +32,22 @@ def test_json(invoke: Invoke) -> None:
     found = json.loads(ending.stdout)
     assert ending.status == 0
     assert found["identical"]
-    assert [story["prompt"] for story in found["stories"]] == list(PROMPTS)
-    for story in found["stories"]:
-        ids = story["token_ids"]
+    assert [text["prompt"] for text in found["texts"]] == list(PROMPTS)
+    for text in found["texts"]:
+        ids = text["token_ids"]
         assert ids["plain"] == ids["drafting"] == ids["model_generate"]
         assert len(ids["plain"]) == 8
-    for arm in ("model_generate", "plain", "drafting"):
-        speed = found[arm]["tokens_per_second"]
+    for mode, arm in itertools.product(("greedy", "sampled"), ("model_generate", "plain", "drafting")):
+        speed = found[mode][arm]["tokens_per_second"]
         assert len(speed["repeats"]) == 2
         assert 0 < speed["lowest"] <= speed["median"] <= speed["highest"]
-    assert len(found["drafting"]["total"]["accepted_per_position"]) == 2
+        assert 0 <= found[mode][arm]["cycle_share"] <= 1
+    assert len(found["greedy"]["drafting"]["total"]["accepted_per_position"]) == 2
     assert (found["settings"]["draft"], found["settings"]["repeats"]) == ("exit:3", 2)
 
 
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_stock", lambda model, prompt, length: Decoded([0] * length, None))
+    monkeypatch.setattr(measuring, "_stock", lambda model, prompt, options: Decoded([0] * 8, None))
     ending = invoke(*QUICK, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
@@ -57,10 +59,11 @@ def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPa
     ("words", "remedy"),
     [
         (["--draft", "none"], "give --draft exit:E"),
-        (["--draft", "exit:5"], "choose 1..4"),
+        (["--draft", "exit:12"], "choose 1..11"),
         (["--repeats", "0"], "--repeats"),
+        (["--temperature", "0"], "give one above 0"),
         (["--max-new-tokens", "1"], "--max-new-tokens"),
-        (["--max-new-tokens", "600"], "context of 512"),
+        (["--max-new-tokens", "2100"], "context of 2048"),
     ],
 )
 def test_bad_input(invoke: Invoke, words: list[str], remedy: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from selfspec.demo import checkpoint_folder
 from selfspec.errors import CorpusError
 from selfspec.train.corpus import Blocks, packed, read_documents, shuffled, split, spread
+from stories import checkpoint_folder
 
 
 @pytest.fixture(scope="module")

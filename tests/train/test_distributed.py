@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.demo import checkpoint_folder
+from stories import checkpoint_folder
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
-from selfspec.demo import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, TrainingError
 from selfspec.train.course import Course
 from selfspec.train.exit_job import ExitPlan, train_exit
 from selfspec.train.jobs import Source, train_layerskip
 from selfspec.train.recipe import Recipe
+from stories import PROMPTS, checkpoint_folder
 
 _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, log_every=1, learning_rate=2e-3)
 _PLAN = ExitPlan(exits=(2, 3), rank=16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.costs import Costs
-from selfspec.train.cycles import cycle_share
+from selfspec.cycles import cycle_share
 from selfspec.train.forecast import forecast, speedup
 from selfspec.train.measure import ExitFigures
 

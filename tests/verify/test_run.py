@@ -17,7 +17,6 @@ import selfspec
 import tiny
 from selfspec.accept import Block, TokenLevel
 from selfspec.coupling import Coupling
-from selfspec.demo import PROMPTS, checkpoint_folder
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.gate import ExactStates
@@ -26,6 +25,7 @@ from selfspec.verify import Report, Settings, verify
 from selfspec.verify.divergence import Check
 from selfspec.verify.verdict import Exactness
 from snapshot import Snapshot
+from stories import PROMPTS, checkpoint_folder
 
 QUICK = Settings(max_new_tokens=16, samples=300)
 # Where the texts matter, and where the tests of fit do.
