@@ -9,7 +9,7 @@ from selfspec.demo import checkpoint_folder
 folder = checkpoint_folder()  # any model folder or hub name
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-prompt = tokenizer("def area(width, height):\n", return_tensors="pt").input_ids
+prompt = tokenizer("import os\n\ndef walk(", return_tensors="pt").input_ids
 
 spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
 out = spec.generate(prompt, max_new_tokens=60, do_sample=False)

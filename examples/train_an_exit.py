@@ -1,4 +1,4 @@
-"""Train exit heads for the embedded model on its own stories, in seconds, and draft with them."""
+"""Train exit heads for the embedded model on its own text, in a minute or two, and draft with them."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from selfspec.train.jobs import Source
 
 with tempfile.TemporaryDirectory() as folder:
     text, heads = Path(folder) / "beginnings.txt", Path(folder) / "heads"
-    text.write_text("\n".join(PROMPTS * 40))
+    text.write_text("\n".join(PROMPTS * 12))
 
     # The model writes 96 texts on from pieces of these, and its heads learn what it would have said at every token.
     report = train_exit(
