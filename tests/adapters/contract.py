@@ -260,12 +260,14 @@ def ragged(subject: Subject) -> None:
 def greedy(subject: Subject) -> None:
     """Greedy text is the stock model's own, for several drafts and seeds, and nothing of the model changes."""
     before = Snapshot(subject.model)
+    last = subject.depth - 1
+    has_mlp = bool(subject.adapter.mlp_modules_of(subject.adapter.decoder_layers(subject.model)[last]))
     drafts: list[selfspec.Drafter | None] = [
         None,
         selfspec.EarlyExit(1),
-        selfspec.EarlyExit(subject.depth - 1),
+        selfspec.EarlyExit(last),
         selfspec.LayerSkip(layers=[0]),
-        selfspec.LayerSkip(attention=[1], mlp=[subject.depth - 1]),
+        selfspec.LayerSkip(attention=[1], mlp=[last] if has_mlp else []),
     ]
     for seed, draft in enumerate(drafts):
         prompts = subject.tokens(PAST, subject.batch, seed)
