@@ -127,7 +127,6 @@ def test_a_criterion_and_an_end_of_sequence_token_whichever_comes_first(llama: P
 @pytest.mark.parametrize(
     "criterion",
     [MaxLengthCriteria(9), MaxLengthCriteria(40), MaxLengthCriteria(3), EosTokenCriteria([7, 11, 13, 19, 20])],
-    ids=str,
 )
 def test_a_callers_own_length_or_end_takes_the_place_of_the_configs(llama: PreTrainedModel, criterion: Any) -> None:
     options: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 49}

@@ -833,7 +833,6 @@ def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> 
         ({"logits_processor": LogitsProcessorList([ClassifierFreeGuidanceLogitsProcessor(2.0)])}, "logits processor"),
         ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.4)])}, "stopping criterion"),
     ],
-    ids=str,
 )
 def test_custom_generate_refuses_what_the_wrapper_refuses(
     llama: PreTrainedModel, options: dict[str, Any], match: str
