@@ -86,11 +86,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in _FOLDERS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=Path, required=name in ("base", "held_out"))
-    parser.add_argument("--exits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--exits", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--blocks", type=int, default=24, help="of each kind, 256 tokens each")
     parser.add_argument("--prompts", type=int, default=6, help="of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--draft-length", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", default="acceptance")

@@ -190,7 +190,7 @@ def test_a_trained_checkpoint_says_what_it_says_plainly(checkpoints: FilePath, f
         selfspec.LayerSkip(layers=[depth // 2]),
         selfspec.LayerSkip(attention=[depth // 2], mlp=[depth - 2]),
     ):
-        out = selfspec.wrap(model, draft).generate(tokens, **options)
+        out = selfspec.wrap(model, draft, draft_length=4).generate(tokens, **options)
         assert out.sequences.tolist() == wanted.tolist()
         assert out.stats.acceptance_rate > 0.2
 
