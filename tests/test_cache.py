@@ -418,14 +418,14 @@ def no_collector() -> Iterator[None]:
 class TestMemoryGoesAtOnce:
     def test_when_a_generation_ends(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        out = selfspec.wrap(llama, draft).generate(tiny.prompt(5, 2), max_new_tokens=70)
+        out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5, 2), max_new_tokens=70)
         assert len(watch.keys) >= 2
         assert watch.alive == 0
         assert out.sequences.shape == (2, 75)
 
     def test_when_a_stream_ends(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
+        stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         for _ in stream:
             assert watch.alive == 2
         assert watch.keys
@@ -434,7 +434,7 @@ class TestMemoryGoesAtOnce:
 
     def test_when_a_stream_is_abandoned(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
+        stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         next(stream)
         assert watch.alive == 2
         del stream
@@ -442,7 +442,7 @@ class TestMemoryGoesAtOnce:
 
     def test_when_a_stream_is_closed(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
+        stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         committed = len(next(stream).tokens)
         stream.close()
         assert watch.alive == 0, "the stream is kept for its stats, its memory is not"
@@ -451,19 +451,19 @@ class TestMemoryGoesAtOnce:
 
     def test_when_a_stream_was_never_begun(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         caches = _alive(SharedCache)
-        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=9)
+        stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         del stream
         assert _alive(SharedCache) == caches
 
     def test_through_custom_generate(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        llama.generate(tiny.prompt(5), custom_generate=selfspec.wrap(llama, draft), max_new_tokens=9)
+        llama.generate(tiny.prompt(5), custom_generate=selfspec.wrap(llama, draft, draft_length=4), max_new_tokens=9)
         assert watch.keys
         assert watch.alive == 0
 
     def test_when_a_stream_failed(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
         watch = _Watch(llama)
-        stream = selfspec.wrap(llama, draft).stream(tiny.prompt(5), max_new_tokens=30)
+        stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=30)
         next(stream)
 
         def failing(*_: object) -> None:
@@ -501,7 +501,7 @@ class TestMemoryGoesAtOnce:
 
         llama.get_submodule(module).register_forward_hook(failing)
         try:
-            selfspec.wrap(llama, draft).generate(tiny.prompt(5), max_new_tokens=30)
+            selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=30)
         except error:
             pass
         else:
@@ -532,12 +532,12 @@ def test_nothing_is_held_twice(architecture: str, draft: selfspec.Drafter) -> No
         sizes |= {"num_key_value_heads": 2, "intermediate_size": 256}
     model = tiny.BUILDERS[architecture](**sizes)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    selfspec.wrap(tiny.BUILDERS[architecture](), draft).generate(tiny.prompt(5), max_new_tokens=3)
+    selfspec.wrap(tiny.BUILDERS[architecture](), draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=3)
     caches: list[weakref.ref[Any]] = []
     spy = _layers(model)[0].register_forward_pre_hook(_cache_spy(caches), with_kwargs=True)
     gc.collect()
     before = _bytes_alive()
-    stream = selfspec.wrap(model, draft).stream(tiny.prompt(5), max_new_tokens=12)
+    stream = selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=12)
     next(stream)
     next(stream)
     held_more = _bytes_alive() - before
@@ -569,7 +569,7 @@ def test_every_module_alive_during_a_stream_holds_the_models_own_weights(
     model = tiny.BUILDERS[architecture]()
     own = {parameter.data_ptr() for parameter in model.parameters()}
     others = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)}
-    stream = selfspec.wrap(model, draft).stream(tiny.prompt(5), max_new_tokens=20)
+    stream = selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=20)
     next(stream)
     next(stream)
     new = [t for t in gc.get_objects() if issubclass(type(t), torch.nn.Module) and id(t) not in others]
@@ -581,7 +581,7 @@ def test_every_module_alive_during_a_stream_holds_the_models_own_weights(
 
 
 def test_a_copy_of_the_model_made_during_a_stream_has_weights_of_its_own(llama: PreTrainedModel) -> None:
-    stream = selfspec.wrap(llama, selfspec.EarlyExit(2)).stream(tiny.prompt(5), max_new_tokens=20)
+    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(tiny.prompt(5), max_new_tokens=20)
     next(stream)
     copied = copy.deepcopy(llama)
     own = {parameter.data_ptr() for parameter in llama.parameters()}

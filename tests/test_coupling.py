@@ -87,7 +87,7 @@ def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
 
 
 def test_the_acceptance_rate_stands_beside_the_optimal_one(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled")
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled", draft_length=4)
     stats = spec.generate(
         tiny.prompt(4, batch=32), max_new_tokens=60, do_sample=True, top_k=None, temperature=2.0, seed=0
     ).stats
@@ -96,6 +96,6 @@ def test_the_acceptance_rate_stands_beside_the_optimal_one(llama: PreTrainedMode
 
 
 def test_greedy_decoding_is_left_as_it_is(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled")
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled", draft_length=4)
     expected = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20)
     assert torch.equal(spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20).sequences, expected)

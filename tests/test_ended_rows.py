@@ -62,7 +62,7 @@ def test_greedy_rows_are_what_they_are_alone(architecture: str, draft: Drafter |
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=str)
 def test_coupled_rows_keep_their_own_noise(llama: PreTrainedModel, options: dict[str, Any]) -> None:
     sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": 5, "pad_token_id": 0, **options}
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), accept="coupled")
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), accept="coupled", draft_length=4)
     whole = spec.generate(**ragged(), **sampled).sequences[:, WIDTH:].tolist()
     seen = batches(llama)
     out = spec.generate(**ragged(), stopping_criteria=[own_length], **sampled)
@@ -74,7 +74,9 @@ def test_coupled_rows_keep_their_own_noise(llama: PreTrainedModel, options: dict
 def test_a_cache_that_is_returned_keeps_all_its_rows(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [own_length]}
     seen = batches(llama)
-    out = selfspec.wrap(llama, selfspec.EarlyExit(2)).generate(**ragged(), return_dict_in_generate=True, **options)
+    out = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
+        **ragged(), return_dict_in_generate=True, **options
+    )
     assert set(seen) == {ROWS}
     assert out.past_key_values is not None
     assert out.past_key_values.layers[0].keys.shape[0] == ROWS

@@ -333,14 +333,14 @@ def test_text_that_contains_the_pad_id_is_not_taken_for_padding(llama: PreTraine
     text = llama.generate(tiny.prompt(6), do_sample=False, max_new_tokens=10)[0, 6:].tolist()
     ids = tiny.prompt(6)
     pad = int(ids[0, 0])
-    output = selfspec.wrap(llama, selfspec.EarlyExit(2)).generate(
+    output = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
         ids, do_sample=False, max_new_tokens=10, eos_token_id=49, pad_token_id=pad
     )
     assert output.sequences[0, 6:].tolist() == text[: len(output.sequences[0]) - 6]
 
 
 def test_a_seed_gives_the_same_tokens_and_another_seed_others(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
 
     def run(seed: int | None) -> list[int]:
         output = spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=seed)
@@ -420,7 +420,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel
         return torch.where((args[0] == first)[..., None], float("nan"), output)
 
     llama.model.embed_tokens.register_forward_hook(poison)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
         spec.generate(prompts, do_sample=False, max_new_tokens=12)
     assert caught.value.rows == (0,)

@@ -138,7 +138,7 @@ def test_a_hook_that_raises_leaves_everything_right(
 
 
 def test_an_exception_through_custom_generate_leaves_everything_right(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     everyone = _Everyone(llama, spec)
     with pytest.raises(PlantedError), _FailAt(500):
         llama.generate(tiny.prompt(PROMPT), custom_generate=spec, max_new_tokens=12)
@@ -147,7 +147,7 @@ def test_an_exception_through_custom_generate_leaves_everything_right(llama: Pre
 
 def test_a_generation_inside_a_hook_of_another_is_right(llama: PreTrainedModel) -> None:
     """The deepest interleaving there is: a generation in the middle of another one's pass."""
-    spec = selfspec.wrap(llama, DRAFTS["sublayers"])
+    spec = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4)
     wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False)[0].tolist()
     inner_wanted = llama.generate(tiny.prompt(5, seed=2), max_new_tokens=9, do_sample=False)[0].tolist()
     inner: list[list[int]] = []
@@ -158,7 +158,7 @@ def test_a_generation_inside_a_hook_of_another_is_right(llama: PreTrainedModel) 
         calls += not busy
         if not busy and calls in (1, 3, 4, 9):
             busy = True
-            for generate in (spec.generate, selfspec.wrap(llama, DRAFTS["exit"]).generate):
+            for generate in (spec.generate, selfspec.wrap(llama, DRAFTS["exit"], draft_length=4).generate):
                 out = generate(tiny.prompt(5, seed=2), max_new_tokens=9, do_sample=False)
                 inner.append(out.sequences[0].tolist())
             inner.append(llama.generate(tiny.prompt(5, seed=2), max_new_tokens=9, do_sample=False)[0].tolist())
@@ -238,7 +238,7 @@ def test_threads_that_share_a_model_get_what_they_would_get_alone(architecture: 
 
 @pytest.mark.usefixtures("eager_switching")
 def test_a_thread_that_fails_leaves_the_others_alone(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["layers"])
+    spec = selfspec.wrap(llama, DRAFTS["layers"], draft_length=4)
     prompts, mask = _prompts()
     here = threading.local()
 

@@ -75,7 +75,7 @@ def test_a_left_padded_batch_goes_on_from_its_cache(llama: PreTrainedModel) -> N
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
 def test_a_cache_of_the_callers_own_is_read_and_filled(llama: PreTrainedModel, way: str) -> None:
     """As in `transformers`, whether or not the output is asked for as a whole."""
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     past = DynamicCache()
     ids = tiny.prompt(5)
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_cache_of_the_callers_own_is_read_and_filled(llama: PreTrainedModel, w
 
 
 def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     stock = llama.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     ids = next_turn(stock.sequences)
     wanted = llama.generate(ids, **GREEDY)
@@ -104,7 +104,7 @@ def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTraine
 
 
 def test_samples_are_those_of_a_fresh_run(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     first = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     ids = next_turn(first.sequences)
     sampled: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
@@ -113,7 +113,7 @@ def test_samples_are_those_of_a_fresh_run(llama: PreTrainedModel) -> None:
 
 
 def test_a_run_that_fails_leaves_the_callers_cache_as_it_was(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
     assert past is not None
     before = [layer.keys.clone() for layer in past.layers]
@@ -125,7 +125,7 @@ def test_a_run_that_fails_leaves_the_callers_cache_as_it_was(llama: PreTrainedMo
 
 
 def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     assert spec.generate(tiny.prompt(5), **GREEDY).past_key_values is None
     stream = spec.stream(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     next(stream)
@@ -134,7 +134,7 @@ def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel) -> Non
 
 
 def test_what_cannot_be_taken_over_is_refused_before_anything_runs(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     refused = selfspec.UnsupportedOptionError
@@ -146,6 +146,6 @@ def test_what_cannot_be_taken_over_is_refused_before_anything_runs(llama: PreTra
         spec.generate(tiny.prompt(20), past_key_values=StaticCache(config=llama.config, max_cache_len=64), **GREEDY)
     sliding = tiny.mistral()
     with pytest.raises(refused, match=r"DynamicSlidingWindowLayer.*without a config"):
-        selfspec.wrap(sliding, selfspec.EarlyExit(2)).generate(
+        selfspec.wrap(sliding, selfspec.EarlyExit(2), draft_length=4).generate(
             tiny.prompt(20), past_key_values=DynamicCache(config=sliding.config), **GREEDY
         )

@@ -67,7 +67,7 @@ def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
     options["max_new_tokens"] = 14
     text = llama.generate(ids, **options).sequences
     options["eos_token_id"] = int(text[1, 8])
-    out = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3])).generate(ids, **options)
+    out = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=4).generate(ids, **options)
     assert len(set(out.lengths)) > 1
     assert out.scores is not None
     assert out.logits is not None
@@ -88,13 +88,15 @@ def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True}, {"output_scores": True}], ids=str)
 def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    out = selfspec.wrap(llama, selfspec.EarlyExit(2)).generate(tiny.prompt(5), max_new_tokens=4, **options)
+    out = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=4, **options
+    )
     assert out.scores is None
     assert out.logits is None
 
 
 def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrainedModel) -> None:
-    stream = selfspec.wrap(llama, selfspec.EarlyExit(2)).stream(
+    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(
         tiny.prompt(5, 2), max_new_tokens=12, do_sample=False, **ASKED
     )
     next(stream)

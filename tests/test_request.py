@@ -45,7 +45,7 @@ def spec() -> selfspec.SelfSpeculative:
     """A wrapper of a model whose forwards are a failure of the test."""
     model, ran = _spied_on()
     ran.clear()
-    return selfspec.wrap(model, DRAFT)
+    return selfspec.wrap(model, DRAFT, draft_length=4)
 
 
 def refused(spec: selfspec.SelfSpeculative, error: type[Exception], match: str, *args: Any, **options: Any) -> None:
@@ -97,7 +97,7 @@ def test_ids_outside_the_vocabulary_are_refused(spec: selfspec.SelfSpeculative, 
 def test_the_vocabularys_ends_are_inside_it(dtype: torch.dtype) -> None:
     model = tiny.llama()
     prompts = torch.tensor([[0, tiny.VOCABULARY - 1]], dtype=dtype)
-    out = selfspec.wrap(model, DRAFT).generate(prompts, max_new_tokens=5, do_sample=False)
+    out = selfspec.wrap(model, DRAFT, draft_length=4).generate(prompts, max_new_tokens=5, do_sample=False)
     assert out.sequences.dtype == torch.long
     assert out.sequences.tolist() == model.generate(prompts.long(), max_new_tokens=5, do_sample=False).tolist()
 
@@ -108,7 +108,7 @@ def test_no_prompt_and_two_prompts_are_refused(spec: selfspec.SelfSpeculative) -
 
 
 def test_inputs_is_another_name_of_input_ids(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFT)
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     wanted = spec.generate(tiny.prompt(5), max_new_tokens=5, do_sample=False).sequences
     assert torch.equal(spec.generate(inputs=tiny.prompt(5), max_new_tokens=5, do_sample=False).sequences, wanted)
 
@@ -118,7 +118,7 @@ def test_the_callers_tensors_and_config_are_left_alone(llama: PreTrainedModel) -
     mask = torch.ones_like(prompts)
     mask[0, :2] = 0
     before = prompts.clone(), mask.clone(), config.to_dict()
-    out = selfspec.wrap(llama, DRAFT).generate(prompts, mask, config, seed=1)
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(prompts, mask, config, seed=1)
     assert torch.equal(prompts, before[0])
     assert torch.equal(mask, before[1])
     assert config.to_dict() == before[2]
@@ -164,13 +164,13 @@ def test_a_mask_that_is_no_tensor_is_refused(spec: selfspec.SelfSpeculative, mas
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32])
 def test_a_mask_of_any_dtype_means_the_same(llama: PreTrainedModel, dtype: torch.dtype) -> None:
     prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    spec = selfspec.wrap(llama, DRAFT)
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     wanted = llama.generate(prompts, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
     assert torch.equal(spec.generate(prompts, mask.to(dtype), max_new_tokens=9, do_sample=False).sequences, wanted)
 
 
 def test_what_stands_under_the_padding_does_not_matter(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFT)
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     other = prompts.clone()
     other[0, :2] = 0
@@ -194,14 +194,14 @@ def test_more_than_the_context_is_refused_with_what_fits(spec: selfspec.SelfSpec
 def test_exactly_the_context_works(architecture: str, new: int) -> None:
     model = tiny.BUILDERS[architecture]()
     prompts = tiny.prompt(tiny.CONTEXT - new, 2)
-    out = selfspec.wrap(model, DRAFT).generate(prompts, max_new_tokens=new, do_sample=False)
+    out = selfspec.wrap(model, DRAFT, draft_length=4).generate(prompts, max_new_tokens=new, do_sample=False)
     assert out.sequences.shape == (2, tiny.CONTEXT)
     assert torch.equal(out.sequences, model.generate(prompts, max_new_tokens=new, do_sample=False))
 
 
 def test_padding_does_not_count_towards_the_context() -> None:
     """A row of 4 tokens under 20 of padding has 28 of 32 positions left; the longest row decides."""
-    spec = selfspec.wrap(tiny.llama(max_position_embeddings=32), DRAFT)
+    spec = selfspec.wrap(tiny.llama(max_position_embeddings=32), DRAFT, draft_length=4)
     prompts = tiny.prompt(24, 2)
     mask = torch.ones_like(prompts)
     mask[:, :20] = 0
@@ -220,7 +220,7 @@ def test_a_number_of_new_tokens_that_is_no_positive_integer_is_refused(
 
 
 def test_max_length_counts_the_prompt(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFT)
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     wanted = llama.generate(tiny.prompt(5), max_length=11, do_sample=False)
     assert torch.equal(spec.generate(tiny.prompt(5), max_length=11, do_sample=False).sequences, wanted)
     with pytest.raises(UnsupportedOptionError, match="max_length"):
@@ -313,7 +313,7 @@ def test_a_generation_config_is_read_like_keywords(
 
 
 def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFT)
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     llama.generation_config.remove_invalid_values = True
     with pytest.raises(UnsupportedOptionError, match=r"remove_invalid_values=True"):
         spec.generate(tiny.prompt(5), max_new_tokens=3)
@@ -326,7 +326,7 @@ def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) ->
 
 def test_keywords_win_over_a_generation_config(llama: PreTrainedModel) -> None:
     config = GenerationConfig(max_new_tokens=9, do_sample=True, num_beams=2)
-    out = selfspec.wrap(llama, DRAFT).generate(
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
         tiny.prompt(5), generation_config=config, max_new_tokens=4, do_sample=False, num_beams=1
     )
     assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False).tolist()
@@ -346,7 +346,7 @@ def test_a_users_warper_counts_in_greedy_decoding_too(llama: PreTrainedModel, pr
     """`transformers` applies a given processor whether it samples or not; typical sampling can leave out the argmax."""
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     wanted = llama.generate(tiny.prompt(5), logits_processor=LogitsProcessorList(processors), **options)
-    out = selfspec.wrap(llama, DRAFT).generate(
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
         tiny.prompt(5), logits_processor=LogitsProcessorList(processors), **options
     )
     assert out.sequences.tolist() == wanted.tolist()
@@ -370,7 +370,7 @@ def test_end_of_sequence_tokens_end_and_pad_rows_as_transformers_does(
     eos = [never, ends] if kind != "int" else [ends]
     wanted = llama.generate(prompts, eos_token_id=eos, pad_token_id=padding, **options)
     assert not torch.equal(wanted, text)
-    out = selfspec.wrap(llama, DRAFT).generate(
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
         prompts, eos_token_id=_as_given(kind, eos), pad_token_id=padding, **options
     )
     assert out.sequences.tolist() == wanted.tolist()
@@ -379,7 +379,7 @@ def test_end_of_sequence_tokens_end_and_pad_rows_as_transformers_does(
 def test_an_end_of_sequence_token_may_be_a_tensor_of_no_dimension(llama: PreTrainedModel) -> None:
     text = llama.generate(tiny.prompt(6), max_new_tokens=12, do_sample=False)[0].tolist()
     eos = text[9]
-    out = selfspec.wrap(llama, DRAFT).generate(
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
         tiny.prompt(6), max_new_tokens=12, do_sample=False, eos_token_id=torch.tensor(eos)
     )
     assert out.sequences[0].tolist() == text[: text.index(eos, 6) + 1]
@@ -387,7 +387,7 @@ def test_an_end_of_sequence_token_may_be_a_tensor_of_no_dimension(llama: PreTrai
 
 def test_token_types_are_refused() -> None:
     model = tiny.gpt2()
-    spec = selfspec.wrap(model, DRAFT)
+    spec = selfspec.wrap(model, DRAFT, draft_length=4)
     with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
         spec.generate(tiny.prompt(5), max_new_tokens=3, token_type_ids=torch.ones_like(tiny.prompt(5)))
 
@@ -411,7 +411,9 @@ def test_options_at_their_defaults_are_no_reason_to_refuse(llama: PreTrainedMode
         "synced_gpus": False,
         "temperature": None,
     }
-    out = selfspec.wrap(llama, DRAFT).generate(tiny.prompt(5), max_new_tokens=6, do_sample=False, **options)
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=6, do_sample=False, **options
+    )
     assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).tolist()
 
 
@@ -422,7 +424,7 @@ def test_a_temperature_that_means_nothing_is_refused(spec: selfspec.SelfSpeculat
 
 def test_several_returned_sequences_repeat_their_prompt_and_mask(llama: PreTrainedModel) -> None:
     prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    spec = selfspec.wrap(llama, DRAFT)
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     out = spec.generate(prompts, mask, max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, seed=0)
     greedy = llama.generate(prompts, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert out.sequences.tolist() == greedy.repeat_interleave(3, 0).tolist()

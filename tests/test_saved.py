@@ -139,13 +139,13 @@ def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
     class Other(selfspec.EarlyExit):
         """A drafter of one's own."""
 
-    spec = selfspec.wrap(tiny.llama(), Other(2))
+    spec = selfspec.wrap(tiny.llama(), Other(2), draft_length=4)
     with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
     spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=selfspec.ConfidenceStop(0.3))
     with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), accept=Typical(epsilon=0.9))
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), accept=Typical(epsilon=0.9), draft_length=4)
     with pytest.raises(selfspec.UnsupportedOptionError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -86,7 +86,7 @@ def test_rows_end_each_at_its_own_token(llama: PreTrainedModel, criterion: Any) 
 
 
 def test_a_criterion_may_answer_for_all_rows_at_once(llama: PreTrainedModel) -> None:
-    out = selfspec.wrap(llama, LONG_RUNS).generate(
+    out = selfspec.wrap(llama, LONG_RUNS, draft_length=4).generate(
         tiny.prompt(5, 2),
         max_new_tokens=24,
         do_sample=False,
@@ -130,12 +130,14 @@ def test_a_criterion_and_an_end_of_sequence_token_whichever_comes_first(llama: P
 )
 def test_a_callers_own_length_or_end_takes_the_place_of_the_configs(llama: PreTrainedModel, criterion: Any) -> None:
     options: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 49}
-    out = selfspec.wrap(llama, LONG_RUNS).generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, **options)
+    out = selfspec.wrap(llama, LONG_RUNS, draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=24, do_sample=False, **options
+    )
     assert torch.equal(out.sequences, greedy(llama, **options))
 
 
 def test_max_time_ends_the_text_at_the_first_token_after_it(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, LONG_RUNS)
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=4)
     out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=1e-9)
     assert out.lengths == (1,)
     started = time.perf_counter()
@@ -178,7 +180,7 @@ def test_stop_strings_of_a_config_count_and_the_models_own_stay_as_they_are(
     story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    spec = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]))
+    spec = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=4)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
     wanted = story.generate(prompt, stop_strings=["girl"], tokenizer=tokenizer, **options)
     config = GenerationConfig(stop_strings=["girl"], **options)
@@ -210,7 +212,9 @@ def test_stop_strings_in_a_batch_end_each_row_at_its_own(
         "stop_strings": ["day", " the", "play"],
         "tokenizer": tokenizer,
     }
-    out = selfspec.wrap(story, selfspec.LayerSkip(attention=[1])).generate(ids, attention_mask=mask, **options)
+    out = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=4).generate(
+        ids, attention_mask=mask, **options
+    )
     assert len(set(out.lengths)) > 1
     for row, prompt in enumerate(rows):
         alone = story.generate(prompt, **options)[0, prompt.shape[1] :]

@@ -52,7 +52,7 @@ def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, selfspec.Draf
 
 @contextmanager
 def _wrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
-    spec = selfspec.wrap(model, draft)
+    spec = selfspec.wrap(model, draft, draft_length=4)
     yield
     del spec
 
@@ -61,7 +61,7 @@ def _wrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
 def _in_a_stream(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
     """Half-way through, with the stream's own result checked once everyone else had their turn."""
     wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)[0, PROMPT:].tolist()
-    stream = selfspec.wrap(model, draft).stream(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)
+    stream = selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)
     found = [*next(stream).tokens, *next(stream).tokens]
     yield
     for chunk in stream:
@@ -71,25 +71,27 @@ def _in_a_stream(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[No
 
 @contextmanager
 def _abandoned(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
-    next(selfspec.wrap(model, draft).stream(tiny.prompt(PROMPT), max_new_tokens=20))
+    next(selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20))
     yield
 
 
 @contextmanager
 def _generated(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
-    selfspec.wrap(model, draft).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
+    selfspec.wrap(model, draft, draft_length=4).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
     yield
 
 
 @contextmanager
 def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
-    model.generate(tiny.prompt(PROMPT, 2), custom_generate=selfspec.wrap(model, draft), max_new_tokens=12)
+    model.generate(
+        tiny.prompt(PROMPT, 2), custom_generate=selfspec.wrap(model, draft, draft_length=4), max_new_tokens=12
+    )
     yield
 
 
 @contextmanager
 def _unwrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
-    spec = selfspec.wrap(model, draft)
+    spec = selfspec.wrap(model, draft, draft_length=4)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=12)
     assert spec.unwrap() is model
     yield
@@ -177,7 +179,7 @@ def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, 
     model = tiny.llama(attention="eager")
     wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).tolist()
     setattr(model.config, flag, True)
-    spec = selfspec.wrap(model, draft)
+    spec = selfspec.wrap(model, draft, draft_length=4)
     assert spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences.tolist() == wanted
     with torch.no_grad():
         recorded = getattr(model(tiny.prompt(3)), flag.removeprefix("output_"))
@@ -233,7 +235,9 @@ def test_a_copy_can_be_wrapped_on_its_own(llama: PreTrainedModel, draft: selfspe
         copied = copy.deepcopy(llama)
         copied.lm_head.weight.data.neg_()
         wanted = copied.generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False)
-        out = selfspec.wrap(copied, draft).generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False)
+        out = selfspec.wrap(copied, draft, draft_length=4).generate(
+            tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False
+        )
         assert torch.equal(out.sequences, wanted)
 
 
@@ -257,7 +261,7 @@ def test_plain_generate_gives_what_it_gave(architecture: str, moment: Moment) ->
 
 
 def test_weights_changed_after_wrapping_are_the_weights_used(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
-    spec = selfspec.wrap(llama, draft)
+    spec = selfspec.wrap(llama, draft, draft_length=4)
     old = spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences
     with torch.no_grad():
         llama.model.layers[1].mlp.down_proj.weight.mul_(-2.0)
@@ -354,7 +358,11 @@ def test_hooks_on_all_modules_of_the_process_steer_alike(
     handle = torch.nn.modules.module.register_module_forward_hook(steer)
     try:
         wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
-        found = selfspec.wrap(llama, draft).generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False).sequences
+        found = (
+            selfspec.wrap(llama, draft, draft_length=4)
+            .generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+            .sequences
+        )
     finally:
         handle.remove()
     assert not torch.equal(wanted, plain)
@@ -404,10 +412,14 @@ def test_accelerate_hooks_keep_working_and_stay(
     hook(model)
     assert model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist() == wanted
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    out = selfspec.wrap(model, drafter).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False)
+    out = selfspec.wrap(model, drafter, draft_length=4).generate(
+        tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False
+    )
     assert out.sequences.tolist() == wanted
     bare = tiny.BUILDERS[architecture]()
-    alone = selfspec.wrap(bare, drafter).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False)
+    alone = selfspec.wrap(bare, drafter, draft_length=4).generate(
+        tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False
+    )
     assert out.stats.accepted_per_position == alone.stats.accepted_per_position, "the draft was another"
     for name, module in model.named_modules():
         assert module.__dict__.get("forward") is before[name].get("forward"), name
@@ -532,7 +544,7 @@ def test_a_model_that_cannot_draft_for_itself_is_refused(build: Callable[[], Any
         _no_forward(model)
     for draft in (None, selfspec.EarlyExit(1)):
         with pytest.raises(UnsupportedModelError, match=match):
-            selfspec.wrap(model, draft)
+            selfspec.wrap(model, draft, draft_length=4)
 
 
 def test_training_mode_without_dropout_is_fine(architecture: str) -> None:
@@ -540,13 +552,14 @@ def test_training_mode_without_dropout_is_fine(architecture: str) -> None:
     model = tiny.BUILDERS[architecture](**off).train()
     wanted = model.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
     assert torch.equal(
-        selfspec.wrap(model, DRAFTS["exit"]).generate(tiny.prompt(5), max_new_tokens=9).sequences, wanted
+        selfspec.wrap(model, DRAFTS["exit"], draft_length=4).generate(tiny.prompt(5), max_new_tokens=9).sequences,
+        wanted,
     )
 
 
 def test_a_model_put_into_training_after_wrapping_is_refused_before_it_runs() -> None:
     model = tiny.gpt2()
-    spec = selfspec.wrap(model, DRAFTS["exit"])
+    spec = selfspec.wrap(model, DRAFTS["exit"], draft_length=4)
     _no_forward(model)
     model.train()
     with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
@@ -572,26 +585,26 @@ def test_an_adapter_that_names_what_the_model_does_not_have_is_refused(
 ) -> None:
     _no_forward(llama)
     with pytest.raises(UnsupportedModelError, match=r"[Aa]dapter"):
-        selfspec.wrap(llama, DRAFTS["sublayers"], adapter=adapter)
+        selfspec.wrap(llama, DRAFTS["sublayers"], adapter=adapter, draft_length=4)
 
 
 @pytest.mark.parametrize("build", [_t5, _headless, lambda: torch.nn.Linear(2, 2)])
 def test_an_adapter_does_not_make_a_causal_model_of_another(build: Callable[[], Any]) -> None:
     adapter = selfspec.Adapter(model_types=("llama",), layers="layers")
     with pytest.raises(UnsupportedModelError):
-        selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter)
+        selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter, draft_length=4)
 
 
 @pytest.mark.parametrize("draft", [selfspec.EarlyExit, 4, 4.0, "early", [2], {"layer": 2}, object(), tiny.llama, True])
 def test_what_is_no_drafter_is_refused(llama: PreTrainedModel, draft: Any) -> None:
     _no_forward(llama)
     with pytest.raises(DraftConfigError, match=r"draft must be a drafter such as EarlyExit\(layer=4\)"):
-        selfspec.wrap(llama, draft)
+        selfspec.wrap(llama, draft, draft_length=4)
 
 
 @pytest.mark.parametrize("length", [0, -1, True, False, 1.0, "3", [3], float("nan")])
 def test_a_draft_length_that_is_no_positive_integer_is_refused(llama: PreTrainedModel, length: Any) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
     _no_forward(llama)
     for use in (
         lambda: selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=length),
@@ -613,14 +626,14 @@ def test_a_draft_length_is_checked_even_where_nothing_drafts(llama: PreTrainedMo
 
 @pytest.mark.parametrize("seed", [1.5, "1", [1], 2**70])
 def test_a_seed_that_is_no_integer_is_refused_before_the_model_runs(llama: PreTrainedModel, seed: Any) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     _no_forward(llama)
     with pytest.raises(selfspec.SelfSpecError, match="seed"):
         spec.generate(tiny.prompt(5), max_new_tokens=3, do_sample=True, seed=seed)
 
 
 def test_after_unwrap_everything_is_refused_and_says_what_to_do(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     waiting = spec.stream(tiny.prompt(5), max_new_tokens=3)
     assert spec.unwrap() is llama
     del waiting
@@ -637,7 +650,7 @@ def test_after_unwrap_everything_is_refused_and_says_what_to_do(llama: PreTraine
 
 def test_a_stream_begun_before_unwrap_ends_well(llama: PreTrainedModel) -> None:
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)[0, 5:].tolist()
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     stream = spec.stream(tiny.prompt(5), max_new_tokens=12, do_sample=False)
     found = list(next(stream).tokens)
     spec.unwrap()
@@ -648,8 +661,11 @@ def test_a_stream_begun_before_unwrap_ends_well(llama: PreTrainedModel) -> None:
 
 def test_a_model_can_be_wrapped_again_and_twice_at_once(llama: PreTrainedModel) -> None:
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)
-    selfspec.wrap(llama, DRAFTS["exit"]).unwrap()
-    one, two = selfspec.wrap(llama, DRAFTS["sublayers"]), selfspec.wrap(llama, DRAFTS["layers"])
+    selfspec.wrap(llama, DRAFTS["exit"], draft_length=4).unwrap()
+    one, two = (
+        selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4),
+        selfspec.wrap(llama, DRAFTS["layers"], draft_length=4),
+    )
     assert torch.equal(one.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False).sequences, wanted)
     one.unwrap()
     assert torch.equal(two.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False).sequences, wanted)
@@ -685,7 +701,7 @@ def test_a_streams_rounds_make_up_what_generate_gives(case: tuple[PreTrainedMode
 
 
 def test_a_streams_argument_errors_come_with_the_call(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     _no_forward(llama)
     calls: list[tuple[type[Exception], Callable[[], object]]] = [
         (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5)[:, :0], max_new_tokens=3)),
@@ -702,15 +718,15 @@ def test_a_streams_argument_errors_come_with_the_call(llama: PreTrainedModel) ->
 
 def test_a_stream_does_nothing_before_it_is_asked(llama: PreTrainedModel) -> None:
     _no_forward(llama)
-    selfspec.wrap(llama, DRAFTS["exit"]).stream(tiny.prompt(5), max_new_tokens=3)
+    selfspec.wrap(llama, DRAFTS["exit"], draft_length=4).stream(tiny.prompt(5), max_new_tokens=3)
 
 
 def test_streams_may_take_turns(llama: PreTrainedModel) -> None:
     """Several generations of one model, advanced round by round in turn, with plain ones in between."""
     plain = llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False)
-    spec = selfspec.wrap(llama, DRAFTS["sublayers"])
+    spec = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4)
     calls: list[tuple[selfspec.SelfSpeculative, dict[str, Any]]] = [
-        (selfspec.wrap(llama, DRAFTS["exit"]), {"do_sample": False}),
+        (selfspec.wrap(llama, DRAFTS["exit"], draft_length=4), {"do_sample": False}),
         (spec, {"do_sample": False}),
         (spec, {"do_sample": True, "seed": 1}),
         (spec, {"do_sample": True, "seed": 2, "draft_length": 2}),
@@ -738,7 +754,9 @@ def test_streams_may_take_turns(llama: PreTrainedModel) -> None:
 
 def test_a_stream_leaves_grad_mode_alone_and_its_rounds_may_run_anywhere(llama: PreTrainedModel) -> None:
     wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False)[0, PROMPT:].tolist()
-    stream = selfspec.wrap(llama, DRAFTS["sublayers"]).stream(tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False)
+    stream = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4).stream(
+        tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False
+    )
     found = list(next(stream).tokens)
     assert torch.is_grad_enabled()
     with torch.inference_mode():
@@ -752,7 +770,7 @@ def test_a_stream_leaves_grad_mode_alone_and_its_rounds_may_run_anywhere(llama: 
 
 
 def test_a_wrapper_can_be_copied_and_pickled_with_its_model(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
-    spec = selfspec.wrap(llama, draft)
+    spec = selfspec.wrap(llama, draft, draft_length=4)
     wanted = spec.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=True, seed=1).sequences
     for other in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
         assert other.model is not llama
@@ -765,12 +783,12 @@ def test_a_wrapper_can_be_copied_and_pickled_with_its_model(llama: PreTrainedMod
 
 def test_a_seed_leaves_torchs_own_generator_alone(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
     before = torch.get_rng_state()
-    selfspec.wrap(llama, draft).generate(tiny.prompt(5), max_new_tokens=9, do_sample=True, seed=3)
+    selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=9, do_sample=True, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_a_seed_torchs_own_decides(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -795,7 +813,7 @@ def test_without_a_seed_torchs_own_decides(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 def test_custom_generate_gives_what_the_wrapper_gives(architecture: str, options: dict[str, Any]) -> None:
     model, draft = tiny.BUILDERS[architecture](), DRAFTS["sublayers"]
-    spec = selfspec.wrap(model, draft)
+    spec = selfspec.wrap(model, draft, draft_length=4)
     prompts = tiny.prompt(PROMPT, 2)
     mask = torch.ones_like(prompts)
     mask[0, :4] = 0
@@ -814,7 +832,7 @@ def test_custom_generate_gives_what_the_wrapper_gives(architecture: str, options
 
 
 def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     other = tiny.llama(seed=1)
     _no_forward(other)
     _no_forward(llama)
@@ -837,7 +855,7 @@ def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> 
 def test_custom_generate_refuses_what_the_wrapper_refuses(
     llama: PreTrainedModel, options: dict[str, Any], match: str
 ) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     _no_forward(llama)
     with pytest.raises(UnsupportedOptionError, match=match):
         llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options)
@@ -850,7 +868,7 @@ def test_custom_generate_refuses_model_inputs_it_would_have_to_ignore(llama: Pre
         "inputs_embeds": llama.get_input_embeddings()(tokens).detach() * 2,
         "position_ids": torch.tensor([[0, 1, 2, 9, 10]]),
     }
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     _no_forward(llama)
     with pytest.raises(UnsupportedOptionError, match=name):
         llama.generate(input_ids=tokens, custom_generate=spec, max_new_tokens=3, **{name: given[name]})
@@ -858,7 +876,7 @@ def test_custom_generate_refuses_model_inputs_it_would_have_to_ignore(llama: Pre
 
 def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
     model = tiny.gpt2()
-    spec = selfspec.wrap(model, DRAFTS["exit"])
+    spec = selfspec.wrap(model, DRAFTS["exit"], draft_length=4)
     _no_forward(model)
     types = torch.ones_like(tiny.prompt(5))
     with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
@@ -876,7 +894,7 @@ def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
 def test_custom_generate_refuses_what_transformers_drops_on_the_way(
     llama: PreTrainedModel, name: str, options: Callable[[], dict[str, Any]]
 ) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"])
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     _no_forward(llama)
     with pytest.raises(UnsupportedOptionError, match=f"{name} is dropped by transformers"):
         llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options())

@@ -143,7 +143,9 @@ def test_longrope_is_exact_on_either_side_of_the_original_context(prompt: int) -
 def test_longrope_is_refused_where_a_text_crosses_the_original_context(prompt: int) -> None:
     for draft in (None, DRAFTS[1]):
         with pytest.raises(selfspec.UnsupportedOptionError, match=r"longrope.* 24 tokens"):
-            selfspec.wrap(tiny.llama(**LONGROPE), draft).generate(tiny.prompt(prompt), max_new_tokens=14)
+            selfspec.wrap(tiny.llama(**LONGROPE), draft, draft_length=4).generate(
+                tiny.prompt(prompt), max_new_tokens=14
+            )
 
 
 def test_longrope_is_refused_where_rows_lie_on_different_sides() -> None:
@@ -157,7 +159,7 @@ def test_dynamic_tables_are_exact_up_to_the_context_beyond_which_no_request_goes
     model = tiny.llama(**_rope("dynamic"), max_position_embeddings=24)
     _assert_exact(model, prompt=10)
     with pytest.raises(selfspec.PromptError, match="context of 24"):
-        selfspec.wrap(model, DRAFTS[1]).generate(tiny.prompt(11), max_new_tokens=14)
+        selfspec.wrap(model, DRAFTS[1], draft_length=4).generate(tiny.prompt(11), max_new_tokens=14)
 
 
 def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
@@ -205,6 +207,6 @@ def test_lower_precision_runs_in_its_own_dtype(architecture: str, dtype: torch.d
     prompts = tiny.prompt(9, 2)
     mask = torch.ones_like(prompts)
     mask[0, :4] = 0
-    out = selfspec.wrap(model, DRAFTS[4]).generate(prompts, mask, max_new_tokens=8, do_sample=False)
+    out = selfspec.wrap(model, DRAFTS[4], draft_length=4).generate(prompts, mask, max_new_tokens=8, do_sample=False)
     assert out.sequences.shape == (2, 17)
     assert _dtypes(model) == {dtype}

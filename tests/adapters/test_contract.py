@@ -123,23 +123,23 @@ def test_the_table_is_fresh() -> None:
 @pytest.mark.parametrize("model_type", ["rwkv", "openai-gpt"])
 def test_a_refusal_names_the_reason(model_type: str) -> None:
     with pytest.raises(selfspec.UnsupportedModelError, match=re.escape(REFUSED[model_type])):
-        selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1))
+        selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1), draft_length=4)
 
 
 def test_a_type_nobody_knows_is_told_how_to_declare_itself() -> None:
     model = shrunken("llama")
     model.config.model_type = "made_up"
     with pytest.raises(selfspec.UnsupportedModelError, match=r"made_up.*selfspec\.Adapter"):
-        selfspec.wrap(model, selfspec.EarlyExit(1))
+        selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=4)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "trocr"])
 def test_an_architecture_that_takes_one_prompt_at_a_time_refuses_two(model_type: str) -> None:
-    spec = selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1))
+    spec = selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1), draft_length=4)
     with pytest.raises(selfspec.UnsupportedModelError, match="one prompt at a time"):
         spec.generate(torch.full((2, 4), 5), max_new_tokens=3)
 
 
 def test_an_encoder_that_is_no_decoder_is_refused() -> None:
     with pytest.raises(selfspec.UnsupportedModelError, match="is_decoder"):
-        selfspec.wrap(shrunken("bert", is_decoder=False), selfspec.EarlyExit(1))
+        selfspec.wrap(shrunken("bert", is_decoder=False), selfspec.EarlyExit(1), draft_length=4)

@@ -141,5 +141,5 @@ TestAnyRoundsQwen3Next = pytest.mark.slow(AnyRoundsQwen3Next.TestCase)
 
 def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:
     with pytest.raises(selfspec.DraftConfigError, match=r"mlp=\[1\].*no MLP"):
-        selfspec.wrap(_model("mamba2"), selfspec.LayerSkip(attention=[0], mlp=[1]))
-    selfspec.wrap(_model("mamba2"), selfspec.LayerSkip(layers=[1]))
+        selfspec.wrap(_model("mamba2"), selfspec.LayerSkip(attention=[0], mlp=[1]), draft_length=4)
+    selfspec.wrap(_model("mamba2"), selfspec.LayerSkip(layers=[1]), draft_length=4)

@@ -25,18 +25,18 @@ def test_the_draft_runs_the_layers_before_the_exit(layer: int) -> None:
 @pytest.mark.parametrize("layer", [0, 4, 5, 100, -1, -4])
 def test_an_exit_outside_the_network_is_refused_with_the_exits_there_are(llama: PreTrainedModel, layer: int) -> None:
     with pytest.raises(DraftConfigError, match=rf"exit layer {layer} .*4 layers, choose 1\.\.3"):
-        selfspec.wrap(llama, selfspec.EarlyExit(layer))
+        selfspec.wrap(llama, selfspec.EarlyExit(layer), draft_length=4)
 
 
 @pytest.mark.parametrize("layer", [True, False, 2.0, "2", None, [2], (1, 2), float("nan")])
 def test_an_exit_that_is_no_integer_is_refused(llama: PreTrainedModel, layer: Any) -> None:
     with pytest.raises(DraftConfigError, match=r"must be an integer.*EarlyExit\(layer=4\)"):
-        selfspec.wrap(llama, selfspec.EarlyExit(layer))
+        selfspec.wrap(llama, selfspec.EarlyExit(layer), draft_length=4)
 
 
 def test_a_network_of_one_layer_has_no_exit() -> None:
     with pytest.raises(DraftConfigError, match="too few"):
-        selfspec.wrap(tiny.llama(num_hidden_layers=1), selfspec.EarlyExit(1))
+        selfspec.wrap(tiny.llama(num_hidden_layers=1), selfspec.EarlyExit(1), draft_length=4)
 
 
 def test_drafts_are_the_greedy_text_of_the_model_cut_there(architecture: str) -> None:

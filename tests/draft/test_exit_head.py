@@ -36,7 +36,7 @@ def test_greedy_text_is_the_models_own(architecture: str, tmp_path: Path) -> Non
     ids = tiny.prompt(7)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     for layer in (1, 2):
-        spec = selfspec.wrap(model, draft=selfspec.ExitHead.from_pretrained(folder, layer))
+        spec = selfspec.wrap(model, draft=selfspec.ExitHead.from_pretrained(folder, layer), draft_length=4)
         assert torch.equal(spec.generate(ids, max_new_tokens=20, do_sample=False).sequences, expected)
 
 
@@ -45,7 +45,7 @@ def test_coupled_samples_and_ragged_batches_are_plain_decodings(tmp_path: Path) 
     ids, mask = tiny.prompt(6, batch=3), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
     drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model, torch.arange(0, 50, 2)))
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": True, "seed": 5, "accept": "coupled"}
-    drafted = selfspec.wrap(model, draft=drafter).generate(ids, mask, **options)
+    drafted = selfspec.wrap(model, draft=drafter, draft_length=4).generate(ids, mask, **options)
     assert torch.equal(drafted.sequences, selfspec.wrap(model).generate(ids, mask, **options).sequences)
     assert drafted.stats.accepted > 0
 
@@ -65,7 +65,9 @@ def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
     drafts = [
         [
             row.rows[0].draft
-            for row in selfspec.wrap(model, draft=drafter).stream(ids, max_new_tokens=20, do_sample=False)
+            for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(
+                ids, max_new_tokens=20, do_sample=False
+            )
         ]
         for drafter in drafters
     ]
@@ -82,7 +84,7 @@ def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
 def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny.llama(dtype=torch.float32)
     drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
-    spec = selfspec.wrap(model.to(dtype), draft=drafter)
+    spec = selfspec.wrap(model.to(dtype), draft=drafter, draft_length=4)
     assert spec.generate(tiny.prompt(4), max_new_tokens=6, do_sample=False).lengths == (6,)
     # The drafter may serve other models at the same time.
     adapter = drafter.draft_head.adapter
@@ -93,9 +95,9 @@ def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -
 def test_another_base_is_refused(tmp_path: Path) -> None:
     drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
     with pytest.raises(ExitHeadError, match="another base"):
-        selfspec.wrap(tiny.llama(seed=1), draft=drafter)
+        selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
     with pytest.raises(ExitHeadError, match="another base"):
-        selfspec.wrap(tiny.mistral(), draft=drafter)
+        selfspec.wrap(tiny.mistral(), draft=drafter, draft_length=4)
 
 
 def test_one_changed_weight_makes_another_base() -> None:

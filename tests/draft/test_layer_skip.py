@@ -45,7 +45,7 @@ def test_both_sublayers_of_a_layer_are_the_layer() -> None:
 
 def test_all_but_one_sublayer_may_be_left_out(llama: PreTrainedModel) -> None:
     draft = selfspec.LayerSkip(attention=[0], layers=[1, 2, 3])
-    out = selfspec.wrap(llama, draft).generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
     assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False).tolist()
 
 
@@ -54,7 +54,7 @@ class TestRefused:
     @pytest.mark.parametrize("layer", [4, 100, -1, -4])
     def test_a_layer_the_network_does_not_have(self, llama: PreTrainedModel, name: str, layer: int) -> None:
         with pytest.raises(DraftConfigError, match=rf"{name}=.*layer {layer} is out of range.*layers 0\.\.3"):
-            selfspec.wrap(llama, selfspec.LayerSkip(**{name: [1, layer]}))
+            selfspec.wrap(llama, selfspec.LayerSkip(**{name: [1, layer]}), draft_length=4)
 
     @pytest.mark.parametrize("number", [True, False, 1.0, "1", None, float("nan"), [1]])
     def test_what_is_no_integer(self, name: str, number: Any) -> None:
@@ -68,19 +68,19 @@ class TestRefused:
 
     def test_a_layer_named_twice(self, llama: PreTrainedModel, name: str) -> None:
         with pytest.raises(DraftConfigError, match="layer 1 is skipped more than once; name each sublayer once"):
-            selfspec.wrap(llama, selfspec.LayerSkip(**{name: [1, 2, 1]}))
+            selfspec.wrap(llama, selfspec.LayerSkip(**{name: [1, 2, 1]}), draft_length=4)
 
 
 @pytest.mark.parametrize("name", ["attention", "mlp"])
 def test_a_sublayer_named_alone_and_with_its_layer_is_refused(llama: PreTrainedModel, name: str) -> None:
     with pytest.raises(DraftConfigError, match="layer 1 is skipped more than once; name each sublayer once"):
-        selfspec.wrap(llama, selfspec.LayerSkip(layers=[1], **{name: [1]}))
+        selfspec.wrap(llama, selfspec.LayerSkip(layers=[1], **{name: [1]}), draft_length=4)
 
 
 def test_an_empty_skip_set_is_refused(llama: PreTrainedModel) -> None:
     for empty in (selfspec.LayerSkip(), selfspec.LayerSkip(attention=[], mlp=[], layers=[])):
         with pytest.raises(DraftConfigError, match=r"empty.*draft=None to decode plainly"):
-            selfspec.wrap(llama, empty)
+            selfspec.wrap(llama, empty, draft_length=4)
 
 
 def test_skipping_everything_is_refused(llama: PreTrainedModel) -> None:
@@ -90,7 +90,7 @@ def test_skipping_everything_is_refused(llama: PreTrainedModel) -> None:
         selfspec.LayerSkip(layers=[0, 1], attention=[2, 3], mlp=[3, 2]),
     ):
         with pytest.raises(DraftConfigError, match=r"leaves nothing.*skip fewer"):
-            selfspec.wrap(llama, everything)
+            selfspec.wrap(llama, everything, draft_length=4)
 
 
 def test_it_is_a_value() -> None:

@@ -25,7 +25,7 @@ def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str,
     model = tiny.BUILDERS[architecture]()
     ids = tiny.prompt(7)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(inner, _KEPT))
+    spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(inner, _KEPT), draft_length=4)
     rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
     assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
     assert {token for row in rounds for token in row.draft} <= set(_KEPT)
@@ -35,7 +35,12 @@ def test_the_whole_vocabulary_in_another_order_changes_nothing() -> None:
     model = tiny.gpt2()
     ids = tiny.prompt(5)
     rounds = [
-        [row.rows[0] for row in selfspec.wrap(model, draft=drafter).stream(ids, max_new_tokens=15, do_sample=False)]
+        [
+            row.rows[0]
+            for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(
+                ids, max_new_tokens=15, do_sample=False
+            )
+        ]
         for drafter in (
             selfspec.EarlyExit(2),
             selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))),
@@ -70,10 +75,13 @@ def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
     model = tiny.llama()
     write_side_car(ExitHeads(32, 8, (2,)), None, 2, fingerprint(model), torch.float32, {}, tmp_path)
     drafter = selfspec.ReducedVocabulary(selfspec.ExitHead.from_pretrained(tmp_path), _KEPT)
-    rounds = [row.rows[0] for row in selfspec.wrap(model, draft=drafter).stream(tiny.prompt(5), max_new_tokens=9)]
+    rounds = [
+        row.rows[0]
+        for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
+    ]
     assert {token for row in rounds for token in row.draft} <= set(_KEPT)
     with pytest.raises(selfspec.ExitHeadError):
-        selfspec.wrap(tiny.llama(seed=1), draft=drafter)
+        selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 1), (-1,), (1.0,), ("1",), (True,)])
@@ -84,7 +92,7 @@ def test_what_is_no_vocabulary_is_refused(tokens: Any) -> None:
 
 def test_tokens_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(DraftConfigError, match="token 50"):
-        selfspec.wrap(tiny.llama(), draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(1), (3, 50)))
+        selfspec.wrap(tiny.llama(), draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(1), (3, 50)), draft_length=4)
 
 
 def test_the_most_frequent_tokens_are_counted() -> None:
