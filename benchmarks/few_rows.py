@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from arms import RESULTS, machine, versions
@@ -48,7 +48,7 @@ def main() -> None:
 def _measured(width: int, outputs: int, threads: int, repeats: int) -> list[dict[str, object]]:
     torch.set_num_threads(threads)
     layers = [nn.Linear(width, outputs, bias=False) for _ in range(max(2, _BYTES // (4 * width * outputs)))]
-    ways = {"torch": layers, "selfspec": [for_few_rows(layer) for layer in layers]}
+    ways: dict[str, Sequence[nn.Module]] = {"torch": layers, "selfspec": [for_few_rows(layer) for layer in layers]}
     cases = [(way, rows) for rows in _ROWS for way in ways]
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     states = {rows: torch.randn(1, rows, width) for rows in _ROWS}
