@@ -28,18 +28,18 @@ def for_few_rows(module: nn.Module) -> nn.Module:
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
     """
-    if _is_plain(module):
-        return twin_running(module, partial(_few_rows, module))
     if "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None:
         # What runs in its place may not look at the children of a twin.
         return module
+    if _is_plain(module):
+        return twin_running(module, partial(_few_rows, module))
     children = {name: for_few_rows(child) for name, child in module._modules.items() if child is not None}
     others = {name: child for name, child in children.items() if child is not module._modules[name]}
     return twin_with(module, others) if others else module
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or "forward" in module.__dict__:
+    if type(module) is not nn.Linear:
         return False
     weight = module.weight
     # Quantised weights are parameters of a class of their own.
@@ -48,7 +48,6 @@ def _is_plain(module: nn.Module) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype in _DTYPES
         and weight.is_contiguous()
-        and module.__dict__.get("_compiled_call_impl") is None
     )
 
 

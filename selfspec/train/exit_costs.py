@@ -6,9 +6,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
-from selfspec.anatomy import describe
-from selfspec.costs import Costs
-from selfspec.draft_cost import exits_reading
+from selfspec.costs import Costs, share_read
+from selfspec.draft import EarlyExit
+from selfspec.draft.draft_head import DraftHead
 from selfspec.train.exit_heads import ExitHeads
 
 
@@ -23,13 +23,10 @@ def exit_costs(
         heads: exit heads; None: plain exits, all of them.
         tokens: ids that can be drafted; None: all.
     """
-    anatomy = describe(base, adapter)
+    depth = len(adapter.decoder_layers(base))
+    exits = range(1, depth) if heads is None else sorted(map(int, heads.exits))
     costs = {}
-    for choice in exits_reading(anatomy, anatomy.vocabulary if tokens is None else len(tokens)):
-        if heads is None:
-            costs[choice.layer] = Costs(choice.cost_ratio)
-        elif str(choice.layer) in heads.exits:
-            own = sum(weight.numel() for weight in heads.exits[str(choice.layer)].parameters())
-            read = choice.bytes_read + own * base.dtype.itemsize
-            costs[choice.layer] = Costs(read / anatomy.target_bytes_read)
+    for exit_layer in exits:
+        head = DraftHead(None if heads is None else heads.exits[str(exit_layer)], tokens)
+        costs[exit_layer] = Costs(share_read(base, adapter, EarlyExit(exit_layer).path(depth), head))
     return costs
