@@ -44,6 +44,10 @@ class ExitHeadError(SelfSpecError, OSError):
     """An exit head is missing files, truncated or foreign, or was trained on another base."""
 
 
+class ProfileError(SelfSpecError, OSError):
+    """There is no calibration profile that fits, or it is truncated or foreign."""
+
+
 class ClosedError(SelfSpecError, RuntimeError):
     """A wrapped model was used after `unwrap`."""
 
