@@ -30,7 +30,7 @@ def calibration_of(model: PreTrainedModel) -> Calibration:
     costs = MeasuredCosts(
         step_seconds=estimate,
         draft={"exit:2": estimate, "none": estimate},
-        verify={"exit:2": {2: estimate, 5: estimate}, "none": {1: estimate}},
+        verify={"exit:2": {2: estimate, 5: estimate}, "none": {1: estimate, 2: estimate, 5: estimate}},
         overhead={"exit:2": estimate, "none": estimate},
         context=8,
         batch=1,

@@ -50,6 +50,13 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
     assert json.loads(auto.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
     assert json.loads(auto.stdout)["settings"]["draft"] == "auto"
     assert invoke(*words, "--draft", f"auto:{file}").status == 0
+    verified = invoke("verify", folder, "--draft", "auto", "--threads", "1", "--samples", "100", "--output", "json")
+    chosen = {profile.greedy.draft, profile.sampled.draft} - {"none"}
+    if chosen:
+        assert verified.status == 0, verified.stderr
+        assert {draft["name"] for draft in json.loads(verified.stdout)["drafts"]} == {"none", *chosen}
+    else:
+        assert verified.status == 2
 
     other = invoke(*words[:-1], "2", "--draft", "auto")
     assert other.status == 2
