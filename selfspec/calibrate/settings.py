@@ -22,7 +22,7 @@ class Settings:
         seed: of what is sampled.
     """
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = 48
     temperature: float = 0.8
     repeats: int = 3
     batch: int = 1

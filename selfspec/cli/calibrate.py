@@ -41,7 +41,7 @@ def calibrate(
     most_prompts: Annotated[int, typer.Option("--most-prompts", min=1, help="Prompts of the file to use.")] = 4,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=8, help="Length of each text, in tokens.")
-    ] = 64,
+    ] = 48,
     temperature: Annotated[float, typer.Option("--temperature", help="At which sampling is measured.")] = 0.8,
     longest_draft: Annotated[int, typer.Option("--longest-draft", min=1, help="The most tokens of a draft.")] = 7,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts that are generated at once.")] = 1,
