@@ -132,6 +132,7 @@ class SelfSpeculative:
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
         runtime: how passes are run.
+        programs: recorded of passes so far.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class SelfSpeculative:
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self.runtime = runtime
-        self._programs = Programs(runtime)
+        self.programs = Programs(runtime)
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -260,7 +261,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self._programs = Programs(self.runtime)
+        self.programs = Programs(self.runtime)
         return self.model
 
     def _read(
@@ -293,7 +294,7 @@ class SelfSpeculative:
             )
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(self.model, self.adapter, request, self.draft, controller, rule, seed, self._programs)
+        return Generation(self.model, self.adapter, request, self.draft, controller, rule, seed, self.programs)
 
     def _check_open(self) -> None:
         if self._closed:
