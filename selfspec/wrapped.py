@@ -138,6 +138,7 @@ class SelfSpeculative:
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
         runtime: how passes are run.
+        programs: recorded of passes so far.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class SelfSpeculative:
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self.runtime = runtime
-        self._programs = Programs(runtime)
+        self.programs = Programs(runtime)
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -274,7 +275,7 @@ class SelfSpeculative:
         self._check_open()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(self.model, found, draft_length, self.rule, self.adapter, self.runtime)
-        other._programs = self._programs
+        other.programs = self.programs
         return other
 
     def unwrap(self) -> PreTrainedModel:
@@ -285,7 +286,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self._programs = Programs(self.runtime)
+        self.programs = Programs(self.runtime)
         return self.model
 
     def _read(
@@ -319,7 +320,7 @@ class SelfSpeculative:
             )
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self._programs)
+        return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -79,8 +79,14 @@ class Traced(Runtime):
 
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             # Without its own optimiser, which would fuse kernels on some devices, and so round differently.
-            with torch.jit.optimized_execution(False):
-                outputs: tuple[Tensor, ...] = traced(*tensors)
+            try:
+                with torch.jit.optimized_execution(False):
+                    outputs: tuple[Tensor, ...] = traced(*tensors)
+            except RuntimeError as error:
+                # All errors of kernels come out as this one.
+                if "out of memory" in str(error):
+                    raise torch.OutOfMemoryError(str(error)) from error
+                raise
             return outputs
 
         return run
