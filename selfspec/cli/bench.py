@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.options import Device, Dtype, Output, Threads
+from selfspec.cli.options import Device, DraftLength, Dtype, Output, Threads
 from selfspec.errors import PromptError, UnsupportedOptionError
 
 
@@ -35,14 +35,23 @@ def bench(
             "exit at a third of the depth, and both.",
         ),
     ] = None,
+    draft_length: DraftLength = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept",
+            metavar="RULE",
+            help="Acceptance rule of the drafts; may be given several times. Default: selfspec's.",
+        ),
+    ] = None,
     arms: Annotated[
         list[ArmChoice] | None,
         typer.Option(
             "--arms",
             help="Arms besides `model.generate` and selfspec plain; may be given several times. `static`: "
             "model.generate compiled with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early "
-            "exit, and selfspec's of the same exit and length; `draft`: each --draft. Default: all, but `static` on a GPU only, "
-            "since on a CPU it compiles for minutes.",
+            "exit, and selfspec's of the same exit and length; `draft`: each --draft. Default: all, but `static` on a "
+            "GPU only, since on a CPU it compiles for minutes.",
         ),
     ] = None,
     workload: Annotated[
@@ -117,6 +126,8 @@ def bench(
         Job(
             model=model,
             drafts=draft,
+            draft_length=draft_length,
+            rules=accept or [None],
             arms=None if arms is None else [each.value for each in arms],
             workloads=workloads,
             temperatures=temperatures,

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 from transformers.utils import logging
 
 from selfspec.bench import plots
 from selfspec.bench.arm import ArmSpec, Kind
 from selfspec.bench.arms import arm_specs
+from selfspec.bench.bar import Bar
 from selfspec.bench.cell import Cell, grid
 from selfspec.bench.results_file import MeasuredCell, ResultsFile
 from selfspec.bench.session import Session, Subject
@@ -38,6 +38,8 @@ class Job:
     Attributes:
         model: folder or hub name; None: the embedded checkpoint.
         drafts: of selfspec's drafting arms; None: chosen from the depth.
+        draft_length: tokens that they draft each round; None: as many as pay.
+        rules: acceptance rules, by name; None: selfspec's default.
         arms: kinds besides `model.generate` and plain; None: those that start at once on the device.
         workloads: where prompts come from.
         temperatures: 0 decodes greedily.
@@ -59,6 +61,8 @@ class Job:
 
     model: str | None
     drafts: Sequence[str] | None
+    draft_length: int | None
+    rules: Sequence[str | None]
     arms: Sequence[str] | None
     workloads: Sequence[Workload]
     temperatures: Sequence[float]
@@ -80,25 +84,6 @@ class Job:
 
 class RefusedError(Exception):
     """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
-
-
-class _Bar:
-    """Shows the steps of a session."""
-
-    def __init__(self, progress: Progress, cells: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-        self._cells, self._begun = cells, 0
-
-    def begin(self, cell: Cell, steps: int) -> None:
-        """Show which cell is measured now."""
-        self._begun += 1
-        what = f"cell {self._begun} of {self._cells}: {cell.title}"
-        self._progress.reset(self._task, total=max(steps, 1), description=what)
-
-    def step(self) -> None:
-        """Show how far it is."""
-        self._progress.advance(self._task)
 
 
 def run(job: Job) -> None:
@@ -123,7 +108,7 @@ def run(job: Job) -> None:
     session = Session(Subject(name, place, checkpoint.model), specs, job.repeats, job.memory, file)
     cells = _cells(job, checkpoint)
     with progress_bar("measuring") as progress:
-        measured = session.measure(cells, _Bar(progress, len(cells)))
+        measured = session.measure(cells, Bar(progress, len(cells)))
     write_report(file.cells(), job.folder, job.plots)
     if job.output == "text":
         print_overview(measured, job.folder)
@@ -152,7 +137,8 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
         raise DraftConfigError(
             f"--exit {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
         )
-    specs = arm_specs(kinds, [draft.strip() for draft in drafts], exit_layer, job.exit_length)
+    drafts = [draft.strip() for draft in drafts]
+    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length)
     for spec in specs:
         drafter = None if spec.draft is None else parse_draft(spec.draft)
         if drafter is not None:
