@@ -108,7 +108,7 @@ def test_the_report_says_what_was_measured() -> None:
         "static cache, compiled: absent. no compiler.",
         "prompt look-up: REFUSED. 1 of 2 greedy texts differ",
         "| 0.75 0.83 1.00 |",
-        "| selfspec exit:4 | 1.50 | 1.50 | 0.25 | 0.62 | 0.12 | 0.20 | 1.43 | 2.00 (2.00-2.00) | 1.40 |",
+        "| selfspec exit:4 | 1.50 | 1.50 | 0.25 | 0.62 | 0.13 | 0.20 | 1.43 | 2.00 (2.00-2.00) | 1.40 |",
         "| 1.0 | 2.0 | 3.0 |",
         "| model.generate, prompt look-up | refused |",
     ):
