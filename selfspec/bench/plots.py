@@ -151,7 +151,7 @@ def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
         )
     panel.set_xlim(0, furthest)
     panel.set_ylim(0, furthest)
-    panel.set_xlabel("speed-up over plain decoding, predicted from the costs of the passes", fontsize=8)
+    panel.set_xlabel("speed-up over plain decoding, predicted from c and V", fontsize=8)
     panel.set_ylabel("measured", fontsize=8)
     panel.set_title("each point a cell; lines: efficiency 1 and 0.9", fontsize=9)
     panel.grid(alpha=0.3)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from selfspec.bench.arm import Arm, ArmSpec
 from selfspec.bench.arms import make_arm
 from selfspec.bench.cell import Cell
+from selfspec.bench.costs import PassCosts, costs_of
 from selfspec.bench.environment import environment
 from selfspec.bench.measure import measure, runs
 from selfspec.bench.memory import Memory, measure_memory
@@ -56,6 +57,7 @@ class Session:
         repeats: how often each arm is timed in a cell.
         memory: whether peak memory is measured, each arm in a process of its own, once for each batch size and
             prompt length.
+        costs: whether the parts of a round are timed apart too, in each cell.
         file: gets the results of each cell when it is done.
 
     Raises:
@@ -63,13 +65,14 @@ class Session:
     """
 
     def __init__(
-        self, subject: Subject, specs: Sequence[ArmSpec], repeats: int, memory: bool, file: ResultsFile
+        self, subject: Subject, specs: Sequence[ArmSpec], repeats: int, memory: bool, costs: bool, file: ResultsFile
     ) -> None:
         self._subject = subject
         self._specs = list(specs)
         self._arms: list[Arm] = [make_arm(spec, subject.model) for spec in specs]
         self._repeats = repeats
         self._memory = memory and subject.folder is not None
+        self._costs = costs
         self._file = file
         self._run = uuid.uuid4().hex[:12]
         self._environment = environment(subject.model.device)
@@ -104,15 +107,19 @@ class Session:
         self, cell: Cell, settings: Settings, prompts: Sequence[Tensor], weighing: bool, watcher: Watcher
     ) -> MeasuredCell:
         results = measure(self._subject.model, cell, self._arms, prompts, self._repeats, watcher.step)
+        costs = self._timed(cell)
         records = []
-        for result in results:
+        for result, cost in zip(results, costs, strict=True):
             memory = None
             if weighing:
                 memory = None if result.absence else self._weighed(result.arm.spec, cell, prompts[0])
                 watcher.step()
-            records.append(record_of(result, self._run, cell, settings, self._environment, memory, None))
+            records.append(record_of(result, self._run, cell, settings, self._environment, memory, cost))
         self._file.add(records)
         return MeasuredCell(cell, settings, tuple(records))
+
+    def _timed(self, cell: Cell) -> list[PassCosts | None]:
+        return costs_of(self._subject.model, cell, self._arms) if self._costs else [None] * len(self._arms)
 
     def _weighed(self, spec: ArmSpec, cell: Cell, prompts: Tensor) -> Memory | None:
         model = self._subject.model

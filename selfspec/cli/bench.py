@@ -86,6 +86,10 @@ def bench(
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each arm in a process of its own, once per batch and context.")
     ] = True,
+    costs: Annotated[
+        bool,
+        typer.Option(help="Time the parts of a round by themselves in each cell; predict speed-ups from them."),
+    ] = True,
     plots: Annotated[bool, typer.Option(help="Draw plots, as PNG files.")] = True,
     to: Annotated[
         Path, typer.Option("--to", metavar="FOLDER", help="Where results and report go. Cells in there are not rerun.")
@@ -139,6 +143,7 @@ def bench(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             memory=memory,
+            costs=costs,
             plots=plots,
             folder=to,
             dtype=dtype,

@@ -51,6 +51,7 @@ class Job:
         max_new_tokens: tokens of each text.
         repeats: how often each arm is timed in a cell.
         memory: whether peak memory is measured.
+        costs: whether the parts of a round are timed apart.
         plots: whether plots are drawn.
         folder: where results go.
         dtype: what to compute in.
@@ -74,6 +75,7 @@ class Job:
     max_new_tokens: int
     repeats: int
     memory: bool
+    costs: bool
     plots: bool
     folder: Path
     dtype: DtypeName
@@ -105,7 +107,7 @@ def run(job: Job) -> None:
     name = _EMBEDDED if job.model is None else Path(job.model).name
     file = ResultsFile(job.folder)
     file.cells()  # results that cannot be gone on with are refused before work starts
-    session = Session(Subject(name, place, checkpoint.model), specs, job.repeats, job.memory, file)
+    session = Session(Subject(name, place, checkpoint.model), specs, job.repeats, job.memory, job.costs, file)
     cells = _cells(job, checkpoint)
     with progress_bar("measuring") as progress:
         measured = session.measure(cells, Bar(progress, len(cells)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_the_cost_of_a_round() -> None:
 
 
 def test_the_prediction() -> None:
-    costs = PassCosts(0.1, draft=0.2, verify={4: 1.5}, resumed={4: 1.2})
+    costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
     found = prediction(drafting(costs=costs), PLAIN)
     assert found is not None
     assert found.predicted == pytest.approx(64 / (16 * (3 * 0.2 + 1.2) + 16))
@@ -84,16 +85,25 @@ def test_the_prediction() -> None:
     assert looked_up.predicted == pytest.approx(64 / (16 * 1.5 + 16))
 
 
-@pytest.mark.parametrize(
-    "costs", [None, PassCosts(0.1, verify={4: 1.5}), PassCosts(0.1, draft=0.2, verify={3: 1.0}, resumed={3: 1.0})]
-)
+def test_costs_lie_on_lines_between_those_timed() -> None:
+    costs = PassCosts(0.1, 0.2, {2: 1.0, 4: 1.2, 8: 2.0}, {1: 1.0, 4: 1.6})
+    assert costs.of_round(0, 0) == 1.0
+    assert costs.of_round(2, 2) == pytest.approx(0.4 + 1.1)
+    assert costs.of_round(5, 5) == pytest.approx(1.0 + 1.6)
+    assert costs.of_round(2, 0) == pytest.approx(1.4)
+    # Beyond them all is as at the nearest.
+    assert costs.of_round(9, 0) == 1.6
+    assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize("costs", [None, PassCosts(0.1, None, from_tokens={1: 1.0})])
 def test_no_prediction_from_costs_that_were_not_timed(costs: PassCosts | None) -> None:
     assert prediction(drafting(costs=costs), PLAIN) is None
 
 
 def cell(**fields: object) -> MeasuredCell:
     """All that a report may have to show."""
-    costs = PassCosts(0.1, draft=0.2, verify={4: 1.5}, resumed={4: 1.2})
+    costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
     refused = record(Kind.LOOK_UP, [[1.0, 1.0]] * 2, agreement=Agreement(2, 1))
     absent = record(Kind.STATIC, [], absence="no compiler")
     own = drafting(costs=costs, memory=Memory(2**20, 3 * 2**20, "system"), agreement=Agreement(2, 2), **fields)
@@ -108,7 +118,7 @@ def test_the_report_says_what_was_measured() -> None:
         "static cache, compiled: absent. no compiler.",
         "prompt look-up: REFUSED. 1 of 2 greedy texts differ",
         "| 0.75 0.83 1.00 |",
-        "| selfspec exit:4 | 1.50 | 1.50 | 0.25 | 0.62 | 0.13 | 0.20 | 1.43 | 2.00 (2.00-2.00) | 1.40 |",
+        "| selfspec exit:4 | 1.50 | 1.50 | 0.25 | 0.62 | 0.13 | 0.20 | 1.20 | 0.05 | 1.43 | 2.00 (2.00-2.00) | 1.40 |",
         "| 1.0 | 2.0 | 3.0 |",
         "| model.generate, prompt look-up | refused |",
     ):

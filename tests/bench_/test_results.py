@@ -39,7 +39,7 @@ class Watch:
 
 def session(model: PreTrainedModel, folder: Path, specs: list[ArmSpec] = SPECS) -> Session:
     """One repeat; a model that no other process can load is not weighed."""
-    return Session(Subject("tiny", None, model), specs, 1, True, ResultsFile(folder))
+    return Session(Subject("tiny", None, model), specs, 1, True, False, ResultsFile(folder))
 
 
 def test_results_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -40,9 +40,17 @@ def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path:
         assert arm["decoding_tokens_per_second"]["median"] > 0
     assert greedy["model.generate"]["decoding_against"]["model_generate"]["median"] == 1.0
     assert found["cells"][0]["settings"]["dtype"] == "float64"
+    assert greedy["selfspec exit:2"]["prediction"]["efficiency"] > 0
+    assert greedy["selfspec plain"]["prediction"] is None
     text = (to / "report.md").read_text()
     assert "| selfspec exit:2 |" in text
-    assert {file.name for file in to.iterdir()} == {"results.jsonl", "report.md", "speed.png", "acceptance.png"}
+    assert {file.name for file in to.iterdir()} == {
+        "results.jsonl",
+        "report.md",
+        "speed.png",
+        "acceptance.png",
+        "prediction.png",
+    }
     # What is there already is not measured again.
     before = (to / "results.jsonl").read_bytes()
     (to / "report.md").unlink()
@@ -65,7 +73,18 @@ def test_arms_that_say_something_else_fail_it(
         return call
 
     monkeypatch.setattr(StockArm, "decode", slip)
-    words = ("--workload", texts, *QUICK, *ARMS, "--temperature", "0", "--no-plots", "--to", str(tmp_path / "to"))
+    words = (
+        "--workload",
+        texts,
+        *QUICK,
+        *ARMS,
+        "--temperature",
+        "0",
+        "--no-plots",
+        "--no-costs",
+        "--to",
+        str(tmp_path / "to"),
+    )
     ending = invoke("bench", folder, *words, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
