@@ -13,6 +13,9 @@ from selfspec.bench.arm import Arm, Kind
 from selfspec.bench.cell import Cell
 from selfspec.bench.timing import Call
 
+# Not one of those that are timed.
+_WARM_UP_SEED = 2**31
+
 
 @dataclass
 class Measured:
@@ -41,8 +44,9 @@ def measure(
 ) -> list[Measured]:
     """Measure all arms in a cell.
 
-    Every arm first decodes the first batch untimed. Then each batch is decoded by one arm after the other; which of
-    them begins changes from batch to batch. What is drawn is seeded by repeat and batch.
+    Every arm first decodes every batch untimed: what is compiled, traced or learnt on the way is there when it is
+    timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
+    is drawn is seeded by repeat and batch.
 
     Args:
         model: stock.
@@ -58,8 +62,7 @@ def measure(
     results = [Measured(arm, arm.absence(cell)) for arm in arms]
     for result in results:
         if result.absence is None:
-            result.absence = _warmed_up(result.arm, prompts[0], cell)
-        tick()
+            result.absence = _warmed_up(result.arm, prompts, cell, tick)
     running = [result for result in results if result.absence is None]
     for repeat in range(repeats):
         for result in running:
@@ -77,13 +80,15 @@ def measure(
 
 def runs(arms: int, batches: int, repeats: int) -> int:
     """The most calls that measuring a cell makes."""
-    return arms * (1 + batches * repeats)
+    return arms * batches * (1 + repeats)
 
 
-def _warmed_up(arm: Arm, prompts: Tensor, cell: Cell) -> str | None:
-    """Decode once untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
+def _warmed_up(arm: Arm, prompts: Sequence[Tensor], cell: Cell, tick: Callable[[], None]) -> str | None:
+    """Decode untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
     try:
-        arm.decode(prompts, cell, seed=0)
+        for batch in prompts:
+            arm.decode(batch, cell, seed=_WARM_UP_SEED)
+            tick()
     except Exception as error:
         if arm.spec.kind in (Kind.GENERATE, Kind.PLAIN, Kind.DRAFT):
             raise
