@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -40,11 +41,12 @@ def measure(
     arms: Sequence[Arm],
     prompts: Sequence[Tensor],
     repeats: int,
+    warm_up: int,
     tick: Callable[[], None],
 ) -> list[Measured]:
     """Measure all arms in a cell.
 
-    Every arm first decodes every batch untimed: what is compiled, traced or learnt on the way is there when it is
+    Every arm first decodes every batch some times untimed: what is compiled or traced on the way is there when it is
     timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
     is drawn is seeded by repeat and batch.
 
@@ -54,6 +56,7 @@ def measure(
         arms: `model.generate` first: the others' greedy texts are compared with its.
         prompts: one `[batch, context]` for each call.
         repeats: how often each is timed.
+        warm_up: how often each decodes all prompts before, at least 1.
         tick: called after every call, `runs(...)` times at most.
 
     Raises:
@@ -62,7 +65,7 @@ def measure(
     results = [Measured(arm, arm.absence(cell)) for arm in arms]
     for result in results:
         if result.absence is None:
-            result.absence = _warmed_up(result.arm, prompts, cell, tick)
+            result.absence = _warmed_up(result.arm, prompts, cell, warm_up, tick)
     running = [result for result in results if result.absence is None]
     for repeat in range(repeats):
         for result in running:
@@ -78,16 +81,16 @@ def measure(
     return results
 
 
-def runs(arms: int, batches: int, repeats: int) -> int:
+def runs(arms: int, batches: int, repeats: int, warm_up: int) -> int:
     """The most calls that measuring a cell makes."""
-    return arms * batches * (1 + repeats)
+    return arms * batches * (warm_up + repeats)
 
 
-def _warmed_up(arm: Arm, prompts: Sequence[Tensor], cell: Cell, tick: Callable[[], None]) -> str | None:
+def _warmed_up(arm: Arm, prompts: Sequence[Tensor], cell: Cell, times: int, tick: Callable[[], None]) -> str | None:
     """Decode untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
     try:
-        for batch in prompts:
-            arm.decode(batch, cell, seed=_WARM_UP_SEED)
+        for time, batch in product(range(times), prompts):
+            arm.decode(batch, cell, seed=_WARM_UP_SEED + time)
             tick()
     except Exception as error:
         if arm.spec.kind in (Kind.GENERATE, Kind.PLAIN, Kind.DRAFT):

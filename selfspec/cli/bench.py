@@ -83,6 +83,9 @@ def bench(
         int, typer.Option("--max-new-tokens", min=16, help="Length of each text, in tokens.")
     ] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often each arm is timed in a cell.")] = 5,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", min=1, help="How often each arm decodes all prompts before it is timed.")
+    ] = 3,
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each arm in a process of its own, once per batch and context.")
     ] = True,
@@ -119,6 +122,7 @@ def bench(
     if any(not 0 <= each <= 100 for each in temperatures):
         raise UnsupportedOptionError("--temperature is 0 for greedy decoding or above 0, e.g. 0.8")
 
+    from selfspec.bench.session import Plan
     from selfspec.bench.workload import built_in, parse_workloads
     from selfspec.cli.bench_run import Job, run
 
@@ -141,9 +145,7 @@ def bench(
             exit_length=exit_length,
             prompts=prompts,
             max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            memory=memory,
-            costs=costs,
+            plan=Plan(repeats, warm_up, memory, costs),
             plots=plots,
             folder=to,
             dtype=dtype,

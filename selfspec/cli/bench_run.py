@@ -16,7 +16,7 @@ from selfspec.bench.arms import arm_specs
 from selfspec.bench.bar import Bar
 from selfspec.bench.cell import Cell, grid
 from selfspec.bench.results_file import MeasuredCell, ResultsFile
-from selfspec.bench.session import Session, Subject
+from selfspec.bench.session import Plan, Session, Subject
 from selfspec.bench.workload import Workload
 from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.bench_report import print_overview, summary, write_report
@@ -49,9 +49,7 @@ class Job:
         exit_length: tokens it drafts each round.
         prompts: of each workload.
         max_new_tokens: tokens of each text.
-        repeats: how often each arm is timed in a cell.
-        memory: whether peak memory is measured.
-        costs: whether the parts of a round are timed apart.
+        plan: what is measured in each cell.
         plots: whether plots are drawn.
         folder: where results go.
         dtype: what to compute in.
@@ -73,9 +71,7 @@ class Job:
     exit_length: int
     prompts: int
     max_new_tokens: int
-    repeats: int
-    memory: bool
-    costs: bool
+    plan: Plan
     plots: bool
     folder: Path
     dtype: DtypeName
@@ -107,7 +103,7 @@ def run(job: Job) -> None:
     name = _EMBEDDED if job.model is None else Path(job.model).name
     file = ResultsFile(job.folder)
     file.cells()  # results that cannot be gone on with are refused before work starts
-    session = Session(Subject(name, place, checkpoint.model), specs, job.repeats, job.memory, job.costs, file)
+    session = Session(Subject(name, place, checkpoint.model), specs, job.plan, file)
     cells = _cells(job, checkpoint)
     with progress_bar("measuring") as progress:
         measured = session.measure(cells, Bar(progress, len(cells)))

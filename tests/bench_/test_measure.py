@@ -32,8 +32,8 @@ def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, r
     ticks: list[None] = []
     given = prompts(cell.batch)
     arms = [make_arm(spec, model) for spec in specs]
-    found = measure(model, cell, arms, given, repeats, lambda: ticks.append(None))
-    assert len(ticks) <= runs(len(arms), len(given), repeats)
+    found = measure(model, cell, arms, given, repeats, 1, lambda: ticks.append(None))
+    assert len(ticks) <= runs(len(arms), len(given), repeats, 1)
     return found
 
 
@@ -128,21 +128,21 @@ class Broken(Arm):
 
 def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> None:
     arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Slip(ArmSpec(Kind.LOOK_UP), llama)]
-    _, slipped = measure(llama, GREEDY, arms, prompts(), 2, lambda: None)
+    _, slipped = measure(llama, GREEDY, arms, prompts(), 2, 1, lambda: None)
     assert slipped.agreement is not None
     assert (slipped.agreement.equal, slipped.agreement.refused) == (0, True)
 
 
 def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
     arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Broken(ArmSpec(Kind.EARLY_EXIT))]
-    _, broken = measure(llama, GREEDY, arms, prompts(), 1, lambda: None)
+    _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
     assert broken.absence == "IndexError: no such layer"
 
 
 def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
     arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Broken(ArmSpec(Kind.DRAFT, "exit:1"))]
     with pytest.raises(IndexError):
-        measure(llama, GREEDY, arms, prompts(), 1, lambda: None)
+        measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
 
 
 def test_half_precision_excuses_near_ties_alone() -> None:

@@ -13,7 +13,7 @@ from bench_.made import record
 from selfspec.bench.arm import ArmSpec, Kind
 from selfspec.bench.cell import Cell
 from selfspec.bench.results_file import FILE, ResultsFile
-from selfspec.bench.session import Session, Subject
+from selfspec.bench.session import Plan, Session, Subject
 from selfspec.errors import BenchError
 
 SPECS = [ArmSpec(Kind.GENERATE), ArmSpec(Kind.PLAIN), ArmSpec(Kind.DRAFT, "lookup+exit:2")]
@@ -39,7 +39,7 @@ class Watch:
 
 def session(model: PreTrainedModel, folder: Path, specs: list[ArmSpec] = SPECS) -> Session:
     """One repeat; a model that no other process can load is not weighed."""
-    return Session(Subject("tiny", None, model), specs, 1, True, False, ResultsFile(folder))
+    return Session(Subject("tiny", None, model), specs, Plan(repeats=1, warm_up=1, costs=False), ResultsFile(folder))
 
 
 def test_results_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -13,7 +13,19 @@ from selfspec.bench.cell import Cell
 from selfspec.bench.stock_arms import StockArm
 from selfspec.bench.timing import Call
 
-QUICK = ("--prompts", "2", "--repeats", "1", "--max-new-tokens", "16", "--context", "12", "--no-memory")
+QUICK = (
+    "--prompts",
+    "2",
+    "--repeats",
+    "1",
+    "--warm-up",
+    "1",
+    "--max-new-tokens",
+    "16",
+    "--context",
+    "12",
+    "--no-memory",
+)
 ARMS = ("--arms", "lookup", "--arms", "draft", "--draft", "exit:2")
 
 
