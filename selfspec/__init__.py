@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from selfspec.adapter import Adapter
+    from selfspec.calibrate.profile import Profile
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.costs import Costs
     from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, ExitHead, LayerSkip, PromptLookup, ReducedVocabulary
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         DraftConfigError,
         ExitHeadError,
         NonFiniteLogitsError,
+        ProfileError,
         PromptError,
         SelfSpecError,
         TrainingError,
@@ -50,6 +52,8 @@ __all__ = [
     "Generation",
     "LayerSkip",
     "NonFiniteLogitsError",
+    "Profile",
+    "ProfileError",
     "PromptError",
     "PromptLookup",
     "ReducedVocabulary",
@@ -68,6 +72,7 @@ __all__ = [
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
     "adapter": ["Adapter"],
+    "calibrate.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "costs": ["Costs"],
     "draft": ["Cascade", "Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "PromptLookup", "ReducedVocabulary"],

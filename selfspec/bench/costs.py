@@ -87,7 +87,7 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
     Returns:
         One for each arm; None for arms that do not draft, or in a way that has no known parts.
     """
-    drafts = [arm.wrapped.draft if isinstance(arm, OwnArm) else None for arm in arms]
+    drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) else None for arm in arms]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
     longest = max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])
     measured = measure_costs(

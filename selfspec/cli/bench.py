@@ -31,8 +31,8 @@ def bench(
         typer.Option(
             "--draft",
             metavar="DRAFT",
-            help="What drafts, e.g. `exit:4` or `lookup+exit:4`; may be given several times. Default: look-ups, an "
-            "exit at a third of the depth, and both.",
+            help="What drafts, e.g. `exit:4`, `lookup+exit:4` or `auto`; may be given several times. Default: "
+            "look-ups, an exit at a third of the depth, and both.",
         ),
     ] = None,
     draft_length: DraftLength = None,

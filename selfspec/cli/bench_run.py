@@ -26,6 +26,7 @@ from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
 from selfspec.demo import checkpoint_folder
+from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, PromptError
 
 _EMBEDDED = "embedded"
@@ -138,10 +139,12 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
     drafts = [draft.strip() for draft in drafts]
     specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length)
     for spec in specs:
-        drafter = None if spec.draft is None else parse_draft(spec.draft)
-        if drafter is not None:
+        if spec.draft is None:
+            continue
+        drafter = parse_draft(spec.draft)
+        if isinstance(drafter, Drafter):
             drafter.check(depth)
-        elif spec.draft is not None:
+        if drafter is None:
             raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
     return specs
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
-from selfspec.control import FixedLength
 from selfspec.costs import Costs
 from selfspec.draft import Drafter
 from selfspec.draft.along_path import PathDrafter
@@ -28,10 +27,10 @@ from selfspec.errors import DraftConfigError
 from selfspec.generation import Generation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.probe import Given, Probe, Sample, Timer
-from selfspec.runtime.runtime import Eager, Runtime, Traced
+from selfspec.runtime.runtime import Eager, Traced
 from selfspec.verify.stock import bare
 from selfspec.watch import Unwatched, Watch
-from selfspec.wrapped import wrap
+from selfspec.wrapped import SelfSpeculative, wrap
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 LENGTHS = (1, 3, 7)
@@ -110,7 +109,7 @@ def measure_costs(
     batch: int = 1,
     temperature: float = 0.0,
     warm_up: int = 4,
-    runtime: Runtime | None = None,
+    base: SelfSpeculative | None = None,
     watch: Watch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
@@ -130,7 +129,8 @@ def measure_costs(
         batch: rows of one length.
         temperature: 0 decodes greedily.
         warm_up: times everything is run before it is timed.
-        runtime: how passes are run; None: by programs made as soon as can be, which a warm-up of 4 is enough for.
+        base: a wrapper of the model, whose programs run the passes and are left with those made here; None: one that
+            makes programs as soon as can be. A warm-up of 4 is enough for these.
         watch: is told of each of the rounds.
         clock: seconds, as `time.perf_counter`.
 
@@ -144,9 +144,7 @@ def measure_costs(
     told.begin(rounds + _GENERATIONS * (1 + len(named)))
     longest = max(*lengths, *[width - 1 for width in widths])
     bench = _Bench(
-        bare(model),
-        adapter,
-        runtime or Traced(after=0),
+        base or wrap(bare(model), adapter=adapter, runtime=Traced(after=0)),
         _prompt(model, batch, context, rounds + _ROUNDS * (middle + 1) + longest),
         temperature,
         clock,
@@ -215,9 +213,7 @@ class _Bench:
     """Real generations of one model, timed round by round.
 
     Args:
-        model: without generation defaults of its own.
-        adapter: where its layers are.
-        runtime: how passes that are timed are run.
+        base: wraps the model.
         prompt: `[batch, context]`.
         temperature: 0 decodes greedily.
         clock: seconds.
@@ -226,9 +222,7 @@ class _Bench:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        adapter: Adapter,
-        runtime: Runtime,
+        base: SelfSpeculative,
         prompt: Tensor,
         temperature: float,
         clock: Callable[[], float],
@@ -236,7 +230,9 @@ class _Bench:
     ) -> None:
         self.prompt = prompt
         self.timer = Timer(clock, prompt.device)
-        self._model, self._adapter, self._runtime, self._warm_up = model, adapter, runtime, warm_up
+        self._base, self._warm_up = base, warm_up
+        # How passes are run is of no account where they are not timed.
+        self._eager = wrap(base.model, adapter=base.adapter, runtime=Eager())
         # Nothing may end a text early.
         self._options: dict[str, Any] = {"do_sample": temperature > 0, "eos_token_id": None}
         if temperature > 0:
@@ -244,7 +240,7 @@ class _Bench:
 
     def probed(self, probe: Probe, longest: int, rounds: int, told: Watch) -> list[Sample]:
         """What a probe saw in the rounds of one generation, and how long each round took by itself."""
-        generation = self._begin(probe, longest, rounds, self._runtime)
+        generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1)
         samples = []
         for _ in range(rounds):
             told.step("draft steps and target passes")
@@ -255,19 +251,16 @@ class _Bench:
 
     def rests_of(self, drafter: Drafter, length: int) -> Rests:
         """What rounds that draft `length` tokens spend beside draft and target pass, and plain rounds in turns."""
-        # How their passes are run is of no account here.
-        plain, drafting = (self._begin(each, length, _ROUNDS, Eager()) for each in (None, drafter))
+        # Room for whole drafts to the last round.
+        room = _ROUNDS * (length + 1) + 1
+        plain = self._begin(self._eager, room)
+        drafting = self._begin(self._eager.drafting(drafter, length), room)
         for _ in range(_ROUNDS):
             next(plain)
             next(drafting)
         return Rests(_rest(plain), _rest(drafting))
 
-    def _begin(self, drafter: Drafter | None, length: int, rounds: int, runtime: Runtime) -> Generation:
-        spec = wrap(
-            self._model, draft=drafter, draft_length=FixedLength(length), adapter=self._adapter, runtime=runtime
-        )
-        # Room for whole drafts to the last round.
-        room = rounds * (length + 1) + 1 if not isinstance(drafter, Probe) else rounds + length + 1
+    def _begin(self, spec: SelfSpeculative, room: int) -> Generation:
         return spec.stream(self.prompt, max_new_tokens=room, seed=_SEED, **self._options)
 
 
