@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from selfspec.costs import Costs
     from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, ExitHead, LayerSkip, PromptLookup, ReducedVocabulary
     from selfspec.errors import (
+        BenchError,
         CheckpointError,
         ClosedError,
         CorpusError,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "BenchError",
     "Cascade",
     "CheckpointError",
     "ClosedError",
