@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -276,14 +278,33 @@ def test_a_malformed_runtime_is_refused(after: object) -> None:
         Traced(after=after)  # type: ignore[arg-type]
 
 
-def test_a_kernel_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError("The following operation failed in the TorchScript interpreter. CUDA out of memory.")
+def test_a_kernel_that_runs_out_of_memory_says_so() -> None:
+    words = "CUDA out of memory, planted"
 
-    monkeypatch.setattr(torch.jit, "trace", lambda *_, **__: exhausted)
-    program = Traced().program(tuple, (torch.ones(2),))
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        program((torch.ones(2),))
+    class Exhausting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise RuntimeError(words)
+
+    tensors = (torch.ones(2),)
+    program = Traced().program(lambda tensors: (tensors[0] + 1,), tensors)
+    with pytest.raises(torch.OutOfMemoryError, match=words), Exhausting():
+        program(tensors)
+    words = "planted"
+    with pytest.raises(RuntimeError, match=words), Exhausting():
+        program(tensors)
+
+
+def test_weights_go_with_the_program() -> None:
+    weight = torch.randn(8, 8)
+    alive = weakref.ref(weight)
+    program = Traced().program(lambda tensors, weight=weight: (tensors[0] @ weight,), (torch.ones(8),))
+    program((torch.ones(8),))
+    del weight
+    gc.collect()
+    assert alive() is not None
+    del program
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_program_reads_the_weights_where_they_are() -> None:
