@@ -6,7 +6,9 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +67,7 @@ class Traced(Runtime):
         after: passes of a kind that run without a program first.
     """
 
-    after: int = 12
+    after: int = 24
 
     def __post_init__(self) -> None:
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
@@ -75,12 +77,11 @@ class Traced(Runtime):
         names = [f"tensor{number}" for number in range(len(example))]
         # Of its own: what torch.jit.trace makes stays in a unit of the process, and every weight with it, for good.
         unit = torch._C.CompilationUnit()
-        with _RECORDING, warnings.catch_warnings():
+        with _RECORDING, warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
             # It warns of every decision taken on a shape; the shapes are the same next time.
             warnings.simplefilter("ignore")
-            graph, _ = torch._C._create_graph_by_tracing(
-                lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
-            )
+            # Every node keeps the call stack it came from, which is shortest in a thread of its own.
+            graph = thread.submit(_graph, function, example, names).result()
         traced = unit.create_function("program", graph, True)
 
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -96,3 +97,17 @@ class Traced(Runtime):
             return outputs
 
         return run
+
+
+@torch.no_grad()
+def _graph(function: Function, example: tuple[Tensor, ...], names: list[str]) -> Any:
+    """What `function` does with tensors like those of the example, less what no kernel needs."""
+    graph, _ = torch._C._create_graph_by_tracing(
+        lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
+    )
+    torch._C._jit_pass_erase_shape_information(graph)
+    torch._C._jit_pass_constant_propagation(graph)
+    torch._C._jit_pass_cse(graph)
+    torch._C._jit_pass_constant_pooling(graph)
+    torch._C._jit_pass_dce(graph)
+    return graph
