@@ -1,4 +1,4 @@
-"""Attention of several tokens with grouped queries on a CPU: every key head is read as it is, not copied for its queries.
+"""Attention of several tokens with grouped queries on a CPU: key heads are read in place, not copied for each query.
 
 `transformers` repeats keys and values for all heads of a group wherever there is a mask, since some GPU kernels want
 it so: whole copies of the cache in each layer, for every pass over more than one token. The CPU's kernel reads shared
@@ -32,8 +32,9 @@ def for_grouped_queries(module: nn.Module) -> nn.Module:
     others = {name: child for name, child in children.items() if child is not module._modules[name]}
     if _shares_heads(module):
         twin = twin_with(module, others)
-        twin.__dict__["config"] = config = copy.copy(module.config)
+        config: Any = copy.copy(module.config)
         config._attn_implementation_internal = _NAME
+        twin.__dict__["config"] = config
         return twin
     return twin_with(module, others) if others else module
 

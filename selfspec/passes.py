@@ -62,8 +62,8 @@ class Passes:
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self._window = smallest_window(self._config)
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
-        recordable = programs is not None and self._takes_positions and adapter.publishes is None
-        self._programs = programs if recordable and programs.ready_for(model) else None
+        recordable = self._takes_positions and adapter.publishes is None
+        self._programs = programs if programs and recordable and programs.ready_for(model) else None
 
     def logits(
         self, path: Path, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None

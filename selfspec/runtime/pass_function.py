@@ -1,4 +1,4 @@
-"""A pass as a function of tensors: what runs it is a view of the stock model, where it reads and writes is an argument."""
+"""A pass as a function of tensors: a view of the stock model runs it; where it reads and writes is an argument."""
 
 from __future__ import annotations
 

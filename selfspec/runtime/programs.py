@@ -1,4 +1,4 @@
-"""The programs of one wrapped model: which kinds of passes have one, made when it pays and used once it has proved itself."""
+"""The programs of one wrapped model: which kinds of passes have one, made when it pays, used once proved."""
 
 from __future__ import annotations
 
@@ -96,6 +96,10 @@ class Programs:
         self._state: tuple[object, ...] = ()
         self._candidates: dict[PassKind, _Candidate] = {}
 
+    def __reduce__(self) -> tuple[type[Programs], tuple[Runtime]]:
+        # A copy makes its own: programs belong to the weights in this memory.
+        return Programs, (self._runtime,)
+
     @property
     def refusals(self) -> dict[PassKind, str]:
         """Kinds that the stock modules run for good, and why."""
@@ -107,7 +111,7 @@ class Programs:
         return [kind for kind, each in self._candidates.items() if each.proved is not None]
 
     def ready_for(self, model: nn.Module) -> bool:
-        """Whether programs may run passes of a generation that begins. They are forgotten where the model has changed."""
+        """Whether programs may run passes of a generation that begins. All are forgotten if the model has changed."""
         if self._runtime.after is None or why_not(model) is not None:
             return False
         state = state_of(model)

@@ -28,7 +28,7 @@ def why_not(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         kind = type(module)
         if not f"{kind.__module__}.".startswith(_KNOWN):
-            return f"{name or 'the model'} is a {kind.__qualname__} of {kind.__module__}, which may do something else next time"
+            return f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__}, which may do otherwise next time"
         if has_other_forward(module):
             return f"the forward of {name or 'the model'} was replaced"
         if any(module.__dict__[hooks] for hooks in _HOOKS):
@@ -75,7 +75,7 @@ def frozen_twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _not_warning(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+def _not_warning(*_: object) -> None:
     return
 
 
@@ -85,7 +85,7 @@ def run_watched(function: Callable[[], Any]) -> Any:
     Raises:
         UnsupportedModelError: one does, so a recording would repeat the decision of one input for all.
     """
-    with _NoReading(), _NoTaking():
+    with _NoReading(), _NoTaking():  # type: ignore[no-untyped-call]
         return function()
 
 

@@ -87,7 +87,7 @@ class Traced(Runtime):
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             # Without its own optimiser, which would fuse kernels on some devices, and so round differently.
             try:
-                with torch.jit.optimized_execution(False):
+                with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
                     outputs: tuple[Tensor, ...] = traced(*tensors)
             except RuntimeError as error:
                 # All errors of kernels come out as this one.
@@ -108,6 +108,6 @@ def _graph(function: Function, example: tuple[Tensor, ...], names: list[str]) ->
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_constant_propagation(graph)
     torch._C._jit_pass_cse(graph)
-    torch._C._jit_pass_constant_pooling(graph)
+    torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_dce(graph)
     return graph

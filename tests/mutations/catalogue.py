@@ -53,6 +53,10 @@ _LOOP = "selfspec/generate.py"
 _SAMPLING = "selfspec/sampling.py"
 _SHARED_CACHE = "selfspec/cache.py"
 _CONTROL = "selfspec/control.py"
+_MASKS = "selfspec/masks.py"
+_PROGRAMS = "selfspec/runtime/programs.py"
+_PASSES = "selfspec/passes.py"
+_GROUPED = "selfspec/grouped_queries.py"
 _PATH = "selfspec/path.py"
 _PROCESSING = "selfspec/processing.py"
 _STOPPING = "selfspec/stopping.py"
@@ -490,17 +494,52 @@ CATALOGUE = (
     ),
     Mutation(
         "the mask of ragged rows admits the token after a query",
-        _SHARED_CACHE,
+        _MASKS,
         "pattern(row, head, slots[row, query], key)",
         "pattern(row, head, slots[row, query] + 1, key)",
         (_RAGGED,),
     ),
     Mutation(
         "the mask of ragged rows admits rejected tokens of other rounds",
-        _SHARED_CACHE,
+        _MASKS,
         "pattern(row, head, slots[row, query], key)",
         "pattern(row, head, slots[:, query].amax(), key)",
         (_RAGGED,),
+    ),
+    Mutation(
+        "a program is trusted whatever bits it gives",
+        _PROGRAMS,
+        "if not _equal(given.flat(), expected.flat()):",
+        "if False:",
+        ("tests/runtime/test_programs.py::test_what_gives_other_bits_or_fails_is_never_used",),
+    ),
+    Mutation(
+        "keys and values stay as a wrong program left them",
+        _PROGRAMS,
+        'candidate.refuse("it gave other bits than the stock modules")\n            return stock()',
+        'candidate.refuse("it gave other bits than the stock modules")\n            return expected',
+        ("tests/runtime/test_programs.py::test_what_writes_other_keys_and_values_does_no_harm",),
+    ),
+    Mutation(
+        "programs outlive the weights they were made of",
+        _PROGRAMS,
+        "if state != self._state:",
+        "if not self._state:",
+        ("tests/runtime/test_programs.py::test_other_weights_are_noticed",),
+    ),
+    Mutation(
+        "programs know no window",
+        _PASSES,
+        "windowed = self._window is not None and",
+        "windowed = self._window == 0 and",
+        ("tests/runtime/test_programs.py::test_greedy_text_is_the_stock_models",),
+    ),
+    Mutation(
+        "attention with shared key heads forgets its mask",
+        _GROUPED,
+        "query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True",
+        "query, key, value, scale=scaling, enable_gqa=True",
+        ("tests/test_grouped_queries.py",),
     ),
     Mutation(
         "growing the cache loses what it held",

@@ -1,4 +1,4 @@
-"""Programs recorded of passes: the same tokens and bits, made only of what can be recorded, used only where they proved."""
+"""Programs recorded of passes: the same tokens and bits, made of what can be recorded, used where they proved."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(
     tokens: list[list[list[int]]] = []
     for runtime in (Eager(), Traced(after=0)):
         spec = _wrapped(model, draft, runtime)
-        for seed in range(2):
-            tokens.append(spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=seed).sequences.tolist())
+        outputs = [spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=seed) for seed in range(2)]
+        tokens += [output.sequences.tolist() for output in outputs]
     assert tokens[:2] == tokens[2:]
     assert any(not kind.uniform for kind in spec.programs.proved)
 
@@ -164,7 +164,7 @@ def test_a_dispatch_mode_sees_every_operation(llama: PreTrainedModel) -> None:
 
     spec = _wrapped(llama)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
-    with Counting() as mode:
+    with Counting() as mode:  # type: ignore[no-untyped-call]
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     linears = sum(isinstance(module, nn.Linear) for module in llama.modules())
     assert mode.products == linears * (NEW + 1) - 1  # No head in the prefill.
@@ -287,17 +287,21 @@ def test_a_kernel_that_runs_out_of_memory_says_so() -> None:
 
     tensors = (torch.ones(2),)
     program = Traced().program(lambda tensors: (tensors[0] + 1,), tensors)
-    with pytest.raises(torch.OutOfMemoryError, match=words), Exhausting():
+    with pytest.raises(torch.OutOfMemoryError, match=words), Exhausting():  # type: ignore[no-untyped-call]
         program(tensors)
     words = "planted"
-    with pytest.raises(RuntimeError, match=words), Exhausting():
+    with pytest.raises(RuntimeError, match=words), Exhausting():  # type: ignore[no-untyped-call]
         program(tensors)
+
+
+def _product_with(weight: Tensor) -> Function:
+    return lambda tensors: (tensors[0] @ weight,)
 
 
 def test_weights_go_with_the_program() -> None:
     weight = torch.randn(8, 8)
     alive = weakref.ref(weight)
-    program = Traced().program(lambda tensors, weight=weight: (tensors[0] @ weight,), (torch.ones(8),))
+    program = Traced().program(_product_with(weight), (torch.ones(8),))
     program((torch.ones(8),))
     del weight
     gc.collect()
