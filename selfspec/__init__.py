@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from selfspec.generation import Generation
     from selfspec.output import GenerateOutput, Round, RowRound
+    from selfspec.runtime import Eager, Traced
     from selfspec.stats import Stats
     from selfspec.wrapped import SelfSpeculative, wrap
 
@@ -44,6 +45,7 @@ __all__ = [
     "Draft",
     "DraftConfigError",
     "Drafter",
+    "Eager",
     "EarlyExit",
     "ExitHead",
     "ExitHeadError",
@@ -62,6 +64,7 @@ __all__ = [
     "SelfSpecError",
     "SelfSpeculative",
     "Stats",
+    "Traced",
     "TrainingError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
@@ -79,6 +82,7 @@ _HOMES = {
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],
+    "runtime": ["Eager", "Traced"],
     "stats": ["Stats"],
     "wrapped": ["SelfSpeculative", "wrap"],
 }

@@ -296,11 +296,14 @@ class _Gate:
     """Whether drafting pays: open while rounds with a draft commit more tokens than they cost in plain steps."""
 
     _TRIALS = 4
+    _MOST_LOST = 2.0  # plain steps that trials may cost more than they commit
     _MEMORY = 0.9  # a round's weight beside the next one's
     _SOONEST, _LATEST = 16, 256  # rounds between probes
+    _BUDGET = 0.01  # plain steps that probes may lose for each round
 
     def __init__(self) -> None:
         self._tokens = self._cost = 0.0
+        self._lost = 0.0
         self._rounds = 0
         self._interval = self._SOONEST
         self._wait = 0
@@ -313,7 +316,7 @@ class _Gate:
     @property
     def is_new(self) -> bool:
         """Whether too few rounds have been seen to judge by."""
-        return self._rounds < self._TRIALS
+        return self._rounds < self._TRIALS and self._lost < self._MOST_LOST
 
     def opens(self) -> bool:
         """Whether the round that begins may draft. Asked once a round."""
@@ -327,13 +330,15 @@ class _Gate:
     def count(self, tokens: float, cost: float) -> None:
         """Take in a round with a draft."""
         self._rounds += 1
+        self._lost += cost - tokens
         self._tokens = self._MEMORY * self._tokens + tokens
         self._cost = self._MEMORY * self._cost + cost
         if self.rate >= 1.0:
             self._interval = self._SOONEST
         elif not self.is_new and tokens < cost:
-            self._wait = self._interval
-            self._interval = min(2 * self._interval, self._LATEST)
+            affordable = round((cost - tokens) / self._BUDGET)
+            self._wait = min(max(self._interval, affordable), self._LATEST)
+            self._interval = 2 * self._wait
 
 
 def _confidences(scores: Tensor) -> list[float]:

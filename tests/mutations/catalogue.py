@@ -638,7 +638,7 @@ CATALOGUE = (
     Mutation(
         "useless drafts are never given up",
         _CONTROL,
-        "self._wait = self._interval\n",
+        "self._wait = min(max(self._interval, affordable), self._LATEST)\n",
         "self._wait = 0\n",
         ("tests/test_control.py",),
     ),
