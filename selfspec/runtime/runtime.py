@@ -81,7 +81,8 @@ class Traced(Runtime):
             # It warns of every decision taken on a shape; the shapes are the same next time.
             warnings.simplefilter("ignore")
             # Every node keeps the call stack it came from, which is shortest in a thread of its own.
-            graph = thread.submit(_graph, function, example, names).result()
+            inference = torch.is_inference_mode_enabled()
+            graph = thread.submit(_graph, function, example, names, inference).result()
         traced = unit.create_function("program", graph, True)
 
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -100,11 +101,12 @@ class Traced(Runtime):
 
 
 @torch.no_grad()
-def _graph(function: Function, example: tuple[Tensor, ...], names: list[str]) -> Any:
+def _graph(function: Function, example: tuple[Tensor, ...], names: list[str], inference: bool) -> Any:
     """What `function` does with tensors like those of the example, less what no kernel needs."""
-    graph, _ = torch._C._create_graph_by_tracing(
-        lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
-    )
+    with torch.inference_mode(inference):
+        graph, _ = torch._C._create_graph_by_tracing(
+            lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
+        )
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_constant_propagation(graph)
     torch._C._jit_pass_cse(graph)
