@@ -1,0 +1,1 @@
+"""Measures what a draft costs and how often it is right."""
