@@ -7,7 +7,17 @@ if TYPE_CHECKING:
     from selfspec.adapter import Adapter
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.costs import Costs
-    from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, ExitHead, LayerSkip, PromptLookup, ReducedVocabulary
+    from selfspec.draft import (
+        Cascade,
+        Draft,
+        Drafter,
+        EarlyExit,
+        ExitHead,
+        LayerSkip,
+        PromptLookup,
+        ReducedVocabulary,
+        SkipFile,
+    )
     from selfspec.errors import (
         CheckpointError,
         ClosedError,
@@ -55,6 +65,7 @@ __all__ = [
     "RowRound",
     "SelfSpecError",
     "SelfSpeculative",
+    "SkipFile",
     "Stats",
     "TrainingError",
     "UnsupportedModelError",
@@ -68,7 +79,17 @@ _HOMES = {
     "adapter": ["Adapter"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "costs": ["Costs"],
-    "draft": ["Cascade", "Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "PromptLookup", "ReducedVocabulary"],
+    "draft": [
+        "Cascade",
+        "Draft",
+        "Drafter",
+        "EarlyExit",
+        "ExitHead",
+        "LayerSkip",
+        "PromptLookup",
+        "ReducedVocabulary",
+        "SkipFile",
+    ],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],

@@ -25,6 +25,7 @@ ON_TOP = {
     "cli",
     "demo",
     "draft_cost",
+    "measure",
     "recipe",
     "saved",
     "search",
