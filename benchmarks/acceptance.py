@@ -27,10 +27,10 @@ from selfspec.checkpoint import Checkpoint, load_checkpoint
 from selfspec.costs import Costs
 from selfspec.cycles import cycle_share
 from selfspec.draft import Drafter, ExitHead
+from selfspec.forecast import speedup
+from selfspec.measure.figures import ExitFigures
+from selfspec.measure.readout import Readout
 from selfspec.train.corpus import packed, spread
-from selfspec.train.forecast import speedup
-from selfspec.train.measure import ExitFigures
-from selfspec.train.readout import Readout
 from selfspec.wrapped import find_adapter
 
 _TEMPERATURES = (0.8, 1.0)

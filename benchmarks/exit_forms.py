@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from selfspec.checkpoint import load_checkpoint
 from selfspec.draft.exit_adapter import ExitAdapter
+from selfspec.measure.figures import ExitFigures
+from selfspec.measure.readout import Readout
 from selfspec.train.corpus import Blocks, packed, read_documents, shuffled, spread
-from selfspec.train.measure import ExitFigures
-from selfspec.train.readout import Readout
 from selfspec.wrapped import find_adapter
 
 

@@ -6,7 +6,8 @@ written, which positions they have, and what they may attend to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,19 +15,29 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 
+from selfspec.masks import attention_mask
 from selfspec.recurrent import RecurrentLayer
 
 _SMALLEST_ROOM = 64
 _STEPS = 16
-# Models with recurrent layers ask for these, whatever their layer types are called.
-_ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a pass finds and leaves keys and values, as tensors.
+
+    Attributes:
+        written: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
+        positions: ids of their positions, the same shape.
+        visible: numbers of the slots that the pass looks at, `[visible]`, counted from 0.
+        buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
+    """
+
+    written: Tensor
+    positions: Tensor
+    visible: Tensor
+    buffers: tuple[Tensor, ...]
 
 
 class Cursors:
@@ -219,6 +230,28 @@ class SharedCache(Cache):
         """
         return self._cursors.slots(width).clamp(max=self._cursors.limit - 1)
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all cursors are equal."""
+        return self._cursors.uniform
+
+    def slots(self, width: int) -> Slots | None:
+        """All that a pass over `width` tokens needs to know of this cache, ready to be written to.
+
+        None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
+        and before every layer has seen tokens.
+        """
+        laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
+        if not laid_out or any(layer.keys is None for layer in self._slotted):
+            return None
+        written = self._cursors.slots(width)
+        return Slots(
+            written,
+            written.clamp(max=self._cursors.limit - 1),
+            torch.arange(self._cursors.visible(width), device=self._cursors.device),
+            tuple(buffer for layer in self._slotted for buffer in layer.grown()),
+        )
+
     def attention_mask(self, config: PreTrainedConfig, width: int, dtype: torch.dtype) -> Any:
         """What a stock model takes as `attention_mask` for a pass over `width` tokens.
 
@@ -231,34 +264,14 @@ class SharedCache(Cache):
             return None
         if self._cursors.aligned == "right":
             return (self._cursors.right_aligned(width) >= 0).long()
-        slots = self._cursors.slots(width)
-
-        def mask(pattern: Callable[..., Tensor]) -> Tensor:
-            made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
-                batch_size=len(self.lengths),
-                q_length=width,
-                kv_length=self._cursors.visible(width),
-                mask_function=lambda row, head, query, key: pattern(row, head, slots[row, query], key),
-                allow_is_causal_skip=False,
-                dtype=dtype,
-                device=self._cursors.device,
-            )
-            return made
-
-        window = getattr(config, "sliding_window", None)
-        patterns = {"full_attention": causal_mask_function, "hybrid": causal_mask_function}
-        if window is not None:
-            patterns["sliding_attention"] = sliding_window_causal_mask_function(window)
-        chunk = getattr(config, "attention_chunk_size", None)
-        if chunk is not None:
-            unpadded = torch.zeros(len(self.lengths), dtype=torch.long, device=self._cursors.device)
-            patterns["chunked_attention"] = chunked_causal_mask_function(chunk, unpadded)
-        layer_types = getattr(config, "layer_types", None)
-        if layer_types is None and self.rolls_back_by_cursor:
-            return mask(patterns.get("sliding_attention", causal_mask_function))
-        # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
-        kinds = dict.fromkeys([*(layer_types or ()), *(() if self.rolls_back_by_cursor else _ALWAYS_ASKED)])
-        return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
+        return attention_mask(
+            config,
+            self._cursors.slots(width),
+            len(self.lengths),
+            self._cursors.visible(width),
+            dtype,
+            recurrent=not self.rolls_back_by_cursor,
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The furthest cursor, in slots (`transformers` asks for it as the length of the past)."""
@@ -311,11 +324,16 @@ class _SharedLayer(CacheLayerMixin):
         """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self._cursors.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        self.grown()
         self._write(self.keys, key_states)
         self._write(self.values, value_states)
         return self.seen(key_states.shape[2])
+
+    def grown(self) -> tuple[Tensor, Tensor]:
+        """All slots, of keys and of values, as many as there are to be."""
+        if self.keys.shape[2] < self._cursors.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        return self.keys, self.values
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a pass over `width` tokens may look at."""

@@ -20,6 +20,7 @@ from selfspec.passes import Passes
 from selfspec.past import can_store
 from selfspec.record import Record
 from selfspec.request import Request
+from selfspec.runtime.programs import Programs
 from selfspec.state import State
 from selfspec.stats import Stats
 from selfspec.streaming import streamed
@@ -45,6 +46,7 @@ class Generation(Iterator[Round]):
         control: Controller,
         rule: Rule,
         seed: int | None,
+        programs: Programs | None = None,
     ) -> None:
         device = _device(model, request)
         batch = request.input_ids.shape[0]
@@ -65,7 +67,7 @@ class Generation(Iterator[Round]):
         self._request = request
         self.lossless = rule.lossless
         state = State(
-            passes=Passes(model, adapter, cache),
+            passes=Passes(model, adapter, cache, programs),
             cache=cache,
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,

@@ -5,18 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
-from selfspec.cache import SharedCache
+from selfspec.cache import SharedCache, Slots
 from selfspec.draft.draft_head import DraftHead
 from selfspec.few_rows import for_few_rows
 from selfspec.gate import ExactStates, GatedModel
+from selfspec.masks import smallest_window
 from selfspec.path import Path
+from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
+from selfspec.runtime.programs import PassKind, Programs
+from selfspec.runtime.recordable import frozen_twin
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,14 @@ class Passes:
         model: the stock causal LM.
         adapter: where its layers are.
         cache: what all passes read and write, from its cursors on.
+        programs: of the wrapped model; None: the stock modules run every pass.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: Programs | None = None
+    ) -> None:
         self.depth = len(adapter.decoder_layers(model))
+        self._stock_model = model
         self._model: PreTrainedModel = for_few_rows(model)
         self._adapter = adapter
         self._cache = cache
@@ -52,7 +59,10 @@ class Passes:
         self._takes_positions = "position_ids" in parameters
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self._window = smallest_window(self._config)
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
+        recordable = programs is not None and self._takes_positions and adapter.publishes is None
+        self._programs = programs if recordable and programs.ready_for(model) else None
 
     def logits(
         self, path: Path, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
@@ -65,18 +75,13 @@ class Passes:
             entering: what enters at `path.start`.
             head: reads the last states of a path that leaves early; None: the model's own norm and head.
         """
-        gated = self._view(path, head)
-        gated.enter(entering)
-        output = gated.module(**self._inputs(tokens))
-        logits = output.logits if head is None else head.spread(output.logits, self._vocabulary)
-        return Pass(logits, gated.leave())
+        result = self._run(path, head, None, tokens, entering)
+        assert result.logits is not None
+        return Pass(result.logits if head is None else head.spread(result.logits, self._vocabulary), result.states)
 
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
-        gated = self._view(path)
-        base = gated.module.get_submodule(self._adapter.path(self._model)[0])
-        base(**self._inputs(tokens))
-        return gated.leave()
+        return self._run(path, None, self._base, tokens, None).states
 
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
@@ -86,33 +91,79 @@ class Passes:
             counts: how many of them each row has; what comes behind them is scrap.
         """
         if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):
-            self.states(Path.full(self.depth), tokens)
+            self._run_stock(self._view(Path.full(self.depth), None), self._base, tokens, None)
             return
         # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
-        base = self._model.get_submodule(self._adapter.path(self._model)[0])
+        base = self._model.get_submodule(self._base)
         base(**self._inputs(tokens))
         self._cache.record(tokens.shape[1])
 
-    def _view(self, path: Path, head: DraftHead | None = None) -> GatedModel:
+    @property
+    def _base(self) -> str:
+        return self._adapter.path(self._model)[0]
+
+    def _run(
+        self, path: Path, head: DraftHead | None, base: str | None, tokens: Tensor, entering: ExactStates | None
+    ) -> PassResult:
+        slots = None if self._programs is None else self._cache.slots(tokens.shape[1])
+        if self._programs is None or slots is None or torch.is_autocast_enabled(tokens.device.type):
+            return self._run_stock(self._view(path, head), base, tokens, entering)
+        kind = self._kind(path, head, base, tokens, entering, slots)
+        return self._programs.run(
+            kind,
+            PassTensors(tokens, entering, slots),
+            stock=lambda: self._run_stock(self._view(path, head), base, tokens, entering),
+            function=lambda: self._function(kind),
+        )
+
+    def _kind(
+        self,
+        path: Path,
+        head: DraftHead | None,
+        base: str | None,
+        tokens: Tensor,
+        entering: ExactStates | None,
+        slots: Slots,
+    ) -> PassKind:
+        rows, width = tokens.shape
+        windowed = self._window is not None and slots.visible.shape[0] >= self._window
+        return PassKind(
+            path=path,
+            head=head,
+            base=base,
+            rows=rows,
+            width=width,
+            uniform=self._cache.uniform,
+            # The one last token of every row sees all there is.
+            masked=windowed or width > 1 or not self._cache.uniform,
+            windowed=windowed,
+            entering=None if entering is None else tuple(entering.attention),
+        )
+
+    def _run_stock(
+        self, view: GatedModel, base: str | None, tokens: Tensor, entering: ExactStates | None
+    ) -> PassResult:
+        return run_view(view, base, entering, self._inputs(tokens))
+
+    def _function(self, kind: PassKind) -> PassFunction:
+        view = self._gated_view(for_few_rows(frozen_twin(self._stock_model)), kind.path, kind.head)
+        return PassFunction(view, kind.base, self._cache_name, self._config, kind.masked, kind.entering)
+
+    def _view(self, path: Path, head: DraftHead | None) -> GatedModel:
         if (path, head) not in self._gated:
-            gated = GatedModel(self._model, self._adapter, path)
-            if head is not None:
-                assert path.hand_over is not None
-                layer = self._adapter.decoder_layers(gated.module)[path.hand_over.layer]
-                head.install(gated.module, self._model, layer)
-            self._gated[path, head] = gated
+            self._gated[path, head] = self._gated_view(self._model, path, head)
         return self._gated[path, head]
 
-    def _inputs(self, tokens: Tensor) -> dict[str, Any]:
+    def _gated_view(self, model: PreTrainedModel, path: Path, head: DraftHead | None) -> GatedModel:
+        gated = GatedModel(model, self._adapter, path)
+        if head is not None:
+            assert path.hand_over is not None
+            layer = self._adapter.decoder_layers(gated.module)[path.hand_over.layer]
+            head.install(gated.module, model, layer)
+        return gated
+
+    def _inputs(self, tokens: Tensor) -> dict[str, object]:
         width = tokens.shape[1]
-        positions = {"position_ids": self._cache.positions(width)} if self._takes_positions else {}
-        return {
-            **positions,
-            "input_ids": tokens,
-            "attention_mask": self._cache.attention_mask(self._config, width, self._dtype),
-            self._cache_name: self._cache,
-            "use_cache": True,
-            "output_attentions": False,
-            "output_hidden_states": False,
-            "return_dict": True,
-        }
+        positions = self._cache.positions(width) if self._takes_positions else None
+        mask = self._cache.attention_mask(self._config, width, self._dtype)
+        return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}

@@ -34,6 +34,8 @@ from selfspec.request import (
     request_with_past,
 )
 from selfspec.rotary import check_rotary
+from selfspec.runtime import Runtime, Traced
+from selfspec.runtime.programs import Programs
 
 # What the rest of a round costs, in plain steps, where nobody measured it.
 _VERIFY, _WIDENING, _OVERHEAD = 1.1, 0.03, 0.05
@@ -47,6 +49,7 @@ def wrap(
     draft_length: int | Control | None = None,
     accept: str | Rule | None = None,
     adapter: Adapter | None = None,
+    runtime: Runtime | None = None,
 ) -> SelfSpeculative:
     """Make a model draft for itself.
 
@@ -61,6 +64,7 @@ def wrap(
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
+        runtime: how passes are run: `Eager`, or the default `Traced`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
@@ -68,7 +72,7 @@ def wrap(
         UnsupportedOptionError: there is no acceptance rule of that name.
     """
     check_causal(model)
-    return SelfSpeculative(model, draft, draft_length, accept, adapter or find_adapter(model))
+    return SelfSpeculative(model, draft, draft_length, accept, adapter or find_adapter(model), runtime or Traced())
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
@@ -118,7 +122,7 @@ def adapter_for(model_type: str) -> Adapter:
 class SelfSpeculative:
     """A wrapped model. Make one with `selfspec.wrap`.
 
-    It holds the model and the draft's configuration, and nothing of any generation, so several threads may generate
+    It holds the model, the draft's configuration and programs recorded of passes, and nothing of any generation, so several threads may generate
     with it at once, each with a seed of its own.
 
     Attributes:
@@ -127,6 +131,7 @@ class SelfSpeculative:
         control: how long drafts are, unless a call says otherwise.
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
+        runtime: how passes are run.
     """
 
     def __init__(
@@ -136,12 +141,15 @@ class SelfSpeculative:
         draft_length: int | Control | None,
         accept: str | Rule | None,
         adapter: Adapter,
+        runtime: Runtime,
     ) -> None:
         self.model = model
         self.draft = draft
         self.control = _control(draft_length)
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
+        self.runtime = runtime
+        self._programs = Programs(runtime)
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -252,6 +260,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
+        self._programs = Programs(self.runtime)
         return self.model
 
     def _read(
@@ -284,7 +293,7 @@ class SelfSpeculative:
             )
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(self.model, self.adapter, request, self.draft, controller, rule, seed)
+        return Generation(self.model, self.adapter, request, self.draft, controller, rule, seed, self._programs)
 
     def _check_open(self) -> None:
         if self._closed:

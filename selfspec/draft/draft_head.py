@@ -47,6 +47,13 @@ class DraftHead:
             name = _head_name(model)
             view._modules[name] = _Rows(model.get_submodule(name), self.tokens)
 
+    def adapted(self, states: Tensor) -> Tensor:
+        """States at the exit as the model's norm gets them, `[..., hidden]` both."""
+        if self.adapter is None:
+            return states
+        adapted: Tensor = _like(self.adapter, states)(states)
+        return adapted
+
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Logits over the whole vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
+from selfspec.forecast import forecast
+from selfspec.measure.figures import ExitFigures
+from selfspec.measure.readout import Readout
 from selfspec.train.corpus import Blocks
 from selfspec.train.course import Lesson
 from selfspec.train.exit_costs import exit_costs
 from selfspec.train.exit_heads import ExitHeads
-from selfspec.train.forecast import forecast
-from selfspec.train.measure import ExitFigures
-from selfspec.train.readout import Readout
 
 ExitLoss = Literal["kl", "tv", "both"]
 """What heads minimise: Kullback-Leibler divergence from the full model, total variation (1 - alpha), or their sum."""

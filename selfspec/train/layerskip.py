@@ -8,13 +8,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
+from selfspec.forecast import forecast
+from selfspec.measure.figures import ExitFigures
+from selfspec.measure.readout import Readout
 from selfspec.train.corpus import Blocks
 from selfspec.train.course import Lesson
 from selfspec.train.exit_costs import exit_costs
-from selfspec.train.forecast import forecast
 from selfspec.train.layer_dropout import layer_dropout
-from selfspec.train.measure import ExitFigures
-from selfspec.train.readout import Readout
 from selfspec.train.recipe import Recipe
 
 # Blocks of held-out text read at once.

@@ -7,6 +7,6 @@ from selfspec.verify.report import Report
 from selfspec.verify.run import verify
 from selfspec.verify.settings import Settings
 from selfspec.verify.verdict import Verdict
-from selfspec.verify.watch import Watch
+from selfspec.watch import Watch
 
 __all__ = ["PROMPTS", "Report", "Settings", "Verdict", "Watch", "default_drafts", "draft_name", "verify"]

@@ -14,7 +14,7 @@ from selfspec.verify.divergence import Agreement, Check, compare
 from selfspec.verify.settings import Settings
 from selfspec.verify.stock import stepwise_logits
 from selfspec.verify.subject import Subject
-from selfspec.verify.watch import Watch
+from selfspec.watch import Watch
 
 # Enough halvings to find a gap of any size to the last bit that matters.
 _WIDEST_GAP = 1000.0

@@ -13,7 +13,7 @@ from selfspec.verify.goodness import ChiSquare, chi_square
 from selfspec.verify.place import NEW_TOKENS, Outcome, Place
 from selfspec.verify.settings import Settings
 from selfspec.verify.subject import Subject
-from selfspec.verify.watch import Watch
+from selfspec.watch import Watch
 
 # Rounding may move a probability twice as far as it was seen to; the statistic has squares.
 _SAFETY = 4

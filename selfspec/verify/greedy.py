@@ -16,7 +16,7 @@ from selfspec.verify.rounding import Bound, RoundingMeter, largest_difference, t
 from selfspec.verify.settings import Settings
 from selfspec.verify.stock import Reference, read_reference
 from selfspec.verify.subject import Subject
-from selfspec.verify.watch import Watch
+from selfspec.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from selfspec.verify.report import DraftReport, Report
 from selfspec.verify.settings import Settings
 from selfspec.verify.stock import bare
 from selfspec.verify.subject import Subject
-from selfspec.verify.watch import Unwatched, Watch
+from selfspec.watch import Unwatched, Watch
 from selfspec.wrapped import find_adapter
 
 

@@ -21,6 +21,7 @@ ON_TOP = {
     "ablate",
     "anatomy",
     "bench",
+    "calibrate",
     "checkpoint",
     "cli",
     "demo",

@@ -7,8 +7,8 @@ import torch
 
 from selfspec.costs import Costs
 from selfspec.cycles import cycle_share
-from selfspec.train.forecast import forecast, speedup
-from selfspec.train.measure import ExitFigures
+from selfspec.forecast import forecast, speedup
+from selfspec.measure.figures import ExitFigures
 
 
 def test_alpha_is_one_minus_the_total_variation() -> None:

@@ -7,8 +7,8 @@ import torch
 
 import tiny
 from reference import with_layers
+from selfspec.measure.readout import Readout
 from selfspec.train.layer_dropout import layer_dropout
-from selfspec.train.readout import Readout
 from selfspec.wrapped import find_adapter
 
 

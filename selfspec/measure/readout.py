@@ -1,4 +1,4 @@
-"""Reading a training model at its exits: states before any layer, and the model's own norm and head over them."""
+"""Reading a model at its exits: states before any layer, and the model's own norm and head over them."""
 
 from __future__ import annotations
 

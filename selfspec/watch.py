@@ -1,4 +1,4 @@
-"""Telling a caller how far the verification is."""
+"""Telling a caller how far long work has come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Watch(Protocol):
     """Is told of each step."""
 
     def begin(self, steps: int) -> None:
-        """The verification begins, and will take so many steps."""
+        """The work begins, and will take so many steps."""
 
     def step(self, what: str) -> None:
         """A step begins."""

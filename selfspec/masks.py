@@ -1,0 +1,77 @@
+"""Which slots each token of a pass attends to, in the form of the model's attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+# Models with recurrent layers ask for these, whatever their layer types are called.
+_ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
+
+
+def smallest_window(config: PreTrainedConfig) -> int | None:
+    """How many slots a token of some layer may at most look back over, itself included; None: over all of them."""
+    spans = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((span for span in spans if span is not None), default=None)
+
+
+def attention_mask(
+    config: PreTrainedConfig, slots: Tensor, rows: int, visible: int, dtype: torch.dtype, *, recurrent: bool = False
+) -> Any:
+    """What a stock model takes as `attention_mask` for tokens that stand in slots of their own rows.
+
+    Args:
+        config: of the text model.
+        slots: of each token, `[rows, tokens]`, or `[1, tokens]` where all rows have the same and the last that is
+            visible is the last token's; slot i holds position i.
+        rows: number of rows.
+        visible: number of slots, from the first, that the pass looks at.
+        dtype: of additive masks.
+        recurrent: whether some layers have states in place of keys and values.
+
+    Returns:
+        A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
+        stands where nothing is masked: for the one last token of every row, in full attention.
+    """
+    tokens = slots.shape[1]
+    is_last = slots.shape == (1, 1)
+    slots = slots.expand(rows, tokens)
+
+    def mask(pattern: Callable[..., Tensor]) -> Tensor | None:
+        if pattern is causal_mask_function and is_last:
+            return None
+        made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+            batch_size=rows,
+            q_length=tokens,
+            kv_length=visible,
+            mask_function=lambda row, head, query, key: pattern(row, head, slots[row, query], key),
+            allow_is_causal_skip=False,
+            dtype=dtype,
+            device=slots.device,
+        )
+        return made
+
+    window = getattr(config, "sliding_window", None)
+    patterns = {"full_attention": causal_mask_function, "hybrid": causal_mask_function}
+    if window is not None:
+        patterns["sliding_attention"] = sliding_window_causal_mask_function(window)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None:
+        unpadded = torch.zeros(rows, dtype=torch.long, device=slots.device)
+        patterns["chunked_attention"] = chunked_causal_mask_function(chunk, unpadded)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None and not recurrent:
+        return mask(patterns.get("sliding_attention", causal_mask_function))
+    # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
+    kinds = dict.fromkeys([*(layer_types or ()), *(_ALWAYS_ASKED if recurrent else ())])
+    return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}

@@ -1,0 +1,200 @@
+"""How often a target accepts what drafts would propose on given text: all exits from one pass over each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.adapter import Adapter
+from selfspec.cache import SharedCache, recurrent_layers
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.draft_head import DraftHead
+from selfspec.errors import DraftConfigError, PromptError
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.figures import ExitFigures
+from selfspec.measure.own_text import Continuation
+from selfspec.measure.readout import Readout
+from selfspec.passes import Passes
+from selfspec.path import Part, Path, Sublayer
+from selfspec.watch import Unwatched, Watch
+
+TEMPERATURES = (0.8, 1.0)
+# Logits of so many values are read at a time: 64 MiB in float32.
+_VALUES = 2**24
+
+
+@dataclass
+class Acceptance:
+    """One draft against the target, teacher-forced: the figures of every sequence apart.
+
+    Attributes:
+        sequences: what was counted over the judged positions of each sequence.
+    """
+
+    sequences: list[ExitFigures] = field(default_factory=list)
+
+    @property
+    def positions(self) -> int:
+        """Positions of all sequences."""
+        return sum(each.positions for each in self.sequences)
+
+    def agreement(self) -> Estimate:
+        """Top-1 agreement, the acceptance rate of greedy decoding; with a bootstrap interval over sequences."""
+        return Estimate.of_ratio([each.agreed for each in self.sequences], self._positions())
+
+    def alpha(self, temperature: float) -> Estimate:
+        """Acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement; interval as there.
+
+        Raises:
+            KeyError: it was not measured at this temperature.
+        """
+        if temperature == 0:
+            return self.agreement()
+        return Estimate.of_ratio([each.overlap[temperature] for each in self.sequences], self._positions())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All rates, ready for JSON."""
+        temperatures = self.sequences[0].overlap
+        return {
+            "positions": self.positions,
+            "agreement": self.agreement().to_dict(),
+            "alpha": {f"{temperature:g}": self.alpha(temperature).to_dict() for temperature in temperatures},
+        }
+
+    def _positions(self) -> list[int]:
+        return [each.positions for each in self.sequences]
+
+
+@torch.no_grad()
+def teacher_forced(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    drafters: Mapping[str, PathDrafter],
+    sequences: Sequence[Tensor | Continuation],
+    temperatures: Sequence[float] = TEMPERATURES,
+    watch: Watch | None = None,
+) -> dict[str, Acceptance]:
+    """Each draft's distribution against the target's at every position of some texts.
+
+    Exits, with or without a head of their own, are read off the states of one target pass. Other paths take a pass
+    each. Acceptance while generating differs from this: there a draft also stands on its own tokens.
+
+    Args:
+        model: the stock model, in evaluation mode.
+        adapter: where its layers are.
+        drafters: by name.
+        sequences: token ids, each `[1, tokens]` or `[tokens]`, at least two of them; or continuations, of which only
+            the tokens after the prompt are judged.
+        temperatures: above 0, at which 1 - TV(p, q) is counted; agreement is counted always.
+        watch: is told of each sequence.
+
+    Returns:
+        By the drafts' names.
+
+    Raises:
+        DraftConfigError: a draft does not fit the model, or a temperature is not above 0.
+        PromptError: there is no sequence, or one is too short.
+    """
+    texts = [_as_text(sequence) for sequence in sequences]
+    if not texts:
+        raise PromptError("no text to measure acceptance on: give at least one sequence")
+    if any(not temperature > 0 for temperature in temperatures):
+        raise DraftConfigError(f"temperatures must be above 0, got {list(temperatures)}; agreement is that of 0")
+    reader = _Reader(model, adapter, drafters)
+    told = watch or Unwatched()
+    told.begin(len(texts))
+    measured = {name: Acceptance() for name in drafters}
+    for text in texts:
+        told.step("acceptance of every exit")
+        counted = {name: ExitFigures() for name in drafters}
+        for chunk in reader.read(text):
+            counted[chunk.name].add(chunk.full, chunk.draft, tuple(temperatures))
+        for name, figures in counted.items():
+            measured[name].sequences.append(figures)
+    return measured
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Logits of some positions, `[positions, vocab]` both."""
+
+    name: str
+    full: Tensor
+    draft: Tensor
+
+
+class _Reader:
+    """What target and drafts say at the positions of a text."""
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, drafters: Mapping[str, PathDrafter]) -> None:
+        self._model, self._adapter, self._drafters = model, adapter, drafters
+        self._readout = Readout(model, adapter)
+        for drafter in drafters.values():
+            drafter.check(self._readout.depth)
+            drafter.check_model(model, adapter)
+        paths = {name: drafter.path(self._readout.depth) for name, drafter in drafters.items()}
+        self._exits = {name: layer for name, path in paths.items() if (layer := _exit_layer(path)) is not None}
+
+    def read(self, text: Continuation) -> Iterator[_Chunk]:
+        """Chunk by chunk and draft by draft. The logits at a position are those of the token after it."""
+        ids = text.ids.to(self._model.device)
+        judged = slice(text.prompt - 1, ids.shape[1] - 1)
+        with self._readout.recorded(sorted(set(self._exits.values()))) as states:
+            full = self._model(input_ids=ids, use_cache=False).logits[0, judged]
+        # Some models keep several streams of states, which their own norm alone does not make one.
+        read_off = {name for name, layer in self._exits.items() if states[layer].ndim == 3}
+        whole = {name: self._passed(name, ids)[judged] for name in self._drafters if name not in read_off}
+        size = max(1, _VALUES // full.shape[-1])
+        for start in range(0, full.shape[0], size):
+            chunk = slice(start, start + size)
+            for name in self._drafters:
+                if name in whole:
+                    draft = whole[name][chunk]
+                else:
+                    draft = self._left(name, states[self._exits[name]][:, judged][:, chunk])
+                yield _Chunk(name, full[chunk].float(), draft.float())
+
+    def _left(self, name: str, states: Tensor) -> Tensor:
+        """Logits of an exit, `[positions, vocab]`, from the states there, `[1, positions, hidden]`."""
+        head = self._drafters[name].head or DraftHead()
+        logits = self._readout.logits(head.adapted(states))[0]
+        return logits if head.tokens is None else head.spread(logits[:, head.tokens], logits.shape[-1])
+
+    def _passed(self, name: str, ids: Tensor) -> Tensor:
+        """Logits of a path over a whole text, `[tokens, vocab]`."""
+        cache = SharedCache(
+            depth=self._readout.depth,
+            batch=1,
+            limit=ids.shape[1],
+            slack=0,
+            device=ids.device,
+            aligned="right" if self._adapter.ragged == "padding" else "left",
+            recurrent=recurrent_layers(self._model.config) if self._adapter.recurrent else {},
+        )
+        cache.reserve(ids.shape[1])
+        drafter = self._drafters[name]
+        passes = Passes(self._model, self._adapter, cache)
+        return passes.logits(drafter.path(self._readout.depth), ids, head=drafter.head).logits[0]
+
+
+def _as_text(sequence: Tensor | Continuation) -> Continuation:
+    text = Continuation(torch.atleast_2d(sequence)) if isinstance(sequence, Tensor) else sequence
+    if text.ids.ndim != 2 or text.ids.shape[0] != 1 or not 1 <= text.prompt < text.ids.shape[1]:
+        raise PromptError(
+            f"a text to measure acceptance on must be [1, tokens] with a token after its prompt of {text.prompt}, got "
+            f"{list(text.ids.shape)}"
+        )
+    return text
+
+
+def _exit_layer(path: Path) -> int | None:
+    """The exit layer of a path that leaves early; None of any other."""
+    end = path.hand_over
+    if end is None or end.part is not Part.ATTENTION:
+        return None
+    return end.layer if path == Path.up_to(path.depth, Sublayer(end.layer, Part.ATTENTION)) else None

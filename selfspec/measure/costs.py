@@ -1,0 +1,306 @@
+"""What the parts of a round cost on this machine: c, V(m) and o, measured on the passes and rounds of real generations.
+
+The unit is a round of plain decoding, as selfspec runs it. c and V are timed inside a generation that decodes plainly:
+before each of its rounds every draft is drafted and every width is verified, one after the other, by the drafters and
+the loop's own `verify`, over the generation's own cache. So all that is compared is timed within moments of each
+other. o comes from what rounds of generations that draft count beside, in turns with rounds of one that does not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.adapter import Adapter
+from selfspec.control import FixedLength
+from selfspec.costs import Costs
+from selfspec.draft import Drafter
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.named import PLAIN, draft_name
+from selfspec.errors import DraftConfigError
+from selfspec.generation import Generation
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.probe import Given, Probe, Sample, Timer
+from selfspec.verify.stock import bare
+from selfspec.watch import Unwatched, Watch
+from selfspec.wrapped import wrap
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+LENGTHS = (1, 3, 7)
+# Of each generation that shows what rounds do beside draft and target pass.
+_ROUNDS = 6
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What was measured; the terms of the speed-up formula after Leviathan et al. (2023).
+
+    Drafts go by their `draft_name`. `none` stands for a draft that takes no step and is verified from tokens on, as
+    look-ups are: a round of it is nothing but a target pass and o.
+
+    Attributes:
+        step_seconds: seconds of a plain step: a whole round of plain decoding.
+        draft: c of each draft: a draft step, head included, in plain steps.
+        verify: V(m) of each draft by m: the time between draft and verdict with m tokens to verify, in target passes
+            over one token. A draft whose work is exact up to some sublayer has its own V: its last token is brought up
+            to there, and the target pass resumes there.
+        overhead: o of each draft: all else in a round that drafts, in plain steps, beyond what V times a plain round
+            already counts of it; at the middle one of `lengths`. It may be negative.
+        context: tokens before those that were timed.
+        batch: rows.
+        lengths: draft lengths at which drafts were timed.
+    """
+
+    step_seconds: Estimate
+    draft: Mapping[str, Estimate]
+    verify: Mapping[str, Mapping[int, Estimate]]
+    overhead: Mapping[str, Estimate]
+    context: int
+    batch: int
+    lengths: tuple[int, ...]
+
+    def of(self, name: str) -> Costs:
+        """The costs of one draft as the formula and the control want them: V as a line through what was measured.
+
+        Raises:
+            KeyError: there is no such draft.
+        """
+        measured = self.verify[name]
+        widths, values = list(measured), [estimate.value for estimate in measured.values()]
+        slope, intercept = (0.0, values[0]) if len(widths) == 1 else statistics.linear_regression(widths, values)
+        # A pass over more tokens does not cost less; where it looks so, it is noise.
+        widening = max(slope, 0.0)
+        verify = intercept + slope if slope > 0 else statistics.mean(values)
+        return Costs(self.draft[name].value, verify, widening, max(self.overhead[name].value, 0.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            "step_seconds": self.step_seconds.to_dict(),
+            "draft": {name: each.to_dict() for name, each in self.draft.items()},
+            "verify": {
+                name: {str(width): each.to_dict() for width, each in by_width.items()}
+                for name, by_width in self.verify.items()
+            },
+            "overhead": {name: each.to_dict() for name, each in self.overhead.items()},
+            "context": self.context,
+            "batch": self.batch,
+            "lengths": list(self.lengths),
+        }
+
+
+def measure_costs(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    drafters: Sequence[PathDrafter],
+    widths: Sequence[int] = WIDTHS,
+    context: int = 128,
+    repeats: int = 9,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    batch: int = 1,
+    temperature: float = 0.0,
+    warm_up: int = 3,
+    watch: Watch | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> MeasuredCosts:
+    """Measure what a plain step, draft steps, target passes and all else in a round cost.
+
+    Everything is warmed up, timed in turns, synchronised with the device, and summed up by medians of ratios to what
+    was timed beside it.
+
+    Args:
+        model: the stock model; it is left as it is.
+        adapter: where its layers are.
+        drafters: what to measure. Look-ups need no measuring: see `MeasuredCosts`.
+        widths: tokens of the target passes from tokens on; 1 is always among them.
+        context: tokens before the first that is timed; less where the model's context has no room for so many.
+        repeats: times everything is timed, at least 1.
+        lengths: draft lengths at which drafts are timed.
+        batch: rows of one length.
+        temperature: 0 decodes greedily.
+        warm_up: times everything is run before it is timed.
+        watch: is told of each of the rounds.
+        clock: seconds, as `time.perf_counter`.
+
+    Raises:
+        DraftConfigError: a draft does not fit the model, two have one name, or a number is out of range.
+    """
+    named = _named(drafters)
+    _check(widths, context, repeats, lengths, batch, warm_up)
+    told = watch or Unwatched()
+    rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
+    told.begin(rounds + repeats * (1 + len(named)))
+    longest = max(*lengths, *[width - 1 for width in widths])
+    bench = _Bench(
+        bare(model),
+        adapter,
+        _prompt(model, batch, context, rounds + _ROUNDS * (middle + 1) + longest),
+        temperature,
+        clock,
+        warm_up,
+    )
+    probe = Probe(named, sorted({1, *widths}), sorted(set(lengths)), bench.timer)
+    samples = bench.probed(probe, longest, rounds, told)
+    # A plain round in passes over one token: of these there are several to compare with, of it only one.
+    plain = statistics.median(sample.plain / sample.unit for sample in samples)
+    draft = {
+        name: Estimate.of_median([steps / plain for each in samples for steps in each.steps(name)]) for name in named
+    }
+    draft[PLAIN] = Estimate(0.0, 0.0, 0.0)
+    verify = {
+        name: {
+            width: Estimate.of_median([each.verify[name][width] / each.unit for each in samples]) for width in by_width
+        }
+        for name, by_width in samples[0].verify.items()
+    }
+    verify[PLAIN] = {1: Estimate.of_median([1.0]), **verify[PLAIN]}
+    step_seconds = Estimate.of_median([sample.plain for sample in samples])
+    overhead = {}
+    for name, drafter in {PLAIN: Given(), **named}.items():
+        passes = _at(verify[name], middle + 1)
+        rests = []
+        for _ in range(repeats):
+            told.step(f"what else rounds do, {name}")
+            rests.append(bench.rests_of(drafter, middle))
+        overhead[name] = Estimate.of_median([each.beyond(passes) / step_seconds.value for each in rests])
+    return MeasuredCosts(
+        step_seconds=step_seconds,
+        draft=draft,
+        verify=verify,
+        overhead=overhead,
+        context=bench.prompt.shape[1],
+        batch=batch,
+        lengths=tuple(sorted(set(lengths))),
+    )
+
+
+@dataclass(frozen=True)
+class Rests:
+    """Seconds of a round beside draft and target pass: judging, committing.
+
+    Attributes:
+        plain: of a round of plain decoding.
+        drafting: of a round that drafts.
+    """
+
+    plain: float
+    drafting: float
+
+    def beyond(self, passes: float) -> float:
+        """What of it the formula has not counted yet.
+
+        V counts target passes, and the formula's unit is a whole plain round: so it has counted a plain round's rest
+        V times.
+
+        Args:
+            passes: V of the round.
+        """
+        return self.drafting - passes * self.plain
+
+
+class _Bench:
+    """Real generations of one model, timed round by round.
+
+    Args:
+        model: without generation defaults of its own.
+        adapter: where its layers are.
+        prompt: `[batch, context]`.
+        temperature: 0 decodes greedily.
+        clock: seconds.
+        warm_up: rounds of each generation that are not timed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        prompt: Tensor,
+        temperature: float,
+        clock: Callable[[], float],
+        warm_up: int,
+    ) -> None:
+        self.prompt = prompt
+        self.timer = Timer(clock, prompt.device)
+        self._model, self._adapter, self._warm_up = model, adapter, warm_up
+        # Nothing may end a text early.
+        self._options: dict[str, Any] = {"do_sample": temperature > 0, "eos_token_id": None}
+        if temperature > 0:
+            self._options |= {"temperature": temperature, "top_k": 0}
+
+    def probed(self, probe: Probe, longest: int, rounds: int, told: Watch) -> list[Sample]:
+        """What a probe saw in the rounds of one generation, and how long each round took by itself."""
+        generation = self._begin(probe, longest, rounds)
+        samples = []
+        for _ in range(rounds):
+            told.step("draft steps and target passes")
+            seconds = self.timer.of(lambda: next(generation))
+            samples.append(probe.sample.with_round(seconds))
+        generation.close()
+        return samples[self._warm_up :]
+
+    def rests_of(self, drafter: Drafter, length: int) -> Rests:
+        """What rounds that draft `length` tokens spend beside draft and target pass, and plain rounds in turns."""
+        plain, drafting = self._begin(None, 1, _ROUNDS), self._begin(drafter, length, _ROUNDS)
+        for _ in range(_ROUNDS):
+            next(plain)
+            next(drafting)
+        return Rests(_rest(plain), _rest(drafting))
+
+    def _begin(self, drafter: Drafter | None, length: int, rounds: int) -> Generation:
+        spec = wrap(self._model, draft=drafter, draft_length=FixedLength(length), adapter=self._adapter)
+        # Room for whole drafts to the last round.
+        room = rounds * (length + 1) + 1 if not isinstance(drafter, Probe) else rounds + length + 1
+        return spec.stream(self.prompt, max_new_tokens=room, seed=_SEED, **self._options)
+
+
+def _rest(generation: Generation) -> float:
+    generation.close()
+    stats = generation.stats
+    return (stats.seconds["accept"] + stats.seconds["commit"]) / stats.rounds
+
+
+def _named(drafters: Sequence[PathDrafter]) -> dict[str, PathDrafter]:
+    named = {draft_name(drafter): drafter for drafter in drafters}
+    if len(named) < len(drafters):
+        raise DraftConfigError("two drafts to be measured have one name; name each once")
+    wrong = [drafter for drafter in drafters if not isinstance(drafter, PathDrafter)]
+    if wrong:
+        raise DraftConfigError(f"only drafts along a path of the model have steps to measure, got {wrong[0]!r}")
+    return named
+
+
+def _check(widths: Sequence[int], context: int, repeats: int, lengths: Sequence[int], batch: int, warm_up: int) -> None:
+    given = {"widths": widths, "context": [context], "repeats": [repeats], "lengths": lengths, "batch": [batch]}
+    for name, numbers in given.items():
+        if not numbers or min(numbers) < 1:
+            raise DraftConfigError(f"{name} to measure with must be at least 1, got {numbers}")
+    if warm_up < 0:
+        raise DraftConfigError(f"warm_up must not be negative, got {warm_up}")
+
+
+def _prompt(model: PreTrainedModel, batch: int, context: int, room: int) -> Tensor:
+    """Random tokens, the same every time; what they say does not change what a pass costs."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = context if most is None else min(context, most - room - 1)
+    if length < 1:
+        raise DraftConfigError(f"the model's context of {most} has no room to measure in; ask for fewer repeats")
+    embeddings = model.get_input_embeddings()
+    tokens = torch.randint(embeddings.num_embeddings, (batch, length), generator=torch.Generator().manual_seed(_SEED))
+    return tokens.to(model.device)
+
+
+def _at(by_width: Mapping[int, Estimate], width: int) -> float:
+    """V at a width between those measured."""
+    below = max((each for each in by_width if each <= width), default=min(by_width))
+    above = min((each for each in by_width if each >= width), default=max(by_width))
+    low, high = by_width[below].value, by_width[above].value
+    return low if above == below else low + (high - low) * (width - below) / (above - below)

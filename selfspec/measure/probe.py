@@ -1,0 +1,140 @@
+"""A drafter that proposes nothing: before each round it times what others would draft and the target would verify."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.adapter import Adapter
+from selfspec.draft import Draft, Drafter
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.named import PLAIN
+from selfspec.generate import verify
+from selfspec.state import State
+
+
+class Timer:
+    """Times work to its end on the device.
+
+    Args:
+        clock: seconds.
+        device: what to wait for.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._clock = clock
+        self._device = device
+
+    def now(self) -> float:
+        """The time when all that was asked of the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def of(self, work: Callable[[], object]) -> float:
+        """Seconds that a piece of work takes."""
+        began = self.now()
+        work()
+        return self.now() - began
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was timed before one round, in seconds, and the round.
+
+    Attributes:
+        units: target passes over one token, several of them among the others.
+        draft: of each draft by draft length.
+        verify: target passes of each draft by the tokens they verify; `none`: from tokens on.
+        probing: all of that.
+        plain: the round itself, which decodes plainly.
+    """
+
+    units: list[float] = field(default_factory=list)
+    draft: Mapping[str, dict[int, float]] = field(default_factory=dict)
+    verify: Mapping[str, dict[int, float]] = field(default_factory=dict)
+    probing: float = 0.0
+    plain: float = 0.0
+
+    def with_round(self, seconds: float) -> Sample:
+        """The same with the round, which took so long with the probing inside."""
+        return replace(self, plain=seconds - self.probing)
+
+    @property
+    def unit(self) -> float:
+        """A target pass over one token: what all else is compared with, being timed several times."""
+        return statistics.median(self.units)
+
+    def steps(self, name: str) -> list[float]:
+        """Steps of a draft, in target passes over one token; one value for each draft length."""
+        return [seconds / length / self.unit for length, seconds in self.draft[name].items()]
+
+
+class Given(Drafter):
+    """Proposes the last token again and again, for nothing: rounds then cost what judging a draft does."""
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: State, length: int) -> Draft:
+        return Draft(state.last.repeat(1, length))
+
+
+class Probe(Drafter):
+    """Times drafts and target passes over the state of a generation and leaves it as it was.
+
+    Args:
+        drafters: by name.
+        widths: tokens of the target passes from tokens on.
+        lengths: draft lengths.
+        timer: times.
+
+    Attributes:
+        sample: what was timed before the last round.
+    """
+
+    def __init__(
+        self, drafters: Mapping[str, PathDrafter], widths: Sequence[int], lengths: Sequence[int], timer: Timer
+    ) -> None:
+        self._drafters, self._widths, self._lengths, self._timer = drafters, widths, lengths, timer
+        self.sample = Sample()
+        self._turn = 0
+
+    def check(self, depth: int) -> None:
+        for drafter in self._drafters.values():
+            drafter.check(depth)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        for drafter in self._drafters.values():
+            drafter.check_model(model, adapter)
+
+    def draft(self, state: State, length: int) -> Draft:
+        names = [PLAIN, *self._drafters]
+        self.sample = Sample(draft={name: {} for name in self._drafters}, verify={name: {} for name in names})
+        jobs = [(PLAIN, width - 1) for width in self._widths]
+        for name in self._drafters:
+            jobs += [(PLAIN, 0), *((name, drafted) for drafted in self._lengths)]
+        # In another order every time, so that what comes before a job is not always the same.
+        self._turn += 1
+        start = self._turn * 7 % len(jobs)
+        probing = self._timer.of(lambda: [self._time(state, *job) for job in [*jobs[start:], *jobs[:start]]])
+        self.sample = replace(self.sample, probing=probing)
+        return state.no_draft()
+
+    def _time(self, state: State, name: str, length: int) -> None:
+        drafts: list[Draft] = []
+        if name == PLAIN:
+            drafts.append(Draft(state.last.repeat(1, length)))
+        else:
+            drafter = self._drafters[name]
+            took = self._timer.of(lambda: drafts.append(drafter.draft(state, length)))
+            self.sample.draft[name][length] = took
+        took = self._timer.of(lambda: verify(state, drafts[0]))
+        if length == 0:
+            self.sample.units.append(took)
+        else:
+            self.sample.verify[name][length + 1] = took

@@ -1,0 +1,134 @@
+"""A pass as a function of tensors: what runs it is a view of the stock model, where it reads and writes is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from selfspec.cache import Slots
+from selfspec.gate import ExactStates, GatedModel
+from selfspec.masks import attention_mask
+from selfspec.runtime.slot_cache import SlotCache
+
+
+@dataclass(frozen=True)
+class PassTensors:
+    """What a pass takes, and the same in a row as tensors alone.
+
+    Attributes:
+        tokens: `[rows, width]`.
+        entering: what enters at the start of the path; None: nothing.
+        slots: where keys and values are.
+    """
+
+    tokens: Tensor
+    entering: ExactStates | None
+    slots: Slots
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """All of them, in an order that `PassFunction` knows."""
+        slots = self.slots
+        entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
+        return (self.tokens, slots.written, slots.positions, slots.visible, *entering, *slots.buffers)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass gives, and the same in a row.
+
+    Attributes:
+        logits: `[rows, width, vocab]`; None where the pass ends before the head.
+        states: what it left at `path.hand_over`; None where the path leaves nothing.
+    """
+
+    logits: Tensor | None
+    states: ExactStates | None
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """All of them, logits first."""
+        logits = () if self.logits is None else (self.logits,)
+        states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
+        return (*logits, *states)
+
+
+@dataclass(frozen=True)
+class PassFunction:
+    """Called with the tensors of `PassTensors.flat`, it gives those of `PassResult.flat`.
+
+    Attributes:
+        view: runs the path.
+        base: attribute of the view that holds all but the head; None: the pass ends with the head.
+        cache_name: what the model calls its cache.
+        config: of the text model.
+        masked: whether the pass needs a mask.
+        entering: names of the attentions whose outputs enter; None: no states enter.
+    """
+
+    view: GatedModel
+    base: str | None
+    cache_name: str
+    config: PreTrainedConfig
+    masked: bool
+    entering: tuple[str, ...] | None
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.result(tensors).flat()
+
+    def result(self, tensors: tuple[Tensor, ...]) -> PassResult:
+        """The same, not in a row.
+
+        Args:
+            tensors: those of `PassTensors.flat`.
+        """
+        tokens, written, positions, visible, *rest = tensors
+        entering = None
+        if self.entering is not None:
+            hidden, *rest = rest
+            count = len(self.entering)
+            attention = dict(zip(self.entering, rest[:count], strict=True))
+            entering, rest = ExactStates(hidden, attention), rest[count:]
+        mask = None
+        if self.masked:
+            mask = attention_mask(self.config, written, tokens.shape[0], visible.shape[0], rest[0].dtype)
+        inputs = {
+            self.cache_name: SlotCache(Slots(written, positions, visible, tuple(rest))),
+            **model_inputs(tokens, positions, mask),
+        }
+        return run_view(self.view, self.base, entering, inputs)
+
+
+def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:
+    """What a stock model is called with, besides its cache.
+
+    Args:
+        tokens: `[rows, width]`.
+        positions: `[rows or 1, width]`; None: the model takes none.
+        mask: as the model takes it.
+    """
+    return {
+        **({} if positions is None else {"position_ids": positions}),
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "use_cache": True,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "return_dict": True,
+    }
+
+
+def run_view(view: GatedModel, base: str | None, entering: ExactStates | None, inputs: dict[str, Any]) -> PassResult:
+    """Run a view of a model.
+
+    Args:
+        view: runs some path.
+        base: attribute of the view that holds all but the head, and is all that runs; None: the head runs too.
+        entering: what enters at the start of the path.
+        inputs: of the model.
+    """
+    view.enter(entering)
+    module: nn.Module = view.module if base is None else view.module.get_submodule(base)
+    output = module(**inputs)
+    return PassResult(output.logits if base is None else None, view.leave())

@@ -1,0 +1,211 @@
+"""The programs of one wrapped model: which kinds of passes have one, made when it pays and used once it has proved itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.draft.draft_head import DraftHead
+from selfspec.gate import ExactStates
+from selfspec.path import Path
+from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
+from selfspec.runtime.recordable import run_watched, state_of, why_not
+from selfspec.runtime.runtime import Function, Runtime
+
+# Passes in which a program has to give what the stock modules give, over different numbers of slots.
+_TRIALS = 3
+# Kinds of passes that are kept count of. Batches that shrink row by row bring new ones with each row.
+_MOST_KINDS = 256
+
+
+@dataclass(frozen=True)
+class PassKind:
+    """What passes have in common that one program can run.
+
+    Attributes:
+        path: what they run.
+        head: what reads the last states; None: the model's own.
+        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
+        rows: of the batch.
+        width: tokens of each row.
+        uniform: whether all rows write the same slots.
+        masked: whether they need a mask.
+        windowed: whether some layer sees less than all slots.
+        entering: names of the attentions whose outputs enter with states; None: no states enter.
+    """
+
+    path: Path
+    head: DraftHead | None
+    base: str | None
+    rows: int
+    width: int
+    uniform: bool
+    masked: bool
+    windowed: bool
+    entering: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class _Program:
+    function: Function
+    has_logits: bool
+    leaves: tuple[str, ...] | None
+
+    def run(self, tensors: PassTensors) -> PassResult:
+        outputs = list(self.function(tensors.flat()))
+        logits = outputs.pop(0) if self.has_logits else None
+        if self.leaves is None:
+            return PassResult(logits, None)
+        hidden, *attention = outputs
+        return PassResult(logits, ExactStates(hidden, dict(zip(self.leaves, attention, strict=True))))
+
+
+@dataclass
+class _Candidate:
+    """How far a kind has come on the way to its program."""
+
+    passes: int = 0
+    program: _Program | None = None
+    lengths: set[int] = field(default_factory=set)
+    stock_seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    proved: _Program | None = None
+    refused: str | None = None
+    making: threading.Lock = field(default_factory=threading.Lock)
+
+    def refuse(self, reason: str) -> None:
+        self.program, self.refused = None, reason
+
+
+class Programs:
+    """Belongs to one wrapper; several threads may run passes with it at once.
+
+    Args:
+        runtime: makes programs.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._state: tuple[object, ...] = ()
+        self._candidates: dict[PassKind, _Candidate] = {}
+
+    @property
+    def refusals(self) -> dict[PassKind, str]:
+        """Kinds that the stock modules run for good, and why."""
+        return {kind: each.refused for kind, each in self._candidates.items() if each.refused is not None}
+
+    @property
+    def proved(self) -> list[PassKind]:
+        """Kinds that programs run."""
+        return [kind for kind, each in self._candidates.items() if each.proved is not None]
+
+    def ready_for(self, model: nn.Module) -> bool:
+        """Whether programs may run passes of a generation that begins. They are forgotten where the model has changed."""
+        if self._runtime.after is None or why_not(model) is not None:
+            return False
+        state = state_of(model)
+        if state != self._state:
+            self._state, self._candidates = state, {}
+        return True
+
+    def run(
+        self,
+        kind: PassKind,
+        tensors: PassTensors,
+        *,
+        stock: Callable[[], PassResult],
+        function: Callable[[], PassFunction],
+    ) -> PassResult:
+        """Run a pass, by its program where there is one.
+
+        Args:
+            kind: of the pass.
+            tensors: what it takes.
+            stock: runs it with the stock modules.
+            function: gives it as a function of tensors, to make a program of.
+        """
+        candidate = self._candidates.get(kind)
+        if candidate is None:
+            if len(self._candidates) >= _MOST_KINDS:
+                return stock()
+            candidate = self._candidates.setdefault(kind, _Candidate())
+        if candidate.proved is not None:
+            return candidate.proved.run(tensors)
+        candidate.passes += 1
+        after = self._runtime.after
+        # Another thread may be making the program.
+        wanted = candidate.refused is None and after is not None and candidate.passes > after
+        if not wanted or not candidate.making.acquire(blocking=False):
+            return stock()
+        try:
+            return self._try(candidate, tensors, stock, function)
+        finally:
+            candidate.making.release()
+
+    def _try(
+        self,
+        candidate: _Candidate,
+        tensors: PassTensors,
+        stock: Callable[[], PassResult],
+        function: Callable[[], PassFunction],
+    ) -> PassResult:
+        clock = _Stopwatch(tensors.tokens.device)
+        expected = stock()
+        stock_seconds = clock.lap()
+        try:
+            if candidate.program is None:
+                candidate.program = self._make(tensors, function())
+            clock.lap()
+            given = candidate.program.run(tensors)
+            seconds = clock.lap()
+        # Whatever goes wrong in making or trying a program, the pass itself has been run.
+        except Exception as error:
+            candidate.refuse(f"{type(error).__name__}: {error}")
+            return expected
+        if not _equal(given.flat(), expected.flat()):
+            candidate.refuse("it gave other bits than the stock modules")
+            return expected
+        if candidate.lengths:
+            # The first run also prepares the program.
+            candidate.stock_seconds.append(stock_seconds)
+            candidate.seconds.append(seconds)
+        candidate.lengths.add(tensors.slots.visible.shape[0])
+        if len(candidate.lengths) >= _TRIALS:
+            if min(candidate.seconds) < min(candidate.stock_seconds):
+                candidate.proved = candidate.program
+            else:
+                candidate.refuse("it took longer than the stock modules")
+        return expected
+
+    def _make(self, tensors: PassTensors, function: PassFunction) -> _Program:
+        flat = tensors.flat()
+        left = run_watched(lambda: function.result(flat)).states
+        program = self._runtime.program(function, flat)
+        return _Program(program, function.base is None, None if left is None else tuple(left.attention))
+
+
+class _Stopwatch:
+    """Seconds between laps, the work of the device included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        started, self._started = self._started, time.perf_counter()
+        return self._started - started
+
+
+def _equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    # NaN is no number but may be what both give.
+    return len(given) == len(expected) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(given, expected, strict=True)
+    )

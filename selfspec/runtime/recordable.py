@@ -1,0 +1,86 @@
+"""Whether a model's passes can be recorded: whether the same inputs always take the same way through its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from selfspec.errors import UnsupportedModelError
+
+# Whose modules are known not to decide anew at every call.
+_KNOWN = ("torch.nn.", "transformers.", "selfspec.")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def why_not(model: nn.Module) -> str | None:
+    """What stands against recording this model as it is now; None: nothing.
+
+    Args:
+        model: a stock model.
+    """
+    for name, module in model.named_modules():
+        kind = type(module)
+        if not f"{kind.__module__}.".startswith(_KNOWN):
+            return f"{name or 'the model'} is a {kind.__qualname__} of {kind.__module__}, which may do something else next time"
+        if "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None:
+            return f"the forward of {name or 'the model'} was replaced"
+        if any(module.__dict__[hooks] for hooks in _HOOKS):
+            return f"{name or 'the model'} has hooks"
+    for name, weight in model.named_parameters():
+        if type(weight) is not nn.Parameter or weight.is_meta or not weight.dtype.is_floating_point:
+            return f"{name} is quantised or offloaded"
+    return None
+
+
+def state_of(model: nn.Module) -> tuple[object, ...]:
+    """What a recording depends on besides its inputs: where the weights are, and how many threads share the work."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return (
+        torch.get_num_threads(),
+        getattr(getattr(model, "config", None), "_attn_implementation", None),
+        *((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors),
+    )
+
+
+def frozen_twin(module: nn.Module) -> nn.Module:
+    """A twin whose weights, the same memory, ask for no gradient: others cannot be part of a recording."""
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = {
+        name: None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
+        for name, weight in module._parameters.items()
+    }
+    twin.__dict__["_modules"] = {
+        name: None if child is None else frozen_twin(child) for name, child in module._modules.items()
+    }
+    return twin
+
+
+def run_watched(function: Callable[[], Any]) -> Any:
+    """Run a pass once and see that no decision in it depends on what its tensors hold.
+
+    Raises:
+        UnsupportedModelError: one does, so a recording would repeat the decision of one input for all.
+    """
+    with _NoReading():
+        return function()
+
+
+class _NoReading(TorchDispatchMode):
+    """Refuses to turn values of tensors into numbers or shapes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor | Any:
+        if func is torch.ops.aten.index.Tensor and not any(_is_chosen_by(index) for index in args[1]):
+            return func(*args, **(kwargs or {}))
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            raise UnsupportedModelError(f"a pass of this model depends on values through {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_chosen_by(index: Tensor | None) -> bool:
+    """Whether an index is a mask, so that what it picks, and how much, depends on its values."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)

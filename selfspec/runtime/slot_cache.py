@@ -1,0 +1,52 @@
+"""The cache of one pass that is a function of tensors: where it writes and what it sees are tensors themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from selfspec.cache import Slots
+
+
+class SlotCache(Cache):
+    """What a stock model takes as its cache in such a pass.
+
+    Args:
+        slots: of the pass.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(layers=[])
+        self._slots = slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all the pass may look at."""
+        keys, values = self._slots.buffers[2 * layer_idx : 2 * layer_idx + 2]
+        return self._updated(keys, key_states), self._updated(values, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of slots before the pass's tokens."""
+        # A number and no part of the recording: models ask for it where they need no mask at all.
+        return int(self._slots.visible.shape[0]) - int(self._slots.written.shape[1])
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Slot of the pass's first token."""
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of slots the pass looks at, and the first of them."""
+        return int(self._slots.visible.shape[0]), 0
+
+    def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:
+        written = self._slots.written.to(buffer.device)
+        if written.shape[0] == 1:
+            buffer.index_copy_(2, written[0], states.to(buffer.dtype))
+        else:
+            rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+            buffer[rows, :, written] = states.transpose(1, 2)
+        return buffer[:, :, : self._slots.visible.shape[0]]

@@ -1,0 +1,117 @@
+"""Acceptance read off one pass, against paths run prefix by prefix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import tiny
+from reference import with_layers
+from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError, ReducedVocabulary
+from selfspec.draft.along_path import PathDrafter
+from selfspec.measure import Continuation, Estimate, continued, teacher_forced
+from selfspec.measure import acceptance as module
+from selfspec.wrapped import find_adapter
+
+TEMPERATURES = (0.5, 1.0)
+
+
+@torch.no_grad()
+def _brute_force(full: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, start: int, temperature: float) -> float:
+    """Mean of sum(min(p, q)), each prefix read by itself."""
+    overlaps = []
+    for end in range(start, ids.shape[1]):
+        p, q = ((model(input_ids=ids[:, :end]).logits[0, -1] / temperature).softmax(-1) for model in (full, draft))
+        overlaps.append(float(torch.minimum(p, q).sum()))
+    return sum(overlaps) / len(overlaps)
+
+
+def test_it_is_what_prefixes_one_by_one_give(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    texts = [tiny.prompt(9, seed=1), Continuation(tiny.prompt(7, seed=2), 3)]
+    drafters: dict[str, PathDrafter] = {"exit": EarlyExit(2), "skip": LayerSkip(layers=[1])}
+    measured = teacher_forced(model, find_adapter(model), drafters, texts, TEMPERATURES)
+    kept = {"exit": [0, 1], "skip": [0, 2, 3]}
+    for name, layers in kept.items():
+        draft = with_layers(model, layers)
+        assert [each.positions for each in measured[name].sequences] == [8, 4]
+        for temperature in TEMPERATURES:
+            for index, (ids, start) in enumerate([(texts[0], 1), (texts[1].ids, 3)]):  # type: ignore[union-attr]
+                expected = _brute_force(model, draft, ids, start, temperature)  # type: ignore[arg-type]
+                assert measured[name].sequences[index].alpha(temperature) == pytest.approx(expected, abs=1e-6)
+
+
+def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
+    texts = [tiny.prompt(12)]
+    whole = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)["x"]
+    monkeypatch.setattr(module, "_VALUES", 3 * tiny.VOCABULARY)
+    parts = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)["x"]
+    assert parts.positions == whole.positions == 11
+    assert parts.alpha(0.8).value == pytest.approx(whole.alpha(0.8).value)
+    assert parts.agreement() == whole.agreement()
+
+
+def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> None:
+    ids = tiny.prompt(10)
+    tokens = tuple(range(0, tiny.VOCABULARY, 2))
+    drafters: dict[str, PathDrafter] = {
+        "exit": ReducedVocabulary(EarlyExit(2), tokens),
+        "skip": ReducedVocabulary(LayerSkip(layers=[2, 3]), tokens),
+    }
+    measured = teacher_forced(llama, find_adapter(llama), drafters, [ids], (1.0,))
+    with torch.no_grad():
+        p = llama(input_ids=ids).logits[0, :-1].softmax(-1)
+        logits = with_layers(llama, [0, 1])(input_ids=ids).logits[0, :-1]
+    q = torch.zeros_like(p)
+    q[:, list(tokens)] = logits[:, list(tokens)].softmax(-1)
+    expected = float(torch.minimum(p, q).sum(-1).mean())
+    assert measured["exit"].alpha(1.0).value == pytest.approx(expected)
+    # Leaving out the last layers is leaving early; the two are read in different ways.
+    assert measured["skip"].alpha(1.0).value == pytest.approx(expected)
+
+
+def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> None:
+    adapter = find_adapter(llama)
+    texts = continued(llama, adapter, [tiny.prompt(4), tiny.prompt(6, seed=1)], 5, temperature=0.0)
+    assert [text.prompt for text in texts] == [4, 6]
+    assert [text.ids.shape for text in texts] == [(1, 9), (1, 11)]
+    expected = llama.generate(tiny.prompt(4), max_new_tokens=5, do_sample=False)
+    assert torch.equal(texts[0].ids, expected)
+    sampled = continued(llama, adapter, [tiny.prompt(4)], 5, temperature=0.8, seed=3)
+    assert torch.equal(sampled[0].ids, continued(llama, adapter, [tiny.prompt(4)], 5, temperature=0.8, seed=3)[0].ids)
+
+
+def test_zero_is_agreement(llama: PreTrainedModel) -> None:
+    measured = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(3)}, [tiny.prompt(9)])["x"]
+    assert measured.alpha(0) == measured.agreement()
+
+
+@pytest.mark.parametrize("texts", [[], [tiny.prompt(1)], [Continuation(tiny.prompt(4), 4)], [tiny.prompt(4, batch=2)]])
+def test_texts_without_a_position_are_refused(llama: PreTrainedModel, texts: list[Tensor | Continuation]) -> None:
+    with pytest.raises(PromptError):
+        teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)
+
+
+def test_a_temperature_of_zero_and_a_bad_exit_are_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(DraftConfigError, match="above 0"):
+        teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, [tiny.prompt(4)], (0.0,))
+    with pytest.raises(DraftConfigError, match="out of range"):
+        teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(9)}, [tiny.prompt(4)])
+
+
+def test_the_interval_covers_the_ratio_and_shrinks_with_sequences() -> None:
+    few = Estimate.of_ratio([1.0, 3.0], [4, 4])
+    many = Estimate.of_ratio([1.0, 3.0] * 50, [4, 4] * 50)
+    assert few.value == many.value == 0.5
+    assert few.low == 0.25
+    assert few.high == 0.75
+    assert few.low < many.low < 0.5 < many.high < few.high
+
+
+def test_quartiles_lie_about_the_median() -> None:
+    assert Estimate.of_median([4.0, 1.0, 2.0, 3.0, 5.0]) == Estimate(3.0, 2.0, 4.0)
+    assert Estimate.of_median([2.0]) == Estimate(2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="no samples"):
+        Estimate.of_median([])

@@ -1,0 +1,160 @@
+"""Measured costs against planted ones: a clock that only the model's own modules move on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import tiny
+from selfspec import DraftConfigError, EarlyExit, LayerSkip
+from selfspec.costs import Costs
+from selfspec.measure import Estimate, MeasuredCosts, measure_costs
+from selfspec.wrapped import find_adapter
+
+LAYER, HEAD, TOKEN = 1.0, 0.5, 0.25
+"""Planted seconds: of a layer's or the head's pass over one token, and what a further token adds to it, relatively."""
+
+
+class Clock:
+    """Stands still but for what modules take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def planted(clock: Clock) -> PreTrainedModel:
+    """A model whose layers and head take time by the clock."""
+    model = tiny.llama()
+
+    def takes(seconds: float) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+            states: Tensor = args[0] if args else kwargs["hidden_states"]
+            clock.now += seconds * (1 + TOKEN * (states.shape[1] - 1))
+
+        return hook
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(takes(LAYER), with_kwargs=True)
+    model.lm_head.register_forward_hook(takes(HEAD), with_kwargs=True)
+    return model
+
+
+def _measured(model: PreTrainedModel, clock: Clock, **options: Any) -> MeasuredCosts:
+    drafters = [EarlyExit(1), EarlyExit(3), LayerSkip(layers=[2])]
+    return measure_costs(model, find_adapter(model), drafters, context=20, repeats=2, warm_up=1, clock=clock, **options)
+
+
+def test_what_was_planted_is_measured(planted: PreTrainedModel, clock: Clock) -> None:
+    costs = _measured(planted, clock)
+    step = 4 * LAYER + HEAD
+    assert costs.step_seconds.value == pytest.approx(step)
+    assert {name: each.value for name, each in costs.draft.items()} == pytest.approx(
+        {
+            "none": 0.0,
+            "exit:1": (LAYER + HEAD) / step,
+            "exit:3": (3 * LAYER + HEAD) / step,
+            "skip:layers=2": (3 * LAYER + HEAD) / step,
+        }
+    )
+    assert {width: each.value for width, each in costs.verify["none"].items()} == pytest.approx(
+        {width: 1 + TOKEN * (width - 1) for width in (1, 2, 3, 4, 5, 6, 8)}
+    )
+    # The last draft token alone goes up to the exit; the rest of the network reads the whole block.
+    for name, layers in (("exit:1", 1), ("exit:3", 3), ("skip:layers=2", 2)):
+        assert {width: each.value for width, each in costs.verify[name].items()} == pytest.approx(
+            {
+                width: (layers * LAYER + ((4 - layers) * LAYER + HEAD) * (1 + TOKEN * (width - 1))) / step
+                for width in (2, 4, 8)
+            }
+        )
+
+
+def test_the_line_through_planted_passes_is_theirs(planted: PreTrainedModel, clock: Clock) -> None:
+    costs = _measured(planted, clock).of("none")
+    assert costs.verify == pytest.approx(1.0)
+    assert costs.widening == pytest.approx(TOKEN)
+    exit_costs = _measured(planted, clock).of("exit:1")
+    assert exit_costs.draft == pytest.approx(1.5 / 4.5)
+    assert exit_costs.widening == pytest.approx(TOKEN * 3.5 / 4.5)
+
+
+def test_rows_of_a_batch_are_measured_together(planted: PreTrainedModel, clock: Clock) -> None:
+    costs = _measured(planted, clock, batch=3, temperature=0.8, lengths=(2,))
+    assert costs.batch == 3
+    assert set(costs.verify["exit:1"]) == {3}
+    assert costs.draft["exit:1"].value == pytest.approx(1.5 / 4.5)
+
+
+def test_what_a_round_does_beside_passes_is_the_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judging drafts is made to take longer, by the generation's own clock."""
+    from selfspec import generate
+
+    rested = generate.accept
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        import time
+
+        drafted = args[1].length
+        time.sleep(0.02 if drafted else 0.0)
+        return rested(*args, **kwargs)
+
+    model = tiny.llama()
+    adapter = find_adapter(model)
+    before = measure_costs(model, adapter, [EarlyExit(1)], context=20, repeats=3, lengths=(2,), widths=(1, 3))
+    monkeypatch.setattr(generate, "accept", slow)
+    after = measure_costs(model, adapter, [EarlyExit(1)], context=20, repeats=3, lengths=(2,), widths=(1, 3))
+    planted = 0.02 / after.step_seconds.value
+    assert after.overhead["exit:1"].value - before.overhead["exit:1"].value > 0.5 * planted
+    assert after.overhead["exit:1"].value < 3 * planted
+
+
+def test_the_text_and_the_model_are_left_alone(planted: PreTrainedModel, clock: Clock) -> None:
+    before = planted.generation_config.to_dict()
+    ids = tiny.prompt(8)
+    expected = planted(input_ids=ids).logits
+    state = torch.get_rng_state()
+    _measured(planted, clock)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert planted.generation_config.to_dict() == before
+    assert torch.equal(planted(input_ids=ids).logits, expected)
+
+
+def test_context_is_cut_to_what_the_model_has(planted: PreTrainedModel, clock: Clock) -> None:
+    costs = measure_costs(planted, find_adapter(planted), [EarlyExit(1)], context=4096, repeats=1, clock=clock)
+    assert 1 <= costs.context < tiny.CONTEXT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"widths": [0]}, {"repeats": 0}, {"lengths": []}, {"batch": 0}, {"warm_up": -1}, {"context": 0}, {"repeats": 500}],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    model = tiny.llama()
+    with pytest.raises(DraftConfigError):
+        measure_costs(model, find_adapter(model), [EarlyExit(1)], **options)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    model = tiny.llama()
+    with pytest.raises(DraftConfigError, match="one name"):
+        measure_costs(model, find_adapter(model), [EarlyExit(1), EarlyExit(1)])
+
+
+def test_noise_does_not_make_wide_passes_cheap() -> None:
+    estimates = {width: Estimate.of_median([value]) for width, value in ((2, 1.2), (4, 1.1))}
+    one = Estimate.of_median([1.0])
+    costs = MeasuredCosts(one, {"x": one}, {"x": estimates}, {"x": Estimate.of_median([-0.1])}, 1, 1, (1, 3))
+    assert costs.of("x") == Costs(1.0, pytest.approx(1.15), 0.0, 0.0)
