@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SkipFile,
     )
     from selfspec.errors import (
+        BenchError,
         CheckpointError,
         ClosedError,
         CorpusError,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "BenchError",
     "Cascade",
     "CheckpointError",
     "ClosedError",

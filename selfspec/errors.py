@@ -44,6 +44,10 @@ class ExitHeadError(SelfSpecError, OSError):
     """An exit head is missing files, truncated or foreign, or was trained on another base."""
 
 
+class BenchError(SelfSpecError, OSError):
+    """Results of a benchmark are missing or unreadable, or what their plots need is not installed."""
+
+
 class ClosedError(SelfSpecError, RuntimeError):
     """A wrapped model was used after `unwrap`."""
 

@@ -192,7 +192,7 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
     stood = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count[:, None])
     state.last = torch.where(accepted.finite[:, None], accepted.token[:, None], stood)
     state.leave_out_ended()
-    return Round(tuple(rows))
+    return Round(tuple(rows), draft.steps)
 
 
 @dataclass(frozen=True)

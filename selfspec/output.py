@@ -32,9 +32,11 @@ class Round:
 
     Attributes:
         rows: one entry per row of the batch.
+        steps: draft steps it took; 0 without a draft, and for a look-up.
     """
 
     rows: tuple[RowRound, ...]
+    steps: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from selfspec.cli.bench import bench
 from selfspec.cli.demo import demo
 from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.generate import generate
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(verify)
 app.command()(demo)
+app.command()(bench)
 app.add_typer(train)
 
 

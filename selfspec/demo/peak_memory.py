@@ -33,6 +33,12 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
     return max(_status_bytes("VmHWM") - before, 0) if known else None
 
 
+def resident_bytes() -> int | None:
+    """The resident set of the process, in bytes; None where the system does not tell."""
+    _give_back_free_memory()
+    return _status_bytes("VmRSS") if _STATUS.exists() else None
+
+
 def _give_back_free_memory() -> None:
     """Return what the allocator holds free, which would otherwise hide what the work needs."""
     gc.collect()

@@ -1,0 +1,47 @@
+"""Which arms a benchmark has, and how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from selfspec.bench.arm import Arm, ArmSpec, Kind
+from selfspec.bench.own_arms import OwnArm
+from selfspec.bench.stock_arms import StockArm
+
+_OWN = (Kind.PLAIN, Kind.DRAFT)
+
+
+def arm_specs(kinds: Sequence[Kind], drafts: Sequence[str], exit_layer: int, length: int) -> list[ArmSpec]:
+    """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
+
+    Args:
+        kinds: which kinds of arms are wanted; with `Kind.EARLY_EXIT`, selfspec's own draft of the same exit and length
+            is there too, to be compared with it.
+        drafts: of selfspec's drafting arms.
+        exit_layer: of transformers' own early exit.
+        length: tokens that it drafts each round.
+    """
+    specs = [ArmSpec(Kind.GENERATE)]
+    if Kind.STATIC in kinds:
+        specs.append(ArmSpec(Kind.STATIC))
+    if Kind.LOOK_UP in kinds:
+        specs.append(ArmSpec(Kind.LOOK_UP))
+    if Kind.EARLY_EXIT in kinds:
+        specs.append(ArmSpec(Kind.EARLY_EXIT, exit_layer=exit_layer, length=length))
+    specs.append(ArmSpec(Kind.PLAIN))
+    if Kind.EARLY_EXIT in kinds:
+        specs.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=length))
+    if Kind.DRAFT in kinds:
+        specs += [ArmSpec(Kind.DRAFT, draft=draft) for draft in dict.fromkeys(drafts)]
+    return specs
+
+
+def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
+    """The arm that a spec names.
+
+    Raises:
+        SelfSpecError: it does not fit the model.
+    """
+    return OwnArm(spec, model) if spec.kind in _OWN else StockArm(spec, model)

@@ -1,0 +1,78 @@
+"""What is measured at a time: one workload at one temperature, batch size and prompt length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of conditions. All arms are measured in it, in turns.
+
+    Attributes:
+        workload: name of the prompts.
+        temperature: 0 decodes greedily.
+        batch: rows of a call.
+        context: tokens of every prompt.
+        max_new_tokens: tokens of every text; nothing ends one sooner, so that all arms do the same work.
+    """
+
+    workload: str
+    temperature: float
+    batch: int
+    context: int
+    max_new_tokens: int
+
+    @property
+    def title(self) -> str:
+        """The conditions in words."""
+        return (
+            f"{self.workload}, temperature {self.temperature:g}, batch {self.batch}, {self.context} tokens of prompt, "
+            f"{self.max_new_tokens} new"
+        )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.temperature > 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `generate`, for every arm the same."""
+        sampling = {"temperature": self.temperature, "top_k": 0} if self.sampled else {}
+        return {
+            "do_sample": self.sampled,
+            "max_new_tokens": self.max_new_tokens,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            **sampling,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Cell:
+        """Read back from JSON."""
+        return cls(**found)
+
+
+def grid(
+    workloads: Sequence[str],
+    temperatures: Sequence[float],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    max_new_tokens: int,
+) -> list[Cell]:
+    """Every combination, once each, in the order given."""
+    conditions = product(
+        dict.fromkeys(workloads), dict.fromkeys(batches), dict.fromkeys(contexts), dict.fromkeys(temperatures)
+    )
+    return [
+        Cell(workload, temperature, batch, context, max_new_tokens)
+        for workload, batch, context, temperature in conditions
+    ]

@@ -1,0 +1,191 @@
+"""The work of `selfspec bench`, apart from its options: load, measure, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+from transformers.utils import logging
+
+from selfspec.bench import plots
+from selfspec.bench.arm import ArmSpec, Kind
+from selfspec.bench.arms import arm_specs
+from selfspec.bench.cell import Cell, grid
+from selfspec.bench.results_file import MeasuredCell, ResultsFile
+from selfspec.bench.session import Session, Subject
+from selfspec.bench.workload import Workload
+from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
+from selfspec.cli.bench_report import print_overview, summary, write_report
+from selfspec.cli.draft_option import parse_draft
+from selfspec.cli.ending import FailedRunError
+from selfspec.cli.json_output import print_json
+from selfspec.cli.options import OutputFormat
+from selfspec.cli.terminal import progress_bar
+from selfspec.demo import checkpoint_folder
+from selfspec.errors import DraftConfigError, PromptError
+
+_EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asked for.
+
+    Attributes:
+        model: folder or hub name; None: the embedded checkpoint.
+        drafts: of selfspec's drafting arms; None: chosen from the depth.
+        arms: kinds besides `model.generate` and plain; None: those that start at once on the device.
+        workloads: where prompts come from.
+        temperatures: 0 decodes greedily.
+        batches: rows of a call.
+        contexts: tokens of a prompt.
+        exit_layer: of transformers' own early exit; None: chosen from the depth.
+        exit_length: tokens it drafts each round.
+        prompts: of each workload.
+        max_new_tokens: tokens of each text.
+        repeats: how often each arm is timed in a cell.
+        memory: whether peak memory is measured.
+        plots: whether plots are drawn.
+        folder: where results go.
+        dtype: what to compute in.
+        device: where.
+        threads: CPU threads; None: torch's own choice.
+        output: what stdout gets.
+    """
+
+    model: str | None
+    drafts: Sequence[str] | None
+    arms: Sequence[str] | None
+    workloads: Sequence[Workload]
+    temperatures: Sequence[float]
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    exit_layer: int | None
+    exit_length: int
+    prompts: int
+    max_new_tokens: int
+    repeats: int
+    memory: bool
+    plots: bool
+    folder: Path
+    dtype: DtypeName
+    device: str
+    threads: int | None
+    output: OutputFormat
+
+
+class RefusedError(Exception):
+    """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
+
+
+class _Bar:
+    """Shows the steps of a session."""
+
+    def __init__(self, progress: Progress, cells: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+        self._cells, self._begun = cells, 0
+
+    def begin(self, cell: Cell, steps: int) -> None:
+        """Show which cell is measured now."""
+        self._begun += 1
+        what = f"cell {self._begun} of {self._cells}: {cell.title}"
+        self._progress.reset(self._task, total=max(steps, 1), description=what)
+
+    def step(self) -> None:
+        """Show how far it is."""
+        self._progress.advance(self._task)
+
+
+def run(job: Job) -> None:
+    """Measure, report and print.
+
+    Raises:
+        SelfSpecError: the job cannot be done; nothing was measured.
+        FailedRunError: an arm was refused; everything else was measured and reported.
+    """
+    logging.set_verbosity_error()
+    if job.plots:
+        plots.require_packages()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    device = find_device(job.device)
+    place = str(checkpoint_folder()) if job.model is None else job.model
+    specs = _specs(job, place, device)
+    checkpoint = load_checkpoint(place, job.dtype, str(device))
+    name = _EMBEDDED if job.model is None else Path(job.model).name
+    file = ResultsFile(job.folder)
+    file.cells()  # results that cannot be gone on with are refused before work starts
+    session = Session(Subject(name, place, checkpoint.model), specs, job.repeats, job.memory, file)
+    cells = _cells(job, checkpoint)
+    with progress_bar("measuring") as progress:
+        measured = session.measure(cells, _Bar(progress, len(cells)))
+    write_report(file.cells(), job.folder, job.plots)
+    if job.output == "text":
+        print_overview(measured, job.folder)
+    refused = _refused(measured)
+    if refused:
+        raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), summary(measured))
+    if job.output == "json":
+        print_json(summary(measured))
+
+
+def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
+    """The arms; what the configuration can tell of them is told before weights are loaded.
+
+    Raises:
+        DraftConfigError: a draft does not fit the depth.
+    """
+    depth = read_config(place).get_text_config(decoder=True).num_hidden_layers
+    third = max(depth // 3, 1)
+    exit_layer = third if job.exit_layer is None else job.exit_layer
+    drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if job.drafts is None else list(job.drafts)
+    if job.arms is None:
+        kinds = [Kind.LOOK_UP, Kind.EARLY_EXIT, Kind.DRAFT] + ([Kind.STATIC] if device.type == "cuda" else [])
+    else:
+        kinds = [Kind(arm) for arm in job.arms]
+    if Kind.EARLY_EXIT in kinds and exit_layer >= depth:
+        raise DraftConfigError(
+            f"--exit {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
+        )
+    specs = arm_specs(kinds, [draft.strip() for draft in drafts], exit_layer, job.exit_length)
+    for spec in specs:
+        drafter = None if spec.draft is None else parse_draft(spec.draft)
+        if drafter is not None:
+            drafter.check(depth)
+        elif spec.draft is not None:
+            raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
+    return specs
+
+
+def _cells(job: Job, checkpoint: Checkpoint) -> dict[Cell, list[Tensor]]:
+    """The cells with their prompts.
+
+    Raises:
+        PromptError: prompt and text together are longer than the model's context.
+    """
+    limit = getattr(checkpoint.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max(job.contexts) + job.max_new_tokens
+    if limit is not None and longest > limit:
+        raise PromptError(
+            f"a prompt of {max(job.contexts)} and {job.max_new_tokens} new tokens exceed the model's context of "
+            f"{limit}; give a smaller --context or --max-new-tokens"
+        )
+    workloads = {workload.name: workload for workload in job.workloads}
+    device, tokenizer = checkpoint.model.device, checkpoint.tokenizer
+    cells = grid(list(workloads), job.temperatures, job.batches, job.contexts, job.max_new_tokens)
+    return {
+        cell: [
+            prompts.to(device)
+            for prompts in workloads[cell.workload].prompts(tokenizer, job.prompts, cell.batch, cell.context)
+        ]
+        for cell in cells
+    }
+
+
+def _refused(measured: Sequence[MeasuredCell]) -> list[str]:
+    return [f"{record.arm.name} ({each.cell.title})" for each in measured for record in each.arms if record.refused]
