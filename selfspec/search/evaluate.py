@@ -102,9 +102,10 @@ class Evaluator:
         return [self.scores[each] for each in wanted]
 
     def _score(self, skipped: SkipSet, path: Path, figures: ForcedFigures) -> Score:
-        cost = self.prices.draft(path)
+        costs = self.prices.costs(path)
         tokens = {length: expected_rounds(figures, length).mean_accepted_length for length in self._lengths}
-        return Score(skipped, figures.alpha, figures.agreement, cost, predict(tokens, cost, self.prices))
+        prediction = predict(tokens, costs, self.prices.step_seconds)
+        return Score(skipped, figures.alpha, figures.agreement, costs.draft, prediction)
 
 
 def pareto_front(scores: Iterable[Score]) -> list[Score]:

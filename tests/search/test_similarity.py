@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny
+from selfspec.costs import Costs
 from selfspec.errors import DraftConfigError
 from selfspec.measure.forced_passes import ForcedText, LayerViews, parts_run
 from selfspec.path import Part, Path, Sublayer
@@ -58,12 +59,15 @@ def test_prices_add_up_to_a_plain_step() -> None:
     nothing_of_two = Path.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
     expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
     assert prices.draft(nothing_of_two) == pytest.approx(expected)
-    assert prices.verify_over(5) == pytest.approx(1.12)
+    costs = prices.costs(nothing_of_two)
+    # Two of four layers are exact: only the rest of the target pass grows with the draft.
+    exact = 2 * (prices.of_part(Part.ATTENTION) + prices.of_part(Part.MLP))
+    assert costs.widening == pytest.approx(prices.target.widening * (1 - exact))
+    assert Prices.from_dict(prices.to_dict()) == prices
 
 
 def test_the_best_draft_length_is_where_tokens_by_cost_peak() -> None:
-    prices = Prices(0.1, {}, (1.0, 1.1), 0.05, step_seconds=0.5)
-    found = predict({1: 1.8, 2: 2.5, 3: 2.6}, 0.2, prices)
+    found = predict({1: 1.8, 2: 2.5, 3: 2.6}, Costs(0.2, 1.0, 0.1, 0.05), step_seconds=0.5)
     assert (found.draft_length, found.speedup) == (2, pytest.approx(2.5 / (0.4 + 1.2 + 0.05)))
     assert found.tokens_per_second == pytest.approx(found.speedup / 0.5)
 
