@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -64,9 +66,13 @@ class Subject:
         """What it computes in."""
         return str(self.model.dtype).removeprefix("torch.")
 
-    def shown(self, token: int) -> str:
-        """A token as reports show it."""
-        return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
+    def pieces(self, ids: Sequence[int], first: int) -> list[str]:
+        """What each token from the first on adds to a text, as reports show it."""
+        if self.tokenizer is None:
+            return [f"{token} " for token in ids[first:]]
+        read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
+        # Where a token completes a character, what stood for its beginning is gone.
+        return [after[len(os.path.commonprefix([before, after])) :] for before, after in pairwise(read)]
 
 
 def digest(ids: Tensor) -> str:

@@ -39,7 +39,7 @@ def write_texts(subject: Subject, point: Point) -> dict[str, Any]:
         ids = torch.cat([_continued(subject, part, point.content["new_tokens"], temperature) for part in parts])
     rows: list[list[int]] = ids.tolist()
     first = prompts.shape[1]
-    return {"ids": rows, "first": first, "tokens": [[subject.shown(token) for token in row[first:]] for row in rows]}
+    return {"ids": rows, "first": first, "tokens": [subject.pieces(row, first) for row in rows]}
 
 
 def texts_of(found: dict[str, Any], temperature: float, device: torch.device) -> Texts:
