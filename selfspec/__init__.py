@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from selfspec.ablation.inline import ablate
     from selfspec.adapter import Adapter
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.costs import Costs
@@ -77,11 +78,13 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
+    "ablate",
     "wrap",
 ]
 
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
+    "ablation.inline": ["ablate"],
     "adapter": ["Adapter"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "costs": ["Costs"],

@@ -16,7 +16,6 @@ from selfspec.bench.cell import Cell
 from selfspec.bench.memory import Memory, MemoryJob
 from selfspec.demo.peak_memory import peak_memory, resident_bytes
 
-
 # Tokens enough for every kind of pass.
 _FEW = 16
 

@@ -8,11 +8,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from selfspec.cli.ablate import ablate
 from selfspec.cli.bench import bench
 from selfspec.cli.demo import demo
 from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
+from selfspec.cli.search import search
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
 
@@ -28,6 +30,8 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(demo)
 app.command()(bench)
+app.command()(ablate)
+app.command()(search)
 app.add_typer(train)
 
 

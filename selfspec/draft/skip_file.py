@@ -64,7 +64,9 @@ class SkipFile(PathDrafter):
         try:
             found = fingerprint(model)
         except ValueError as error:
-            raise DraftConfigError(f"the weights cannot be compared with those {self.source} is for: {error}") from error
+            raise DraftConfigError(
+                f"the weights cannot be compared with those {self.source} is for: {error}"
+            ) from error
         if found != self.base:
             raise DraftConfigError(
                 f"{self.source} was found for other weights: their fingerprint is {self.base[:12]}, this model's "

@@ -32,9 +32,7 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1.0, torc
 
 def parts_run(path: Path) -> tuple[Parts, ...]:
     """What a path runs of each layer, first to last."""
-    return tuple(
-        frozenset(part for part in Part if path.runs(Sublayer(layer, part))) for layer in range(path.depth)
-    )
+    return tuple(frozenset(part for part in Part if path.runs(Sublayer(layer, part))) for layer in range(path.depth))
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,10 @@ def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDr
         drafters: the same by name.
         depth: layers of the network.
     """
-    runs = {name: [each for each in sublayers(depth) if drafter.path(depth).runs(each)] for name, drafter in drafters.items()}
+    runs = {
+        name: [each for each in sublayers(depth) if drafter.path(depth).runs(each)]
+        for name, drafter in drafters.items()
+    }
     # A plain step is the path that runs everything; it is timed as a whole round.
     rows = [[1.0, depth, depth]]
     costs = [1.0]

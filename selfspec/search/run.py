@@ -98,7 +98,9 @@ def search(
             singles = {each: frozenset({each}) for each in space.choices}
             evaluate("single", list(singles.values()), plan.evaluations - evaluator.evaluations)
             measured = {
-                each: -evaluator.scores[skipped].alpha for each, skipped in singles.items() if skipped in evaluator.scores
+                each: -evaluator.scores[skipped].alpha
+                for each, skipped in singles.items()
+                if skipped in evaluator.scores
             }
             if len(measured) == len(singles):
                 evaluate("greedy", nested(measured, space), plan.evaluations - evaluator.evaluations)

@@ -33,7 +33,9 @@ def test_with_nothing_dropped_it_finds_the_most_similar_sets() -> None:
         states = text.exact(0)
         for layer, parts in enumerate(parts_run(Path.without(tiny.DEPTH, skipped))):
             states = text.run(layer, parts, states)
-        return float(torch.cosine_similarity(states[:, 3:-1].float(), text.exact(tiny.DEPTH)[:, 3:-1].float(), -1).mean())
+        return float(
+            torch.cosine_similarity(states[:, 3:-1].float(), text.exact(tiny.DEPTH)[:, 3:-1].float(), -1).mean()
+        )
 
     one_by_one = sorted(map(frozenset, combinations(space.choices, 2)), key=lambda each: -similarity(each))
     assert sets_by_similarity(text, space, prices, width=1000) == one_by_one

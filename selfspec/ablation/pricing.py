@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from selfspec.ablate.drafts import draft_of
-from selfspec.ablate.point import Point
-from selfspec.ablate.study import Pricing
-from selfspec.ablate.subject import Subject
+from selfspec.ablation.drafts import draft_of
+from selfspec.ablation.point import Point
+from selfspec.ablation.study import Pricing
+from selfspec.ablation.subject import Subject
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import draft_name

@@ -74,7 +74,7 @@ def storage_errors(place: object) -> Iterator[None]:
 
 
 def _whole_lines(file: Path) -> Any:
-    """optuna's journal file, but a line cut off by a full disk or a kill is cut away before the next is written."""
+    """Optuna's journal file, but a line cut off by a full disk or a kill is cut away before the next is written."""
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
     lock = JournalFileOpenLock(str(file))

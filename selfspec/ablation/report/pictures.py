@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from selfspec.ablate.report.panels import Panel
-from selfspec.ablate.report.tokens import draw_tokens
+from selfspec.ablation.report.panels import Panel
+from selfspec.ablation.report.tokens import draw_tokens
 from selfspec.path import Part, Sublayer
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ def yerror_of(error: list[list[float]]) -> list[list[float]]:
 
 def _lines(panel: Panel) -> list[dict[str, Any]]:
     """The drafts that promise most, at the longest draft length, which shows the most positions."""
-    longest = {row["draft"]: row for row in panel.rows if row.get("acceptance_by_position") and row.get("c") is not None}
+    longest = {
+        row["draft"]: row for row in panel.rows if row.get("acceptance_by_position") and row.get("c") is not None
+    }
     return [longest[row["draft"]] for row in panel.promising(_LINES)]
 
 
@@ -161,7 +163,9 @@ def _exits(axes: Axes, panel: Panel) -> None:
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=size, color=shade)
         measured = exits[layers[column], lengths[row]].get("measured_speedup_median")
         if measured is not None:
-            axes.text(column, row - 0.33, f"({measured:.2f})", ha="center", va="center", fontsize=size - 1.5, color=shade)
+            axes.text(
+                column, row - 0.33, f"({measured:.2f})", ha="center", va="center", fontsize=size - 1.5, color=shade
+            )
     row, column = np.unravel_index(int(values.argmax()), values.shape)
     from matplotlib.patches import Rectangle
 
@@ -222,9 +226,7 @@ def _agreement(axes: Axes, panel: Panel) -> None:
             x,
             y,
             xerr=yerror_of([[x - row["acceptance_rate_low"]], [row["acceptance_rate_high"] - x]]),
-            yerr=yerror_of(
-                [[y - row["measured_acceptance_rate_low"]], [row["measured_acceptance_rate_high"] - y]]
-            ),
+            yerr=yerror_of([[y - row["measured_acceptance_rate_low"]], [row["measured_acceptance_rate_high"] - y]]),
             fmt=MARKERS.get(row["kind"], "o"),
             ms=3,
             color=COLOURS[0],
@@ -240,7 +242,7 @@ def _agreement(axes: Axes, panel: Panel) -> None:
 
 def row_agrees(row: dict[str, Any]) -> bool:
     """Whether estimate and measurement of a row differ by no more than their intervals explain."""
-    from selfspec.ablate.intervals import Interval
+    from selfspec.ablation.intervals import Interval
 
     estimated, measured = (
         Interval(row[name], row[f"{name}_low"], row[f"{name}_high"])

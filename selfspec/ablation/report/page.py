@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.ablate.report.files import described
-from selfspec.ablate.report.panels import Panel, coloured
-from selfspec.ablate.report.pictures import COLOURS, row_agrees
-from selfspec.ablate.report.tokens import GREY, LINE_END, NONE, printable
-from selfspec.ablate.run import Finding
+from selfspec.ablation.report.files import described
+from selfspec.ablation.report.panels import Panel, coloured
+from selfspec.ablation.report.pictures import COLOURS, row_agrees
+from selfspec.ablation.report.tokens import GREY, LINE_END, NONE, printable
+from selfspec.ablation.run import Finding
 from selfspec.errors import StorageError
 from selfspec.path import Part
 
@@ -107,8 +107,10 @@ def _importance(panel: Panel) -> go.Figure:
     depth = 1 + max([each.layer for each in single] + list(layers))
     names = [part.name.lower() for part in Part if any(each.part == part for each in single)]
     values: list[list[float | None]] = [
-        [next((value for each, value in single.items() if (each.layer, each.part) == (layer, part)), None)
-         for layer in range(depth)]
+        [
+            next((value for each, value in single.items() if (each.layer, each.part) == (layer, part)), None)
+            for layer in range(depth)
+        ]
         for part in Part
         if any(each.part == part for each in single)
     ]
@@ -131,7 +133,10 @@ def _positions(panel: Panel) -> go.Figure:
     measured = {row["draft"]: row for row in panel.confirmed}
     for index, best in enumerate(panel.promising(_DRAFTS)):
         row, colour = longest[best["draft"]], COLOURS[index % len(COLOURS)]
-        for prefix, source, mode, dash in (("", row, "lines", "solid"), ("measured_", measured.get(row["draft"]), "markers", "dot")):
+        for prefix, source, mode, dash in (
+            ("", row, "lines", "solid"),
+            ("measured_", measured.get(row["draft"]), "markers", "dot"),
+        ):
             if source is None:
                 continue
             shares = source[f"{prefix}acceptance_by_position"]
@@ -174,7 +179,9 @@ def _exits(panel: Panel) -> go.Figure:
         marker={"symbol": "square-open", "size": 38, "color": COLOURS[1], "line": {"width": 3}},
         name="predicted optimum",
     )
-    figure.update_layout(title="Predicted speed-up of early exits", xaxis_title="exit layer", yaxis_title="draft length")
+    figure.update_layout(
+        title="Predicted speed-up of early exits", xaxis_title="exit layer", yaxis_title="draft length"
+    )
     figure.update_xaxes(type="category")
     figure.update_yaxes(type="category")
     return figure
@@ -213,7 +220,12 @@ def _pareto(panel: Panel) -> go.Figure:
         title="Acceptance against cost",
         xaxis_title="draft cost ratio c",
         yaxis_title="acceptance",
-        coloraxis={"colorscale": "Viridis", "cmin": min(speeds), "cmax": max(speeds), "colorbar": {"title": "speed-up"}},
+        coloraxis={
+            "colorscale": "Viridis",
+            "cmin": min(speeds),
+            "cmax": max(speeds),
+            "colorbar": {"title": "speed-up"},
+        },
         legend={"orientation": "h", "y": -0.2},
     )
     return figure
@@ -264,7 +276,9 @@ def _texts(panel: Panel) -> str:
             colour = GREY if index is None else COLOURS[index % len(COLOURS)]
             right = [draft for draft in drafts if panel.right[draft][number][at] == "1"]
             shown = html.escape(printable(token)).replace(LINE_END, f"{LINE_END}\n")
-            spans.append(f'<span style="background:{colour}66" title="{html.escape(", ".join(right) or NONE)}">{shown}</span>')
+            spans.append(
+                f'<span style="background:{colour}66" title="{html.escape(", ".join(right) or NONE)}">{shown}</span>'
+            )
         parts.append(f"<pre class=text>{''.join(spans)}</pre>")
     return "".join(parts)
 

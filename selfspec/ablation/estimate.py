@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-from selfspec.ablate.drafts import NamedDraft, draft_of
-from selfspec.ablate.intervals import ratio
-from selfspec.ablate.point import Point
-from selfspec.ablate.subject import Subject
+from selfspec.ablation.drafts import NamedDraft, draft_of
+from selfspec.ablation.intervals import ratio
+from selfspec.ablation.point import Point
+from selfspec.ablation.subject import Subject
 from selfspec.measure.forced_figures import ForcedFigures, Texts, forced_figures
 from selfspec.measure.prefix_tree import Candidate
 from selfspec.measure.rounds import expected_rounds

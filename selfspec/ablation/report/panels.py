@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.ablate.drafts import draft_of
-from selfspec.ablate.point import Result
-from selfspec.ablate.run import Finding
-from selfspec.ablate.table import Row
+from selfspec.ablation.drafts import skip_set
+from selfspec.ablation.point import Result
+from selfspec.ablation.run import Finding
+from selfspec.ablation.table import Row
 from selfspec.path import Part, Sublayer
 
 
@@ -52,7 +52,7 @@ class Panel:
         found = {}
         for row in self._at_one("skip"):
             if row["skipped"] == 1:
-                (sublayer,) = draft_of(row["draft"]).path(_DEEP).skipped
+                (sublayer,) = skip_set(row["draft"])
                 found[sublayer] = row["alpha"]
         return found
 
@@ -61,7 +61,7 @@ class Panel:
         """Acceptance with one layer left out whole, by layer."""
         found = {}
         for row in self._at_one("skip"):
-            skipped = draft_of(row["draft"]).path(_DEEP).skipped
+            skipped = skip_set(row["draft"])
             layers = {each.layer for each in skipped}
             if len(layers) == 1 and len(skipped) == len(Part):
                 found[layers.pop()] = row["alpha"]
@@ -106,12 +106,10 @@ class Panel:
     def _at_one(self, kind: str) -> list[Row]:
         lengths = [row["draft_length"] for row in self.rows if row.get("draft_length")]
         return [
-            row for row in self.rows if row["kind"] == kind and row.get("draft_length") == min(lengths) and "alpha" in row
+            row
+            for row in self.rows
+            if row["kind"] == kind and row.get("draft_length") == min(lengths) and "alpha" in row
         ]
-
-
-# Deeper than any model: what a skip set leaves out does not depend on the depth.
-_DEEP = 10_000
 
 
 def panels(finding: Finding) -> list[Panel]:

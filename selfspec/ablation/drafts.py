@@ -112,6 +112,16 @@ def skip_name(skipped: Iterable[Sublayer]) -> str:
     return draft_name(LayerSkip(attention, [each.layer for each in parts if each.part == Part.MLP]))
 
 
+def skip_set(name: str) -> frozenset[Sublayer]:
+    """The sublayers that a skip set of that name leaves out."""
+    drafter = draft_of(name)
+    skip = drafter.skip if isinstance(drafter, SkipFile) else drafter
+    if not isinstance(skip, LayerSkip):
+        raise StudyError(f"drafts: {name!r} is no skip set")
+    depth = 2 + max([*skip.attention, *skip.mlp, *skip.layers])
+    return skip.path(depth).skipped
+
+
 def _random(space: Space, count: int, seed: str) -> Iterator[str]:
     seen: set[str] = set()
     draws = space.random(random.Random(seed).getrandbits(32))

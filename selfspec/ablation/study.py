@@ -112,7 +112,7 @@ class Study:
                 raise StudyError(f"{where} has an unknown key {key!r}; {hint}")
             values[key] = _checked(where, key, types[key], value)
         if "models" not in values:
-            raise StudyError(f"{where} names no models; add e.g. models = [\"demo\"]")
+            raise StudyError(f'{where} names no models; add e.g. models = ["demo"]')
         return cls(**values)
 
     def with_(self, changes: Mapping[str, Any]) -> Study:
@@ -139,7 +139,7 @@ def read_study(file: Path) -> Study:
         raise StudyError(f"the study {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     declared = _parsed_toml(file, text) if file.suffix == ".toml" else _parsed_yaml(file, text)
     if not isinstance(declared, dict):
-        raise StudyError(f"{file} declares no keys and values; begin with e.g. models = [\"demo\"]")
+        raise StudyError(f'{file} declares no keys and values; begin with e.g. models = ["demo"]')
     return Study.of({"name": file.stem, **declared}, str(file))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selfspec.ablate.report.files import write_data
-from selfspec.ablate.report.page import write_page
-from selfspec.ablate.report.panels import panels
-from selfspec.ablate.report.pictures import draw_all
-from selfspec.ablate.run import Finding
+from selfspec.ablation.report.files import write_data
+from selfspec.ablation.report.page import write_page
+from selfspec.ablation.report.panels import panels
+from selfspec.ablation.report.pictures import draw_all
+from selfspec.ablation.run import Finding
 from selfspec.errors import StorageError
 
 PAGE = "report.html"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfspec.ablate.confirm import measure
-from selfspec.ablate.estimate import estimate
-from selfspec.ablate.point import Point, Result
-from selfspec.ablate.pricing import find_costs
-from selfspec.ablate.subject import Subject
-from selfspec.ablate.texts import texts_of, write_texts
+from selfspec.ablation.confirm import measure
+from selfspec.ablation.estimate import estimate
+from selfspec.ablation.point import Point, Result
+from selfspec.ablation.pricing import find_costs
+from selfspec.ablation.subject import Subject
+from selfspec.ablation.texts import texts_of, write_texts
 from selfspec.bench.environment import environment
 from selfspec.errors import SelfSpecError, StudyError
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from selfspec.ablate.point import Point
-from selfspec.ablate.subject import Subject, digest
+from selfspec.ablation.point import Point
+from selfspec.ablation.subject import Subject, digest
 from selfspec.measure.forced_figures import Texts
 from selfspec.verify.stock import bare
 

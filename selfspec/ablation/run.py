@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec.ablate.plan import Plan
-from selfspec.ablate.point import Point, Result
-from selfspec.ablate.requirements import require_packages
-from selfspec.ablate.study import Study
-from selfspec.ablate.subject import Subject, check_inputs, loader
-from selfspec.ablate.table import Row, rows
-from selfspec.ablate.worker import Board, join, work
+from selfspec.ablation.plan import Plan
+from selfspec.ablation.point import Point, Result
+from selfspec.ablation.requirements import require_packages
+from selfspec.ablation.study import Study
+from selfspec.ablation.subject import Subject, check_inputs, loader
+from selfspec.ablation.table import Row, rows
+from selfspec.ablation.worker import Board, join, work
 
 LOCKS = "workers"
 
@@ -39,7 +39,9 @@ class Finding:
     @property
     def failed(self) -> list[Result]:
         """Points that went wrong."""
-        return [self.results[key] for point in self.points if (key := point.key) in self.results and self.results[key].error]
+        return [
+            self.results[key] for point in self.points if (key := point.key) in self.results and self.results[key].error
+        ]
 
 
 def run_study(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec.ablate.table import Row
+from selfspec.ablation.table import Row
 from selfspec.errors import StudyError
 
 DATA = "points.jsonl"

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.ablate.journal import open_storage, storage_errors
-from selfspec.ablate.liveness import Liveness
-from selfspec.ablate.plan import Plan, Unit
-from selfspec.ablate.point import Point, Result
-from selfspec.ablate.subject import Subject
-from selfspec.ablate.work import do
+from selfspec.ablation.journal import open_storage, storage_errors
+from selfspec.ablation.liveness import Liveness
+from selfspec.ablation.plan import Plan, Unit
+from selfspec.ablation.point import Point, Result
+from selfspec.ablation.subject import Subject
+from selfspec.ablation.work import do
 from selfspec.errors import StudyError
 from selfspec.search.bayesian import quiet_optuna
 
@@ -177,7 +177,9 @@ class _Worker:
                 if given_up:
                     results = [_failed(point, f"{_MOST_DEATHS} workers died of it") for point in given_up]
                     self._board.study.add_trial(
-                        optuna.create_trial(value=0.0, user_attrs={_POINTS: _dicts(given_up), _RESULTS: _dicts(results)})
+                        optuna.create_trial(
+                            value=0.0, user_attrs={_POINTS: _dicts(given_up), _RESULTS: _dicts(results)}
+                        )
                     )
                 # One at a time, where one of them killed a worker before.
                 risky = any(standing.deaths[point.key] for point in waiting)

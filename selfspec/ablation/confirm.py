@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-
-from selfspec.ablate.drafts import NamedDraft, draft_of
-from selfspec.ablate.intervals import ratio
-from selfspec.ablate.point import Point
-from selfspec.ablate.subject import Subject
+from selfspec.ablation.drafts import NamedDraft, draft_of
+from selfspec.ablation.intervals import ratio
+from selfspec.ablation.point import Point
+from selfspec.ablation.subject import Subject
 from selfspec.demo.peak_memory import peak_memory
 from selfspec.measure.forced_figures import Texts
 from selfspec.output import GenerateOutput
@@ -90,9 +89,7 @@ def _is_exact(texts: Texts, outputs: list[GenerateOutput]) -> bool | None:
     """Whether greedy tokens are those of `model.generate`; None where they need not be, or need not be bit for bit."""
     if texts.temperature or not outputs[0].lossless:
         return None
-    return all(
-        output.sequences[0].tolist() == row for output, row in zip(outputs, texts.ids.tolist(), strict=True)
-    )
+    return all(output.sequences[0].tolist() == row for output, row in zip(outputs, texts.ids.tolist(), strict=True))
 
 
 def _options(texts: Texts) -> Mapping[str, Any]:

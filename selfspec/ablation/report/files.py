@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfspec.ablate.run import Finding
-from selfspec.ablate.table import Row, columns
+from selfspec.ablation.run import Finding
+from selfspec.ablation.table import Row, columns
 from selfspec.errors import StorageError
 
 
@@ -83,7 +83,9 @@ def _csv(file: TextIO, table: Sequence[Row], names: Sequence[str]) -> None:
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return json.dumps([each if each is None else round(each, 6) for each in value]) if isinstance(value, list) else value
+    return (
+        json.dumps([each if each is None else round(each, 6) for each in value]) if isinstance(value, list) else value
+    )
 
 
 def _jsonl(file: TextIO, table: Sequence[Row]) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.ablate.requirements import require_packages
-from selfspec.ablate.run import work_on
-from selfspec.ablate.study import Study
-from selfspec.ablate.subject import Subject
+from selfspec.ablation.requirements import require_packages
+from selfspec.ablation.run import work_on
+from selfspec.ablation.study import Study
+from selfspec.ablation.subject import Subject
 from selfspec.errors import StudyError
 from selfspec.wrapped import find_adapter
 

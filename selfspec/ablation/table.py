@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from selfspec.ablate.drafts import draft_of
-from selfspec.ablate.intervals import Interval, wilson
-from selfspec.ablate.point import Point, Result
-from selfspec.ablate.pricing import prices_of
+from selfspec.ablation.drafts import draft_of, skip_set
+from selfspec.ablation.intervals import Interval, wilson
+from selfspec.ablation.point import Point, Result
+from selfspec.ablation.pricing import prices_of
 from selfspec.costs import Costs
 from selfspec.forecast import speedup
 from selfspec.search.prices import Prediction, Prices, predict
@@ -137,10 +137,7 @@ def _spread(name: str, interval: Interval | None) -> Row:
 
 def _skipped(draft: str) -> int | None:
     """How many sublayers a skip set leaves out; None of other drafts."""
-    if not draft.startswith("skip"):
-        return None
-    # Deeper than any model: what is left out does not depend on the depth.
-    return len(draft_of(draft).path(10_000).skipped)
+    return len(skip_set(draft)) if draft.startswith("skip") else None
 
 
 def columns(table: Sequence[Row]) -> list[str]:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from selfspec.ablate.confirm import measure_point
-from selfspec.ablate.drafts import NamedDraft, named_drafts
-from selfspec.ablate.estimate import estimate_point
-from selfspec.ablate.point import Point, Result
-from selfspec.ablate.pricing import costs_point, prices_of
-from selfspec.ablate.study import Study
-from selfspec.ablate.subject import Subject
-from selfspec.ablate.table import predicted
-from selfspec.ablate.texts import texts_point
+from selfspec.ablation.confirm import measure_point
+from selfspec.ablation.drafts import NamedDraft, named_drafts
+from selfspec.ablation.estimate import estimate_point
+from selfspec.ablation.point import Point, Result
+from selfspec.ablation.pricing import costs_point, prices_of
+from selfspec.ablation.study import Study
+from selfspec.ablation.subject import Subject
+from selfspec.ablation.table import predicted
+from selfspec.ablation.texts import texts_point
 from selfspec.errors import StudyError
 
 # Drafts judged at once: enough to share what they begin with, few enough to lose little with a worker.
@@ -88,9 +88,7 @@ class Plan:
     def _together(self, results: Mapping[str, Result]) -> Iterator[Unit]:
         for texts in self.texts:
             missing = [
-                point
-                for point in self.estimates
-                if point.content["texts"] == texts.key and point.key not in results
+                point for point in self.estimates if point.content["texts"] == texts.key and point.key not in results
             ]
             for start in range(0, len(missing), _TOGETHER):
                 yield Unit(tuple(missing[start : start + _TOGETHER]))
@@ -106,10 +104,7 @@ class Plan:
             ]
             if costs is None or costs.error is not None:
                 continue
-            best = {
-                point.key: predicted(result, prices_of(dict(costs.found)))
-                for point, result in judged
-            }
+            best = {point.key: predicted(result, prices_of(dict(costs.found))) for point, result in judged}
             ranked = sorted((point for point, _ in judged), key=lambda point: (-best[point.key].speedup, point.key))
             count = min(self.study.confirm, len(ranked))
             chosen, others = ranked[: (count + 1) // 2], ranked[(count + 1) // 2 :]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfspec.ablate.report.panels import Panel, coloured
+from selfspec.ablation.report.panels import Panel, coloured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,14 +20,16 @@ LINE_END = "↵"
 
 def draw_tokens(axes: Axes, panel: Panel, drafts: Sequence[str], colours: Sequence[str]) -> None:
     """Draw the beginnings of a panel's texts, letter by letter on a grid."""
+    from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
     cells = list(_cells(panel, drafts))
+    boxes = [Rectangle((cell.column, cell.row), 1, 0.94) for cell in cells]
+    shades = [GREY if cell.draft is None else colours[cell.draft % len(colours)] for cell in cells]
+    axes.add_collection(PatchCollection(boxes, facecolors=shades, edgecolors="none", alpha=0.45))
     for cell in cells:
-        colour = GREY if cell.draft is None else colours[cell.draft % len(colours)]
-        axes.add_patch(Rectangle((cell.column, cell.row), 1, 0.94, color=colour, alpha=0.45, lw=0))
         if not cell.letter.isspace():
-            axes.text(
+            letter = axes.text(
                 cell.column + 0.5,
                 cell.row + 0.5,
                 cell.letter,
@@ -37,6 +39,8 @@ def draw_tokens(axes: Axes, panel: Panel, drafts: Sequence[str], colours: Sequen
                 va="center",
                 parse_math=False,
             )
+            # A thousand letters, none of which the layout need look at.
+            letter.set_in_layout(False)
     axes.set_xlim(0, _ACROSS)
     axes.set_ylim(_DOWN, 0)
     axes.set_axis_off()

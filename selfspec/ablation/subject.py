@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.ablate.study import Study
+from selfspec.ablation.study import Study
 from selfspec.adapter import Adapter
 from selfspec.bench.workload import BUILT_IN, Workload, built_in, parse_workloads
 from selfspec.checkpoint import load_checkpoint, read_config
