@@ -22,7 +22,7 @@ def estimate_point(draft: NamedDraft, texts: Point, lengths: Sequence[int], reac
         "draft_content": draft.content,
         "texts": texts.key,
         "draft_lengths": list(lengths),
-        "reach": reach,
+        "reach": min(reach, max(lengths)),
     }
     place = {**texts.place, "temperature": texts.content["temperature"], "draft": draft.name}
     return Point("estimate", content, place)

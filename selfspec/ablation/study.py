@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -80,8 +80,6 @@ class Study:
             raise StudyError(f"draft_lengths = {list(self.draft_lengths)}: a draft has at least 1 token")
         if min(self.temperatures) < 0:
             raise StudyError(f"temperatures = {list(self.temperatures)}: a temperature is not negative")
-        if self.reach > max(self.draft_lengths):
-            raise StudyError(f"reach = {self.reach} is more than the longest of draft_lengths")
         if self.pricing not in get_args(Pricing):
             raise StudyError(f"pricing = {self.pricing!r} is not known; choose {' or '.join(get_args(Pricing))}")
         if self.dtype not in _DTYPES:
@@ -115,10 +113,6 @@ class Study:
             raise StudyError(f'{where} names no models; add e.g. models = ["demo"]')
         return cls(**values)
 
-    def with_(self, changes: Mapping[str, Any]) -> Study:
-        """The study with some values changed."""
-        return replace(self, **changes)
-
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -127,8 +121,12 @@ class Study:
 _LISTS = ("models", "drafts", "workloads", "temperatures", "rules", "draft_lengths", "seeds")
 
 
-def read_study(file: Path) -> Study:
+def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
     """A study from a TOML or YAML file.
+
+    Args:
+        file: declares it.
+        changes: values that stand in place of the file's.
 
     Raises:
         StudyError: the file cannot be read, is malformed, or declares what cannot be.
@@ -140,7 +138,7 @@ def read_study(file: Path) -> Study:
     declared = _parsed_toml(file, text) if file.suffix == ".toml" else _parsed_yaml(file, text)
     if not isinstance(declared, dict):
         raise StudyError(f'{file} declares no keys and values; begin with e.g. models = ["demo"]')
-    return Study.of({"name": file.stem, **declared}, str(file))
+    return Study.of({"name": file.stem, **declared, **(changes or {})}, str(file))
 
 
 def _parsed_toml(file: Path, text: str) -> Any:
@@ -161,6 +159,9 @@ def _parsed_yaml(file: Path, text: str) -> Any:
         raise StudyError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
 
 
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+
 def _checked(where: str, key: str, kind: str, value: Any) -> Any:
     """A value as the study keeps it."""
     if not kind.startswith("tuple"):
@@ -171,7 +172,6 @@ def _checked(where: str, key: str, kind: str, value: Any) -> Any:
     items = list(value) if isinstance(value, list | tuple) else [value]
     of = kind.removeprefix("tuple[").split(",")[0]
     for item in items:
-        allowed = {"int": int, "float": (int, float), "str": str}[of]
-        if isinstance(item, bool) or not isinstance(item, allowed):
+        if isinstance(item, bool) or not isinstance(item, _KINDS[of]):
             raise StudyError(f"{where}: {key} holds {item!r}, which is no {of}")
     return tuple(float(item) if of == "float" else item for item in items)

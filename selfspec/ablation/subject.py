@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,7 +71,7 @@ class Subject:
             return [f"{token} " for token in ids[first:]]
         read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
         # Where a token completes a character, what stood for its beginning is gone.
-        return [after[len(os.path.commonprefix([before, after])) :] for before, after in pairwise(read)]
+        return [after.removeprefix(before.rstrip("\ufffd")) for before, after in pairwise(read)]
 
 
 def digest(ids: Tensor) -> str:

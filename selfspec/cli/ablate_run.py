@@ -125,8 +125,7 @@ def shown_progress(verb: str) -> Iterator[Told]:
 def _study(job: Job) -> Study:
     if job.file is None:
         return Study.of(job.declared, "the command line")
-    study = read_study(job.file)
-    return Study.of({**study.to_dict(), **job.declared}, str(job.file))
+    return read_study(job.file, job.declared)
 
 
 def _summary(finding: Finding, files: Sequence[Path]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def search(
     threads: Threads = None,
     output: Output = "text",
 ) -> None:
-    """Search for the skip set that promises the highest speed, by measured costs and acceptance on the model's own text.
+    """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
 
     By dynamic programming on hidden states (CLaSp, KnapSpec) and by importance first, then by Bayesian optimisation.
     """

@@ -22,8 +22,9 @@ _LOOK_UP = "lookup"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), skip-file:FILE for one that a search found, +vocab:FILE behind any of these to read fewer rows of the head, lookup for "
-    "look-ups in the text, alone or before any of these (lookup+exit:4), or none for plain decoding"
+    "(skip:attn=3,5;mlp=4;layers=7-9), skip-file:FILE for one that was searched for, +vocab:FILE behind any of these "
+    "to read fewer rows of the head, lookup for look-ups in the text, alone or before any of these (lookup+exit:4), or "
+    "none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)

@@ -211,7 +211,7 @@ class ForcedText:
             `[reach, texts, drafted tokens, vocab]`; -inf at tokens the head cannot draft. In copy k the first k of the
             drafted tokens mean nothing.
         """
-        texts, length = self._ids.shape
+        length = self._ids.shape[1]
         copies = hidden.unflatten(-2, (self.reach, length))[..., self.first - 1 : -1, :].flatten(-3, -2)
         view = self._views.head(0 if layer is None or head is None else layer, head)
         view.enter(ExactStates(copies))

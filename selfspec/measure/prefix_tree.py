@@ -67,14 +67,15 @@ def _visit(
 ) -> Iterator[Reading]:
     """Go on from states that enter a layer; None: they are exact so far."""
     if layer == candidates[ways[0][1]].path.depth:
-        states = text.exact(layer) if hidden is None else hidden
+        last = text.exact(layer) if hidden is None else hidden
         for _, number in ways:
             each = candidates[number]
             # An exit head stands behind the last layer that runs; nothing after that changed the states.
-            yield Reading(number, text.read(states, each.exit_layer, each.head))
+            yield Reading(number, text.read(last, each.exit_layer, each.head))
         return
     for way, group in groupby(ways, key=lambda each: each[0][layer]):
         parts: Parts = frozenset(part for part in WHOLE if part in way)
+        states: Tensor | None
         if parts == WHOLE and hidden is None:
             states = None
         elif parts == NOTHING and hidden is not None:

@@ -73,8 +73,8 @@ def sets_by_similarity(text: ForcedText, space: Space, prices: Prices, width: in
                     found = Kept(skipped, _similarity(states, target, text.first), states)
                     new.setdefault(saved + weight, []).append(found)
         table = {saved: _best(ways_there, width) for saved, ways_there in new.items()}
-    found = sorted((kept for ways in table.values() for kept in ways), key=lambda kept: -kept.similarity)
-    return [kept.skipped for kept in found if space.holds(kept.skipped)]
+    last = sorted((kept for there in table.values() for kept in there), key=lambda kept: -kept.similarity)
+    return [kept.skipped for kept in last if space.holds(kept.skipped)]
 
 
 def influence(text: ForcedText, space: Space) -> dict[Sublayer, float]:

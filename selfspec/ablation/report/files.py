@@ -51,14 +51,23 @@ def described(finding: Finding) -> dict[str, Any]:
     """What a study was: as declared, with what it was made, and what failed."""
     environments = {json.dumps(dict(result.environment), sort_keys=True) for result in finding.results.values()}
     costs = [result for result in finding.results.values() if result.point.kind == "costs" and result.error is None]
+    declared = finding.study.to_dict()
+    # Where files lie is nobody's concern.
+    declared["models"] = [Path(model).name for model in declared["models"]]
+    declared["workloads"] = [_without_folder(workload) for workload in declared["workloads"]]
     return {
-        "study": finding.study.to_dict(),
+        "study": declared,
         "environments": [json.loads(each) for each in sorted(environments) if each != "{}"],
         "prices": {result.point.place["model"]: result.found["prices"] for result in costs},
         "points": len(finding.results),
         "seconds": sum(result.seconds for result in finding.results.values()),
         "failed": [{"point": result.point.to_dict(), "error": result.error} for result in finding.failed],
     }
+
+
+def _without_folder(workload: str) -> str:
+    name, named, place = workload.partition("=")
+    return name + named + place.rpartition("/")[2]
 
 
 def _written(file: Path, write: Callable[[TextIO], object]) -> Path:

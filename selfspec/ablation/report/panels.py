@@ -125,7 +125,9 @@ def panels(finding: Finding) -> list[Panel]:
             texts[place] = finding.results[result.point.content["texts"]]
             right.setdefault(place, {})[result.point.place["draft"]] = result.found["right"]
     return [
-        Panel(*place, rows, texts[place].found["tokens"], right[place])
+        Panel(
+            **dict(zip(_PLACE, place, strict=True)), rows=rows, tokens=texts[place].found["tokens"], right=right[place]
+        )
         for place, rows in grouped.items()
         if place in texts
     ]

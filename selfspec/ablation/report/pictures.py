@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from selfspec.path import Part, Sublayer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Distinct for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -53,16 +55,27 @@ def draw_all(panels: Sequence[Panel], folder: Path) -> list[Path]:
                 each.set_visible(True)
                 each.set_title(panel.title)
                 draw(each, panel)
-            figure.savefig(folder / f"{name}.png", dpi=_DPI)
+            _save(figure, folder / f"{name}.png")
         drawn.append(folder / f"{name}.png")
     return drawn
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """Write a picture with a palette of its own, which takes a third of the room and looks the same."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=_DPI)
+    with Image.open(drawn) as image:
+        palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        palette.save(file, optimize=True, dpi=(_DPI, _DPI))
 
 
 @contextmanager
 def _style() -> Iterator[None]:
     import matplotlib
 
-    settings = {
+    settings: Any = {
         "font.size": 8,
         "axes.titlesize": 8.5,
         "axes.spines.top": False,
@@ -115,7 +128,7 @@ def _positions(axes: Axes, panel: Panel) -> None:
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, of those judged")
     axes.set_ylim(0, 1.02)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(range(1, 1 + max(len(row["acceptance_by_position"]) for row in _lines(panel))))
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.18),
