@@ -36,4 +36,8 @@ print(single.set_index("draft").alpha.sort_values().round(2).head(6).to_string()
 
 # %% Estimates beside what generation made of them.
 confirmed = table[table.measured_acceptance_rate.notna()]
-print(confirmed[["draft", "acceptance_rate", "measured_acceptance_rate", "measured_speedup"]].round(2).to_string(index=False))
+print(
+    confirmed[["draft", "acceptance_rate", "measured_acceptance_rate", "measured_speedup"]]
+    .round(2)
+    .to_string(index=False)
+)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from selfspec.ablation.report.whole import whole
 from selfspec.ablation.run import Finding
 from selfspec.ablation.table import Row, columns
 from selfspec.errors import StorageError
@@ -71,14 +71,8 @@ def _without_folder(workload: str) -> str:
 
 
 def _written(file: Path, write: Callable[[TextIO], object]) -> Path:
-    """A file as a whole, or as it was."""
-    draft = file.with_name(f"{file.name}.part")
-    try:
-        with draft.open("w", encoding="utf-8", newline="") as opened:
-            write(opened)
-        os.replace(draft, file)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole(file) as draft, draft.open("w", encoding="utf-8", newline="") as opened:
+        write(opened)
     return file
 
 
@@ -108,10 +102,6 @@ def _parquet(file: Path, table: Sequence[Row], names: Sequence[str], about: dict
 
     data = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in table])
     data = data.replace_schema_metadata({"selfspec": json.dumps(about)})
-    draft = file.with_name(f"{file.name}.part")
-    try:
+    with whole(file) as draft:
         parquet.write_table(data, draft)
-        os.replace(draft, file)
-    finally:
-        draft.unlink(missing_ok=True)
     return file

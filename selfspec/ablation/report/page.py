@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from selfspec.ablation.report.files import described
 from selfspec.ablation.report.panels import Panel, coloured
 from selfspec.ablation.report.pictures import COLOURS, row_agrees
 from selfspec.ablation.report.tokens import GREY, LINE_END, NONE, printable
+from selfspec.ablation.report.whole import whole
 from selfspec.ablation.run import Finding
 from selfspec.errors import StorageError
 from selfspec.path import Part
@@ -54,12 +54,10 @@ def write_page(finding: Finding, panels: Sequence[Panel], file: Path) -> Path:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(finding.study.name)}</title>"
         f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
-    draft = file.with_name(f"{file.name}.part")
     try:
-        draft.write_text(page, encoding="utf-8")
-        os.replace(draft, file)
+        with whole(file) as draft:
+            draft.write_text(page, encoding="utf-8")
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise StorageError(f"{file} cannot be written ({error.strerror or error}); the study itself is kept") from error
     return file
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from selfspec.ablation.report.panels import Panel
 from selfspec.ablation.report.tokens import draw_tokens
+from selfspec.ablation.report.whole import whole
 from selfspec.path import Part, Sublayer
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def _save(figure: Figure, file: Path) -> None:
     figure.savefig(drawn, dpi=_DPI)
     with Image.open(drawn) as image:
         palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        palette.save(file, optimize=True, dpi=(_DPI, _DPI))
+        with whole(file) as draft:
+            palette.save(draft, optimize=True, dpi=(_DPI, _DPI))
 
 
 @contextmanager
@@ -222,6 +224,7 @@ def _pareto(axes: Axes, panel: Panel) -> None:
         textcoords="axes fraction",
         fontsize=6.5,
         ha="right",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         arrowprops={"arrowstyle": "-", "color": "#D55E00", "lw": 0.6},
     )
     axes.set_xlabel("draft cost ratio c")

@@ -11,8 +11,8 @@ from selfspec.ablation.report.panels import Panel, coloured
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Characters of a line, and lines.
-_ACROSS, _DOWN = 76, 14
+# Characters of a line, lines in all, and lines of one text.
+_ACROSS, _DOWN, _EACH = 76, 14, 4
 NONE = "only the full model"
 GREY = "#BBBBBB"
 LINE_END = "↵"
@@ -70,17 +70,20 @@ def _cells(panel: Panel, drafts: Sequence[str]) -> Iterator[_Cell]:
     """The texts one below the other, as many as there is room for."""
     column = row = 0
     for number, text in enumerate(panel.tokens):
+        last = min(_DOWN, row + _EACH)
         for token, draft in zip(text, coloured(panel, drafts, number), strict=True):
             for letter in printable(token):
                 if column >= _ACROSS:
                     column, row = 0, row + 1
-                if row >= _DOWN:
-                    return
+                if row >= last:
+                    break
                 yield _Cell(column, row, letter, draft)
                 column += 1
                 if letter == LINE_END:
                     column, row = 0, row + 1
-        column, row = 0, row + 1 + bool(column)
+        column, row = 0, min(row + 1 + bool(column), last + 1)
+        if row >= _DOWN:
+            return
 
 
 def printable(token: str) -> str:
