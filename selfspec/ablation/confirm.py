@@ -16,6 +16,7 @@ from selfspec.ablation.subject import Subject
 from selfspec.demo.peak_memory import peak_memory
 from selfspec.measure.forced_figures import Texts
 from selfspec.output import GenerateOutput
+from selfspec.runtime import Eager
 from selfspec.stats import Stats
 from selfspec.verify.stock import bare
 from selfspec.wrapped import SelfSpeculative, wrap
@@ -32,6 +33,7 @@ def measure_point(draft: NamedDraft, texts: Point, draft_length: int, rule: str)
         "texts": texts.key,
         "draft_length": draft_length,
         "rule": rule,
+        "runtime": "eager",
     }
     place = {**texts.place, "temperature": texts.content["temperature"], "draft": draft.name}
     return Point("measure", content, place)
@@ -45,8 +47,12 @@ def measure(subject: Subject, texts: Texts, point: Point) -> dict[str, Any]:
     """
     drafter, length = draft_of(point.content["draft"]), point.content["draft_length"]
     model = bare(subject.model)
-    spec = wrap(model, drafter, draft_length=length, accept=point.content["rule"], adapter=subject.adapter)
-    plain = wrap(model, adapter=subject.adapter)
+    # Programs take longer to prove themselves than a point takes, and costs are timed without them too.
+    eager = Eager()
+    spec = wrap(
+        model, drafter, draft_length=length, accept=point.content["rule"], adapter=subject.adapter, runtime=eager
+    )
+    plain = wrap(model, adapter=subject.adapter, runtime=eager)
     prompts = texts.ids[:, : texts.first].split(1)
     options = _options(texts)
     seed = _OTHER_SEEDS * (1 + point.place["seed"])
