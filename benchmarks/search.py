@@ -2,8 +2,8 @@
 
     python benchmarks/search.py --model FOLDER --workload NAME=FILE
 
-Both are judged by the same evaluator on the same texts, written by the model at temperature 1, at prices by weights; then
-both winners once more on texts that neither has seen.
+Both are judged by the same evaluator on the same texts, written by the model at temperature 1, at prices by weights;
+then both winners once more on texts that neither has seen.
 """
 
 from __future__ import annotations

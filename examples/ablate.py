@@ -12,8 +12,8 @@ logging.disable_progress_bar()
 model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
 tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
 
-# %% Every exit and every single sublayer, judged by teacher forcing on text that the model writes itself; two drafts are
-# confirmed by real generation. With `pricing="measured"` costs are timed on this machine.
+# %% Every exit and every single sublayer, judged by teacher forcing on text that the model writes itself; two drafts
+# are confirmed by real generation. With `pricing="measured"` costs are timed on this machine.
 table = selfspec.ablate(
     model,
     PROMPTS,

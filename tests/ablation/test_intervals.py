@@ -13,7 +13,7 @@ def test_wilson_is_the_textbooks() -> None:
     found = wilson(8, 10)
     assert found is not None
     # Of Newcombe (1998), table I for other numbers, by the formula.
-    assert (found.low, found.high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert [found.low, found.high] == pytest.approx([0.4902, 0.9433], abs=1e-4)
     assert wilson(0, 0) is None
     none, all_of = wilson(0, 20), wilson(20, 20)
     assert none is not None

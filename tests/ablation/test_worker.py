@@ -16,11 +16,13 @@ import pytest
 
 from ablation.studies import declared, stories_loader
 from selfspec.ablation import worker
+from selfspec.ablation.estimate import estimate
 from selfspec.ablation.journal import FILE, open_storage
 from selfspec.ablation.plan import Plan
 from selfspec.ablation.point import Point, Result
 from selfspec.ablation.run import Finding, work_on
 from selfspec.ablation.subject import Subject
+from selfspec.ablation.work import do
 from selfspec.ablation.worker import Board, join
 from selfspec.errors import StorageError, StudyError
 from selfspec.search.bayesian import quiet_optuna
@@ -45,7 +47,6 @@ def alone(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Finding:
 def done(monkeypatch: pytest.MonkeyPatch) -> list[list[Point]]:
     """The points that were really done, unit by unit."""
     units: list[list[Point]] = []
-    do = worker.do
 
     def counted(points: Sequence[Point], *rest: Any) -> list[Result]:
         results = do(points, *rest)
@@ -89,7 +90,7 @@ def test_a_study_is_done_once(alone: Finding, load: Load, tmp_path: Path, done: 
 def test_four_workers_of_which_one_dies_find_what_one_does(
     alone: Finding, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do, deaths = worker.do, []
+    deaths: list[int] = []
 
     def mortal(points: Sequence[Point], *rest: Any) -> list[Result]:
         if points[0].kind == "estimate" and not deaths:
@@ -125,7 +126,6 @@ def test_a_unit_that_kills_its_workers_is_given_up(load: Load, tmp_path: Path, m
     from optuna.trial import TrialState
 
     study = declared(drafts=["exits"], temperatures=[0.0])
-    do = worker.do
 
     def deadly(points: Sequence[Point], *rest: Any) -> list[Result]:
         if any(point.content.get("draft") == "exit:2" for point in points):
@@ -156,8 +156,6 @@ def test_what_goes_wrong_with_a_point_is_its_result(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from selfspec.ablation import work
-
-    estimate = work.estimate
 
     def fails(subject: Subject, texts: Any, points: Sequence[Point]) -> list[dict[str, Any]]:
         if any(point.content["draft"] == "exit:3" for point in points):
