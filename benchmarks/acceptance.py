@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import RESULTS, machine, versions
+from kept import RESULTS
 from rich.progress import track
 from torch import Tensor, nn
 
 import selfspec
+from selfspec.bench.environment import environment
 from selfspec.checkpoint import Checkpoint, load_checkpoint
 from selfspec.costs import Costs
 from selfspec.cycles import cycle_share
@@ -60,8 +61,7 @@ def main() -> None:
     documents = _documents(options.held_out)
     record: dict[str, Any] = {
         "settings": {name: str(value) for name, value in vars(options).items() if name not in _FOLDERS},
-        "versions": versions(),
-        "machine": machine(),
+        "environment": environment(torch.device("cpu")),
         "forced": [],
         "generated": [],
         "speed": [],

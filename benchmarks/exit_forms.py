@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from arms import RESULTS
+from kept import RESULTS
 from torch import Tensor, nn
 
 from selfspec.checkpoint import load_checkpoint

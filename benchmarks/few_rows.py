@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from arms import RESULTS, machine, versions
+from kept import RESULTS
 from rich.progress import track
 from torch import Tensor, nn
 
+from selfspec.bench.environment import environment
 from selfspec.few_rows import for_few_rows
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
@@ -38,7 +39,7 @@ def main() -> None:
         for width, outputs in track(_SHAPES, f"{threads} threads", transient=True)
         for figure in _measured(width, outputs, threads, options.repeats)
     ]
-    record = {"settings": vars(options), "versions": versions(), "machine": machine(), "figures": figures}
+    record = {"settings": vars(options), "environment": environment(torch.device("cpu")), "figures": figures}
     (RESULTS / "few_rows.json").write_text(json.dumps(record, indent=1) + "\n")
     (RESULTS / "few_rows.md").write_text(_table(figures))
     print(_table(figures))

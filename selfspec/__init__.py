@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from selfspec.ablation.inline import ablate
     from selfspec.adapter import Adapter
+    from selfspec.calibrate.profile import Profile
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.costs import Costs
     from selfspec.draft import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         DraftConfigError,
         ExitHeadError,
         NonFiniteLogitsError,
+        ProfileError,
         PromptError,
         SelfSpecError,
         StorageError,
@@ -63,6 +65,8 @@ __all__ = [
     "Generation",
     "LayerSkip",
     "NonFiniteLogitsError",
+    "Profile",
+    "ProfileError",
     "PromptError",
     "PromptLookup",
     "ReducedVocabulary",
@@ -86,6 +90,7 @@ __all__ = [
 _HOMES = {
     "ablation.inline": ["ablate"],
     "adapter": ["Adapter"],
+    "calibrate.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "costs": ["Costs"],
     "draft": [

@@ -56,6 +56,10 @@ class BenchError(SelfSpecError, OSError):
     """Results of a benchmark are missing or unreadable, or what their plots need is not installed."""
 
 
+class ProfileError(SelfSpecError, OSError):
+    """There is no calibration profile that fits, or it is truncated or foreign."""
+
+
 class ClosedError(SelfSpecError, RuntimeError):
     """A wrapped model was used after `unwrap`."""
 

@@ -8,13 +8,14 @@ benchmarks/few_rows.py.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from selfspec.twin import twin_running, twin_with
+from selfspec.twin import has_other_forward, twin_running, twin_with
 
 # Rows up to which the weight on the left was the faster way, on one thread and on several.
 _MOST_ON_ONE_THREAD = 4
@@ -28,8 +29,7 @@ def for_few_rows(module: nn.Module) -> nn.Module:
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
     """
-    if "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None:
-        # What runs in its place may not look at the children of a twin.
+    if has_other_forward(module):
         return module
     if _is_plain(module):
         return twin_running(module, partial(_few_rows, module))
@@ -53,15 +53,20 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _few_rows(linear: nn.Module, states: Tensor) -> Tensor:
     assert isinstance(linear, nn.Linear)
-    rows = states.numel() // linear.in_features
+    # Numbers, and no part of what a program may record.
+    shape = [int(size) for size in states.shape]
+    rows = math.prod(shape[:-1])
     if not 2 <= rows <= (_MOST if torch.get_num_threads() > 1 else _MOST_ON_ONE_THREAD):
         return functional.linear(states, linear.weight, linear.bias)
     block = states.reshape(rows, linear.in_features)
     if rows == 3:
         # Four columns take less time than three.
         block = functional.pad(block, (0, 0, 0, 1))
+    product = torch.mm(linear.weight, block.t())
+    if rows == 3:
+        product = product[:, :rows]
     # Laid out by rows again: what comes next, another product above all, is slow on columns.
-    product = torch.mm(linear.weight, block.t())[:, :rows].t().contiguous()
+    product = product.t().contiguous()
     if linear.bias is not None:
         product += linear.bias
-    return product.view(*states.shape[:-1], linear.out_features)
+    return product.view(*shape[:-1], linear.out_features)

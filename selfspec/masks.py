@@ -25,6 +25,12 @@ def smallest_window(config: PreTrainedConfig) -> int | None:
     return min((span for span in spans if span is not None), default=None)
 
 
+def sees_all_without_mask(config: PreTrainedConfig) -> bool:
+    """Whether the model's attention kernel is given no mask where the one last token of every row sees all."""
+    kernel: str = config._attn_implementation
+    return kernel == "sdpa"
+
+
 def attention_mask(
     config: PreTrainedConfig, slots: Tensor, rows: int, visible: int, dtype: torch.dtype, *, recurrent: bool = False
 ) -> Any:
@@ -44,7 +50,7 @@ def attention_mask(
         stands where nothing is masked: for the one last token of every row, in full attention.
     """
     tokens = slots.shape[1]
-    is_last = slots.shape == (1, 1)
+    is_last = slots.shape == (1, 1) and sees_all_without_mask(config)
     slots = slots.expand(rows, tokens)
 
     def mask(pattern: Callable[..., Tensor]) -> Tensor | None:

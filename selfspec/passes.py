@@ -15,11 +15,12 @@ from selfspec.cache import SharedCache, Slots
 from selfspec.draft.draft_head import DraftHead
 from selfspec.few_rows import for_few_rows
 from selfspec.gate import ExactStates, GatedModel
-from selfspec.masks import smallest_window
+from selfspec.grouped_queries import for_grouped_queries
+from selfspec.masks import sees_all_without_mask, smallest_window
 from selfspec.path import Path
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
 from selfspec.runtime.programs import PassKind, Programs
-from selfspec.runtime.recordable import frozen_twin
+from selfspec.runtime.recordable import frozen_twin, is_watched
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Passes:
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self._stock_model = model
-        self._model: PreTrainedModel = for_few_rows(model)
+        self._model: PreTrainedModel = for_few_rows(for_grouped_queries(model))
         self._adapter = adapter
         self._cache = cache
         self._config = model.config.get_text_config(decoder=True)
@@ -106,7 +107,7 @@ class Passes:
         self, path: Path, head: DraftHead | None, base: str | None, tokens: Tensor, entering: ExactStates | None
     ) -> PassResult:
         slots = None if self._programs is None else self._cache.slots(tokens.shape[1])
-        if self._programs is None or slots is None or torch.is_autocast_enabled(tokens.device.type):
+        if self._programs is None or slots is None or is_watched(tokens.device):
             return self._run_stock(self._view(path, head), base, tokens, entering)
         kind = self._kind(path, head, base, tokens, entering, slots)
         return self._programs.run(
@@ -134,8 +135,7 @@ class Passes:
             rows=rows,
             width=width,
             uniform=self._cache.uniform,
-            # The one last token of every row sees all there is.
-            masked=windowed or width > 1 or not self._cache.uniform,
+            masked=windowed or width > 1 or not self._cache.uniform or not sees_all_without_mask(self._config),
             windowed=windowed,
             entering=None if entering is None else tuple(entering.attention),
         )
@@ -146,7 +146,7 @@ class Passes:
         return run_view(view, base, entering, self._inputs(tokens))
 
     def _function(self, kind: PassKind) -> PassFunction:
-        view = self._gated_view(for_few_rows(frozen_twin(self._stock_model)), kind.path, kind.head)
+        view = self._gated_view(for_few_rows(for_grouped_queries(frozen_twin(self._stock_model))), kind.path, kind.head)
         return PassFunction(view, kind.base, self._cache_name, self._config, kind.masked, kind.entering)
 
     def _view(self, path: Path, head: DraftHead | None) -> GatedModel:

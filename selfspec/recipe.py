@@ -15,6 +15,7 @@ from selfspec.control import Control, CostAware, FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.plan import Plan
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
 
@@ -43,7 +44,7 @@ class Recipe:
     accept: str | None
 
     @classmethod
-    def of(cls, draft: Drafter | None, control: Control, rule: Rule | None) -> Recipe:
+    def of(cls, draft: Drafter | Plan | None, control: Control, rule: Rule | None) -> Recipe:
         """The recipe of a wrapper.
 
         Raises:
@@ -52,6 +53,11 @@ class Recipe:
         """
         if control != CostAware() and not isinstance(control, FixedLength):
             raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
+        if isinstance(draft, Plan):
+            raise DraftConfigError(
+                "a calibrated draft cannot be saved with the model: it is bound to this machine; wrap with one of the "
+                f"drafts it chose, {draft_name(draft.choose(True).draft)} or {draft_name(draft.choose(False).draft)}"
+            )
         name = draft_name(draft)
         try:
             named = parse_draft(name)

@@ -51,6 +51,11 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     return twin
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether something runs in place of the module's own `forward`, which may not look at the children of a twin."""
+    return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
+
+
 def _copy(module: nn.Module) -> nn.Module:
     copy: nn.Module = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)

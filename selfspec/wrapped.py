@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from selfspec.errors import (
 )
 from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
+from selfspec.plan import Always, Choice, Plan
 from selfspec.recipe import Recipe
 from selfspec.request import (
     Request,
@@ -44,7 +46,7 @@ _ATTENTION_KERNELS = ("eager", "sdpa")
 
 def wrap(
     model: PreTrainedModel,
-    draft: Drafter | None = None,
+    draft: Drafter | Plan | str | None = None,
     *,
     draft_length: int | Control | None = None,
     accept: str | Rule | None = None,
@@ -57,7 +59,9 @@ def wrap(
 
     Args:
         model: any causal LM of a supported architecture.
-        draft: `EarlyExit`, `LayerSkip` or another drafter; None decodes plainly, in the same loop.
+        draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" drafts as
+            `selfspec calibrate` found best here, "auto:FILE" or a `Profile` by a profile of your choice; None decodes
+            plainly, in the same loop.
         draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
             which drafts no longer than it pays.
         accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
@@ -69,10 +73,12 @@ def wrap(
     Raises:
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
+        ProfileError: there is no profile that fits model, device, dtype, threads and versions.
         UnsupportedOptionError: there is no acceptance rule of that name.
     """
     check_causal(model)
-    return SelfSpeculative(model, draft, draft_length, accept, adapter or find_adapter(model), runtime or Traced())
+    found = adapter or find_adapter(model)
+    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, runtime or Traced())
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
@@ -122,22 +128,23 @@ def adapter_for(model_type: str) -> Adapter:
 class SelfSpeculative:
     """A wrapped model. Make one with `selfspec.wrap`.
 
-    It holds the model, the draft's configuration and programs recorded of passes, and nothing of any generation, so several threads may generate
-    with it at once, each with a seed of its own.
+    It holds the model, the draft's configuration and programs recorded of passes, and nothing of any generation, so
+    several threads may generate with it at once, each with a seed of its own.
 
     Attributes:
         model: the stock model, unchanged.
-        draft: what drafts; None for plain decoding.
+        draft: what drafts, or a plan that chooses it for each call; None for plain decoding.
         control: how long drafts are, unless a call says otherwise.
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
         runtime: how passes are run.
+        programs: recorded of passes so far.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: Drafter | None,
+        draft: Drafter | Plan | None,
         draft_length: int | Control | None,
         accept: str | Rule | None,
         adapter: Adapter,
@@ -146,17 +153,17 @@ class SelfSpeculative:
         self.model = model
         self.draft = draft
         self.control = _control(draft_length)
+        self._plan = draft if isinstance(draft, Plan) else Always(draft)
+        self._draft_length = draft_length
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self.runtime = runtime
-        self._programs = Programs(runtime)
+        self.programs = Programs(runtime)
         self._closed = False
         adapter.check(model)
         self._check_model()
-        self._check_draft()
-        if draft is not None:
-            draft.check_model(model, adapter)
-            self._costs = Costs(draft.cost(model, adapter), _VERIFY, _WIDENING, _OVERHEAD)
+        self._plan.check_model(model, adapter)
+        self._choices = {greedy: self._checked(self._plan.choose(greedy)) for greedy in (True, False)}
 
     def generate(
         self,
@@ -252,6 +259,25 @@ class SelfSpeculative:
         self.model.save_pretrained(folder)
         recipe.save(Path(folder))
 
+    def drafting(
+        self, draft: Drafter | Plan | str | None, draft_length: int | Control | None = None
+    ) -> SelfSpeculative:
+        """Another wrapper of the same model with another draft; what is recorded of passes serves both.
+
+        Args:
+            draft: as in `wrap`.
+            draft_length: as in `wrap`.
+
+        Raises:
+            DraftConfigError, ProfileError: as `wrap`.
+            ClosedError: this wrapper was unwrapped.
+        """
+        self._check_open()
+        found = _drafting(self.model, draft)
+        other = SelfSpeculative(self.model, found, draft_length, self.rule, self.adapter, self.runtime)
+        other.programs = self.programs
+        return other
+
     def unwrap(self) -> PreTrainedModel:
         """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
 
@@ -260,7 +286,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self._programs = Programs(self.runtime)
+        self.programs = Programs(self.runtime)
         return self.model
 
     def _read(
@@ -283,7 +309,8 @@ class SelfSpeculative:
     ) -> Generation:
         self._check_open()
         self._check_model()
-        controller = self._controller(self.control if draft_length is None else _control(draft_length))
+        choice = self._choices[request.sampling.greedy]
+        controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if self.adapter.ragged == "none" and request.input_ids.shape[0] > 1:
@@ -293,7 +320,7 @@ class SelfSpeculative:
             )
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(self.model, self.adapter, request, self.draft, controller, rule, seed, self._programs)
+        return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -310,18 +337,37 @@ class SelfSpeculative:
                 "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
             )
 
-    def _controller(self, control: Control) -> Controller:
-        if self.draft is None:
+    def _controller(self, choice: Choice, draft_length: int | Control | None) -> Controller:
+        control = choice.control if draft_length is None else _control(draft_length)
+        if choice.draft is None:
             return NoDraft()
-        self._check_draft()
-        return control.begin(self._costs)
+        self._check_depth(choice.draft)
+        assert choice.costs is not None
+        return control.begin(choice.costs)
 
-    def _check_draft(self) -> None:
-        if self.draft is None:
-            return
-        if not isinstance(self.draft, Drafter):
-            raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {self.draft!r}")
-        self.draft.check(len(self.adapter.decoder_layers(self.model)))
+    def _checked(self, choice: Choice) -> Choice:
+        """The choice, if it fits the model, with costs estimated where nobody measured them."""
+        draft = choice.draft
+        if draft is None:
+            return choice
+        self._check_depth(draft)
+        draft.check_model(self.model, self.adapter)
+        estimated = Costs(draft.cost(self.model, self.adapter), _VERIFY, _WIDENING, _OVERHEAD)
+        return replace(choice, costs=choice.costs or estimated)
+
+    def _check_depth(self, draft: Drafter) -> None:
+        if not isinstance(draft, Drafter):
+            raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {draft!r}")
+        draft.check(len(self.adapter.decoder_layers(self.model)))
+
+
+def _drafting(model: PreTrainedModel, draft: Drafter | Plan | str | None) -> Drafter | Plan | None:
+    if not isinstance(draft, str):
+        return draft
+    # Reading profiles is of no concern to those who name a drafter.
+    from selfspec.calibrate.auto import named_draft
+
+    return named_draft(model, draft)
 
 
 def _control(draft_length: int | Control | None) -> Control:

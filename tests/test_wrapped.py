@@ -595,7 +595,7 @@ def test_an_adapter_does_not_make_a_causal_model_of_another(build: Callable[[], 
         selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter, draft_length=4)
 
 
-@pytest.mark.parametrize("draft", [selfspec.EarlyExit, 4, 4.0, "early", [2], {"layer": 2}, object(), tiny.llama, True])
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit, 4, 4.0, [2], {"layer": 2}, object(), tiny.llama, True])
 def test_what_is_no_drafter_is_refused(llama: PreTrainedModel, draft: Any) -> None:
     _no_forward(llama)
     with pytest.raises(DraftConfigError, match=r"draft must be a drafter such as EarlyExit\(layer=4\)"):

@@ -15,7 +15,10 @@ from selfspec.draft import LayerSkip
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import draft_name
 from selfspec.measure.costs import measure_costs
+from selfspec.runtime import Eager
 from selfspec.search.prices import Prices, prices_by_measurement, prices_by_weights
+from selfspec.verify.stock import bare
+from selfspec.wrapped import wrap
 
 # Drafts timed one by one; what others cost follows from theirs.
 _MOST_TIMED = 12
@@ -37,6 +40,7 @@ def costs_point(subject: Subject, drafts: Sequence[str], pricing: Pricing) -> Po
         "device": subject.model.device.type,
         "threads": torch.get_num_threads(),
         "pricing": pricing,
+        "runtime": "eager",
         "timed": _spread(timed),
     }
     return Point("costs", content, {"model": subject.name})
@@ -55,6 +59,8 @@ def find_costs(subject: Subject, point: Point) -> dict[str, Any]:
         context=64,
         repeats=_REPEATS,
         lengths=_LENGTHS,
+        # As drafts are confirmed.
+        base=wrap(bare(subject.model), adapter=subject.adapter, runtime=Eager()),
     )
     # They are measured by the names they give themselves.
     by_name = {draft_name(drafter): drafter for drafter in drafters.values()}

@@ -13,15 +13,24 @@ from selfspec.bench.stock_arms import StockArm
 _OWN = (Kind.PLAIN, Kind.DRAFT)
 
 
-def arm_specs(kinds: Sequence[Kind], drafts: Sequence[str], exit_layer: int, length: int) -> list[ArmSpec]:
+def arm_specs(
+    kinds: Sequence[Kind],
+    drafts: Sequence[str],
+    draft_length: int | None,
+    rules: Sequence[str | None],
+    exit_layer: int,
+    exit_length: int,
+) -> list[ArmSpec]:
     """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
 
     Args:
         kinds: which kinds of arms are wanted; with `Kind.EARLY_EXIT`, selfspec's own draft of the same exit and length
             is there too, to be compared with it.
         drafts: of selfspec's drafting arms.
+        draft_length: tokens that these draft each round; None: as many as pay.
+        rules: acceptance rules, each draft is there with each of them; None: selfspec's default.
         exit_layer: of transformers' own early exit.
-        length: tokens that it drafts each round.
+        exit_length: tokens that it drafts each round.
     """
     specs = [ArmSpec(Kind.GENERATE)]
     if Kind.STATIC in kinds:
@@ -29,13 +38,13 @@ def arm_specs(kinds: Sequence[Kind], drafts: Sequence[str], exit_layer: int, len
     if Kind.LOOK_UP in kinds:
         specs.append(ArmSpec(Kind.LOOK_UP))
     if Kind.EARLY_EXIT in kinds:
-        specs.append(ArmSpec(Kind.EARLY_EXIT, exit_layer=exit_layer, length=length))
+        specs.append(ArmSpec(Kind.EARLY_EXIT, exit_layer=exit_layer, length=exit_length))
     specs.append(ArmSpec(Kind.PLAIN))
     if Kind.EARLY_EXIT in kinds:
-        specs.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=length))
+        specs.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
     if Kind.DRAFT in kinds:
-        specs += [ArmSpec(Kind.DRAFT, draft=draft) for draft in dict.fromkeys(drafts)]
-    return specs
+        specs += [ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
+    return list(dict.fromkeys(specs))
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,6 +13,9 @@ from selfspec.bench.agreement import Agreement, Pair, compare
 from selfspec.bench.arm import Arm, Kind
 from selfspec.bench.cell import Cell
 from selfspec.bench.timing import Call
+
+# Not one of those that are timed.
+_WARM_UP_SEED = 2**31
 
 
 @dataclass
@@ -37,12 +41,14 @@ def measure(
     arms: Sequence[Arm],
     prompts: Sequence[Tensor],
     repeats: int,
+    warm_up: int,
     tick: Callable[[], None],
 ) -> list[Measured]:
     """Measure all arms in a cell.
 
-    Every arm first decodes the first batch untimed. Then each batch is decoded by one arm after the other; which of
-    them begins changes from batch to batch. What is drawn is seeded by repeat and batch.
+    Every arm first decodes every batch some times untimed: what is compiled or traced on the way is there when it is
+    timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
+    is drawn is seeded by repeat and batch.
 
     Args:
         model: stock.
@@ -50,6 +56,7 @@ def measure(
         arms: `model.generate` first: the others' greedy texts are compared with its.
         prompts: one `[batch, context]` for each call.
         repeats: how often each is timed.
+        warm_up: how often each decodes all prompts before, at least 1.
         tick: called after every call, `runs(...)` times at most.
 
     Raises:
@@ -58,8 +65,7 @@ def measure(
     results = [Measured(arm, arm.absence(cell)) for arm in arms]
     for result in results:
         if result.absence is None:
-            result.absence = _warmed_up(result.arm, prompts[0], cell)
-        tick()
+            result.absence = _warmed_up(result.arm, prompts, cell, warm_up, tick)
     running = [result for result in results if result.absence is None]
     for repeat in range(repeats):
         for result in running:
@@ -75,15 +81,17 @@ def measure(
     return results
 
 
-def runs(arms: int, batches: int, repeats: int) -> int:
+def runs(arms: int, batches: int, repeats: int, warm_up: int) -> int:
     """The most calls that measuring a cell makes."""
-    return arms * (1 + batches * repeats)
+    return arms * batches * (warm_up + repeats)
 
 
-def _warmed_up(arm: Arm, prompts: Tensor, cell: Cell) -> str | None:
-    """Decode once untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
+def _warmed_up(arm: Arm, prompts: Sequence[Tensor], cell: Cell, times: int, tick: Callable[[], None]) -> str | None:
+    """Decode untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
     try:
-        arm.decode(prompts, cell, seed=0)
+        for time, batch in product(range(times), prompts):
+            arm.decode(batch, cell, seed=_WARM_UP_SEED + time)
+            tick()
     except Exception as error:
         if arm.spec.kind in (Kind.GENERATE, Kind.PLAIN, Kind.DRAFT):
             raise

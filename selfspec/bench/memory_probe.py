@@ -29,6 +29,9 @@ def probe(job: MemoryJob) -> Memory | None:
     before = _in_use(device)
     dtype = getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=dtype).to(device).eval()
+    # Weights may be mapped from their file, and are not in memory before they are read.
+    for weight in model.parameters():
+        weight.sum()
     weights = _in_use(device) - before
     arm = make_arm(ArmSpec.from_dict(job.arm), model)
     prompts = torch.tensor(job.prompts, device=device)

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from selfspec.bench.arm import Arm, ArmSpec
 from selfspec.bench.cell import Cell
 from selfspec.bench.timing import Call, DraftShape, Stopwatch
-from selfspec.draft.named import parse_draft
+from selfspec.draft import Drafter
 from selfspec.output import Round
+from selfspec.plan import Plan
 from selfspec.verify.stock import bare
 from selfspec.wrapped import wrap
 
@@ -25,13 +26,18 @@ class OwnArm(Arm):
 
     Raises:
         DraftConfigError: the draft is no draft, or does not fit the model.
+        ProfileError: it is `auto`, and no calibration fits.
         UnsupportedOptionError: there is no such acceptance rule.
     """
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         super().__init__(spec)
-        drafter = None if spec.draft is None else parse_draft(spec.draft)
-        self.wrapped = wrap(bare(model), drafter, draft_length=spec.length, accept=spec.accept)
+        self.wrapped = wrap(bare(model), spec.draft, draft_length=spec.length, accept=spec.accept)
+
+    def drafter(self, cell: Cell) -> Drafter | None:
+        """What drafts under the conditions of a cell."""
+        draft = self.wrapped.draft
+        return draft.choose(greedy=not cell.sampled).draft if isinstance(draft, Plan) else draft
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)

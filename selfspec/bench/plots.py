@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec.bench import figures
 from selfspec.bench.arm import Kind
 from selfspec.bench.prediction import prediction
-from selfspec.bench.record import Record
+from selfspec.bench.record import Counts, Record
 from selfspec.bench.results_file import MeasuredCell
 from selfspec.errors import BenchError
 
@@ -23,6 +24,8 @@ SPEED, ACCEPTANCE, PREDICTION = "speed.png", "acceptance.png", "prediction.png"
 # The qualitative palette of Okabe and Ito (2008), which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 _MARKERS = "osD^vP*Xh"
+# Of fewer draft tokens a share says little.
+_ENOUGH = 10
 _WIDTH = 5.2
 _DPI = 130
 
@@ -96,7 +99,7 @@ def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
         for record in measured.arms:
             if record.counts is None or not _drafts(record):
                 continue
-            shares = [float("nan") if share is None else share for share in record.counts.acceptance_by_position]
+            shares = _steady(record.counts)
             style = names.index(record.arm.name)
             panel.plot(
                 range(1, len(shares) + 1),
@@ -109,10 +112,11 @@ def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
             )
         panel.set_ylim(0, 1.02)
         panel.locator_params(axis="x", integer=True)
-        panel.set_xlabel("position in the draft", fontsize=8)
+        panel.set_xlabel(f"position in the draft, where at least {_ENOUGH} were judged", fontsize=8)
         panel.set_ylabel("share accepted of those judged", fontsize=8)
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7, loc="lower left")
+    named = dict(each for panel in panels for each in zip(*panel.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(named.values(), named.keys(), fontsize=8, loc="outside lower center", ncols=min(len(names), 4))
     return figure
 
 
@@ -147,7 +151,7 @@ def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
         )
     panel.set_xlim(0, furthest)
     panel.set_ylim(0, furthest)
-    panel.set_xlabel("speed-up over plain decoding, predicted from the costs of the passes", fontsize=8)
+    panel.set_xlabel("speed-up over plain decoding, predicted from c and V", fontsize=8)
     panel.set_ylabel("measured", fontsize=8)
     panel.set_title("each point a cell; lines: efficiency 1 and 0.9", fontsize=9)
     panel.grid(alpha=0.3)
@@ -172,6 +176,12 @@ def _panels(number: int, height: float, shared: bool) -> tuple[Figure, list[Axes
     for panel in panels:
         panel.tick_params(labelsize=8)
     return figure, panels[:number]
+
+
+def _steady(counts: Counts) -> list[float]:
+    """Acceptance at the first positions, as far as enough draft tokens were judged there to tell."""
+    pairs = zip(counts.accepted_per_position, counts.judged_per_position, strict=True)
+    return [accepted / judged for accepted, judged in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
 
 
 def _drafts(record: Record) -> bool:

@@ -1,16 +1,16 @@
 """The speed-up that the cost model predicts of an arm, beside the one that was measured.
 
-Predicted are the tokens of the arm's rounds by what their passes cost when timed alone:
+Predicted are the tokens of the arm's rounds by what their parts cost when timed apart from the run:
 
-    tokens / sum over rounds of (steps c + V(drafted + 1)),   against plain decoding, 1 token a step
+    tokens / sum over rounds of (steps c + V(drafted + 1)),   against plain decoding, 1 token a round
 
 That is the formula of Leviathan et al. (2023) for the rounds as they were: its numerator (1 - alpha^(gamma+1)) /
 (1 - alpha) is the mean accepted length where alpha is the same at every place and gamma in every round, and here it is
-what was measured. V is that of the pass the round made: one that resumes at the exit layer after draft steps, a whole
-one after a look-up. There is no overhead o in it, so efficiency, measured by predicted, is what overhead leaves.
+what was measured. V is that of the pass the round made: one that resumes at the exit layer after draft steps, one from
+tokens on after a look-up. The overhead o is left out, so that efficiency, measured by predicted, shows what it costs.
 
-In the run itself the phases of the rounds are timed too; in plain steps of the same run they are the draft's part of a
-round, the verification's, and the rest.
+In the run itself the phases of the rounds are timed too; in plain rounds of the same run they are the draft's part of
+a round, the verification's, and the rest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from selfspec.bench.costs import PassCosts
 from selfspec.bench.figures import decoding, ratio
 from selfspec.bench.interval import Estimate
 from selfspec.bench.record import Record
-from selfspec.bench.timing import DraftShape
 
 
 @dataclass(frozen=True)
@@ -94,24 +92,14 @@ def prediction(record: Record, plain: Record) -> Prediction | None:
     """The speed-up predicted and measured; None where the passes were not timed or the arm does not draft."""
     if record.costs is None or record.counts is None:
         return None
-    costs = [_cost(record.costs, shape) for shape in record.rounds]
-    if None in costs:
+    costs = {shape: record.costs.of_round(shape.drafted, shape.steps) for shape in record.rounds}
+    if None in costs.values():
         return None
-    total = sum((cost or 0.0) * number for cost, number in zip(costs, record.rounds.values(), strict=True))
+    total = sum((costs[shape] or 0.0) * number for shape, number in record.rounds.items())
     # Rows advance side by side: a round commits so many tokens in each.
     predicted = sum(map(sum, record.tokens)) / record.cell.batch / total
     measured = ratio(record, plain, decoding)
     return Prediction(predicted, measured, measured.median / predicted)
-
-
-def _cost(costs: PassCosts, shape: DraftShape) -> float | None:
-    """Of a round in plain steps; None where its passes were not timed."""
-    if shape.drafted == 0:
-        return 1.0
-    verify = costs.verify if shape.steps == 0 or not costs.resumed else costs.resumed
-    if shape.drafted + 1 not in verify or (shape.steps and costs.draft is None):
-        return None
-    return shape.steps * (costs.draft or 0.0) + verify[shape.drafted + 1]
 
 
 def _round_seconds(record: Record) -> float:

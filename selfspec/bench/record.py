@@ -106,7 +106,7 @@ class Record:
         counts: of selfspec's arms.
         rounds: of selfspec's arms, how many rounds there were of each shape.
         memory: at the peak, in a process of its own.
-        costs: of the draft's passes, timed alone.
+        costs: of the parts of its rounds, timed apart from the run.
         environment: versions and machine.
     """
 

@@ -18,7 +18,9 @@ statistics that holds the true one with a confidence of at least 0.9 (of fewer t
 passages that stand three times or more in direct succession, which flatter any draft; *without cycles* are the prompts
 whose text by `model.generate` has at most {figures.CYCLING:.0%} of these. No text ends before its last token. An arm
 whose greedy tokens differ from those of `model.generate` in float32 or float64, or in half precision by more than
-rounding explains, is refused."""
+rounding explains, is refused. *Draft*, *verify* and *rest* are the parts of a round in this run; *c*, *V(4)* and *o*
+those of the formula, timed apart from it, for four tokens to verify. *Predicted* is what the rounds would have given if
+they had cost no more than c and V, and *efficiency* is measured by predicted."""
 
 
 def report(cells: Sequence[MeasuredCell]) -> str:
@@ -84,7 +86,7 @@ def rounds(measured: MeasuredCell) -> str:
             f"{cost.rest:.2f}",
         ]
         found = prediction(record, plain)
-        row.append("" if record.costs is None or record.costs.draft is None else f"{record.costs.draft:.2f}")
+        row += _terms(record)
         if found is None:
             row += ["", "", ""]
         else:
@@ -93,7 +95,17 @@ def rounds(measured: MeasuredCell) -> str:
     if not rows:
         return ""
     head = ["a round, in plain steps", "draft steps", "drafted", "draft", "verify", "rest"]
-    return _table([*head, "c, timed alone", "predicted speed-up", "measured", "efficiency"], rows)
+    return _table([*head, "c", "V(4)", "o", "predicted speed-up", "measured", "efficiency"], rows)
+
+
+def _terms(record: Record) -> list[str]:
+    """The terms of the formula as they were timed apart from the run: c, V(4) and o."""
+    if record.costs is None:
+        return ["", "", ""]
+    verify = record.costs.of_round(3, 0 if record.costs.draft is None else 3)
+    steps = 3 * (record.costs.draft or 0.0)
+    c = "" if record.costs.draft is None else f"{record.costs.draft:.2f}"
+    return [c, "" if verify is None else f"{verify - steps:.2f}", f"{record.costs.overhead:.2f}"]
 
 
 def memory(measured: MeasuredCell) -> str:

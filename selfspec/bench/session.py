@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from selfspec.bench.arm import Arm, ArmSpec
 from selfspec.bench.arms import make_arm
 from selfspec.bench.cell import Cell
+from selfspec.bench.costs import PassCosts, costs_of
 from selfspec.bench.environment import environment
 from selfspec.bench.measure import measure, runs
 from selfspec.bench.memory import Memory, measure_memory
@@ -37,6 +38,24 @@ class Subject:
     model: PreTrainedModel
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is measured in each cell.
+
+    Attributes:
+        repeats: how often each arm is timed.
+        warm_up: how often it decodes all prompts before.
+        memory: whether peak memory is measured, each arm in a process of its own, once for each batch size and prompt
+            length.
+        costs: whether the parts of a round are timed apart, too.
+    """
+
+    repeats: int = 5
+    warm_up: int = 3
+    memory: bool = True
+    costs: bool = True
+
+
 class Watcher(Protocol):
     """Is told how far a session is."""
 
@@ -53,23 +72,18 @@ class Session:
     Args:
         subject: the model.
         specs: the arms, `model.generate` first.
-        repeats: how often each arm is timed in a cell.
-        memory: whether peak memory is measured, each arm in a process of its own, once for each batch size and
-            prompt length.
+        plan: what is measured in each cell.
         file: gets the results of each cell when it is done.
 
     Raises:
         SelfSpecError: an arm does not fit the model.
     """
 
-    def __init__(
-        self, subject: Subject, specs: Sequence[ArmSpec], repeats: int, memory: bool, file: ResultsFile
-    ) -> None:
+    def __init__(self, subject: Subject, specs: Sequence[ArmSpec], plan: Plan, file: ResultsFile) -> None:
         self._subject = subject
         self._specs = list(specs)
         self._arms: list[Arm] = [make_arm(spec, subject.model) for spec in specs]
-        self._repeats = repeats
-        self._memory = memory and subject.folder is not None
+        self._plan = plan
         self._file = file
         self._run = uuid.uuid4().hex[:12]
         self._environment = environment(subject.model.device)
@@ -95,24 +109,30 @@ class Session:
                 watcher.begin(cell, 0)
                 measured.append(found)
                 continue
-            weighing = self._memory and fresh
-            watcher.begin(cell, runs(len(self._arms), len(prompts), self._repeats) + weighing * len(self._arms))
+            weighing = self._plan.memory and self._subject.folder is not None and fresh
+            calls = runs(len(self._arms), len(prompts), self._plan.repeats, self._plan.warm_up)
+            watcher.begin(cell, calls + weighing * len(self._arms))
             measured.append(self._cell(cell, settings, prompts, weighing, watcher))
         return measured
 
     def _cell(
         self, cell: Cell, settings: Settings, prompts: Sequence[Tensor], weighing: bool, watcher: Watcher
     ) -> MeasuredCell:
-        results = measure(self._subject.model, cell, self._arms, prompts, self._repeats, watcher.step)
+        plan = self._plan
+        results = measure(self._subject.model, cell, self._arms, prompts, plan.repeats, plan.warm_up, watcher.step)
+        costs = self._timed(cell)
         records = []
-        for result in results:
+        for result, cost in zip(results, costs, strict=True):
             memory = None
             if weighing:
                 memory = None if result.absence else self._weighed(result.arm.spec, cell, prompts[0])
                 watcher.step()
-            records.append(record_of(result, self._run, cell, settings, self._environment, memory, None))
+            records.append(record_of(result, self._run, cell, settings, self._environment, memory, cost))
         self._file.add(records)
         return MeasuredCell(cell, settings, tuple(records))
+
+    def _timed(self, cell: Cell) -> list[PassCosts | None]:
+        return costs_of(self._subject.model, cell, self._arms) if self._plan.costs else [None] * len(self._arms)
 
     def _weighed(self, spec: ArmSpec, cell: Cell, prompts: Tensor) -> Memory | None:
         model = self._subject.model
@@ -136,7 +156,7 @@ class Session:
             dtype=_dtype(model),
             device=model.device.type,
             threads=torch.get_num_threads(),
-            repeats=self._repeats,
+            repeats=self._plan.repeats,
             prompts=sum(len(batch) for batch in prompts),
             prompts_digest=digest[:12],
         )

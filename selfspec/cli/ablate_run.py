@@ -26,11 +26,10 @@ from selfspec.cli.terminal import progress_bar
 _SHOWN = 8
 _COLUMNS = {
     "draft_length": "length",
-    "alpha": "acceptance",
+    "alpha": "alpha",
     "c": "c",
     "predicted_speedup": "predicted",
-    "measured_acceptance_rate": "rate, measured",
-    "measured_speedup_median": "speed-up, measured",
+    "measured_speedup_median": "measured",
     "exact": "exact",
 }
 
@@ -145,7 +144,7 @@ def _ranked(panel: Panel) -> list[dict[str, Any]]:
 
 def _print_panel(panel: Panel) -> None:
     table = Table(title=panel.title, title_justify="left")
-    table.add_column("draft")
+    table.add_column("draft", overflow="fold", min_width=24)
     for name in _COLUMNS.values():
         table.add_column(name, justify="right")
     for row in _ranked(panel)[:_SHOWN]:

@@ -10,6 +10,7 @@ import typer
 
 from selfspec.cli.ablate import ablate
 from selfspec.cli.bench import bench
+from selfspec.cli.calibrate import calibrate
 from selfspec.cli.demo import demo
 from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.generate import generate
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(inspect)
 app.command()(verify)
+app.command()(calibrate)
 app.command()(demo)
 app.command()(bench)
 app.command()(ablate)

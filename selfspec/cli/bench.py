@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.options import Device, Dtype, Output, Threads
+from selfspec.cli.options import Device, DraftLength, Dtype, Output, Threads
 from selfspec.errors import PromptError, UnsupportedOptionError
 
 
@@ -31,8 +31,17 @@ def bench(
         typer.Option(
             "--draft",
             metavar="DRAFT",
-            help="What drafts, e.g. `exit:4` or `lookup+exit:4`; may be given several times. Default: look-ups, an "
-            "exit at a third of the depth, and both.",
+            help="What drafts, e.g. `exit:4`, `lookup+exit:4` or `auto`; may be given several times. Default: "
+            "look-ups, an exit at a third of the depth, and both.",
+        ),
+    ] = None,
+    draft_length: DraftLength = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept",
+            metavar="RULE",
+            help="Acceptance rule of the drafts; may be given several times. Default: selfspec's.",
         ),
     ] = None,
     arms: Annotated[
@@ -41,8 +50,8 @@ def bench(
             "--arms",
             help="Arms besides `model.generate` and selfspec plain; may be given several times. `static`: "
             "model.generate compiled with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early "
-            "exit, and selfspec's of the same exit and length; `draft`: each --draft. Default: all, but `static` on a GPU only, "
-            "since on a CPU it compiles for minutes.",
+            "exit, and selfspec's of the same exit and length; `draft`: each --draft. Default: all, but `static` on a "
+            "GPU only, since on a CPU it compiles for minutes.",
         ),
     ] = None,
     workload: Annotated[
@@ -74,8 +83,15 @@ def bench(
         int, typer.Option("--max-new-tokens", min=16, help="Length of each text, in tokens.")
     ] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often each arm is timed in a cell.")] = 5,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", min=1, help="How often each arm decodes all prompts before it is timed.")
+    ] = 3,
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each arm in a process of its own, once per batch and context.")
+    ] = True,
+    costs: Annotated[
+        bool,
+        typer.Option(help="Time the parts of a round by themselves in each cell; predict speed-ups from them."),
     ] = True,
     plots: Annotated[bool, typer.Option(help="Draw plots, as PNG files.")] = True,
     to: Annotated[
@@ -106,6 +122,7 @@ def bench(
     if any(not 0 <= each <= 100 for each in temperatures):
         raise UnsupportedOptionError("--temperature is 0 for greedy decoding or above 0, e.g. 0.8")
 
+    from selfspec.bench.session import Plan
     from selfspec.bench.workload import built_in, parse_workloads
     from selfspec.cli.bench_run import Job, run
 
@@ -117,6 +134,8 @@ def bench(
         Job(
             model=model,
             drafts=draft,
+            draft_length=draft_length,
+            rules=accept or [None],
             arms=None if arms is None else [each.value for each in arms],
             workloads=workloads,
             temperatures=temperatures,
@@ -126,8 +145,7 @@ def bench(
             exit_length=exit_length,
             prompts=prompts,
             max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            memory=memory,
+            plan=Plan(repeats, warm_up, memory, costs),
             plots=plots,
             folder=to,
             dtype=dtype,

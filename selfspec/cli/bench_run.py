@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 from transformers.utils import logging
 
 from selfspec.bench import plots
 from selfspec.bench.arm import ArmSpec, Kind
 from selfspec.bench.arms import arm_specs
+from selfspec.bench.bar import Bar
 from selfspec.bench.cell import Cell, grid
 from selfspec.bench.results_file import MeasuredCell, ResultsFile
-from selfspec.bench.session import Session, Subject
+from selfspec.bench.session import Plan, Session, Subject
 from selfspec.bench.workload import Workload
 from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.bench_report import print_overview, summary, write_report
@@ -26,6 +26,7 @@ from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
 from selfspec.demo import checkpoint_folder
+from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, PromptError
 
 _EMBEDDED = "embedded"
@@ -38,6 +39,8 @@ class Job:
     Attributes:
         model: folder or hub name; None: the embedded checkpoint.
         drafts: of selfspec's drafting arms; None: chosen from the depth.
+        draft_length: tokens that they draft each round; None: as many as pay.
+        rules: acceptance rules, by name; None: selfspec's default.
         arms: kinds besides `model.generate` and plain; None: those that start at once on the device.
         workloads: where prompts come from.
         temperatures: 0 decodes greedily.
@@ -47,8 +50,7 @@ class Job:
         exit_length: tokens it drafts each round.
         prompts: of each workload.
         max_new_tokens: tokens of each text.
-        repeats: how often each arm is timed in a cell.
-        memory: whether peak memory is measured.
+        plan: what is measured in each cell.
         plots: whether plots are drawn.
         folder: where results go.
         dtype: what to compute in.
@@ -59,6 +61,8 @@ class Job:
 
     model: str | None
     drafts: Sequence[str] | None
+    draft_length: int | None
+    rules: Sequence[str | None]
     arms: Sequence[str] | None
     workloads: Sequence[Workload]
     temperatures: Sequence[float]
@@ -68,8 +72,7 @@ class Job:
     exit_length: int
     prompts: int
     max_new_tokens: int
-    repeats: int
-    memory: bool
+    plan: Plan
     plots: bool
     folder: Path
     dtype: DtypeName
@@ -80,25 +83,6 @@ class Job:
 
 class RefusedError(Exception):
     """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
-
-
-class _Bar:
-    """Shows the steps of a session."""
-
-    def __init__(self, progress: Progress, cells: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-        self._cells, self._begun = cells, 0
-
-    def begin(self, cell: Cell, steps: int) -> None:
-        """Show which cell is measured now."""
-        self._begun += 1
-        what = f"cell {self._begun} of {self._cells}: {cell.title}"
-        self._progress.reset(self._task, total=max(steps, 1), description=what)
-
-    def step(self) -> None:
-        """Show how far it is."""
-        self._progress.advance(self._task)
 
 
 def run(job: Job) -> None:
@@ -120,10 +104,10 @@ def run(job: Job) -> None:
     name = _EMBEDDED if job.model is None else Path(job.model).name
     file = ResultsFile(job.folder)
     file.cells()  # results that cannot be gone on with are refused before work starts
-    session = Session(Subject(name, place, checkpoint.model), specs, job.repeats, job.memory, file)
+    session = Session(Subject(name, place, checkpoint.model), specs, job.plan, file)
     cells = _cells(job, checkpoint)
     with progress_bar("measuring") as progress:
-        measured = session.measure(cells, _Bar(progress, len(cells)))
+        measured = session.measure(cells, Bar(progress, len(cells)))
     write_report(file.cells(), job.folder, job.plots)
     if job.output == "text":
         print_overview(measured, job.folder)
@@ -152,12 +136,15 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
         raise DraftConfigError(
             f"--exit {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
         )
-    specs = arm_specs(kinds, [draft.strip() for draft in drafts], exit_layer, job.exit_length)
+    drafts = [draft.strip() for draft in drafts]
+    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length)
     for spec in specs:
-        drafter = None if spec.draft is None else parse_draft(spec.draft)
-        if drafter is not None:
+        if spec.draft is None:
+            continue
+        drafter = parse_draft(spec.draft)
+        if isinstance(drafter, Drafter):
             drafter.check(depth)
-        elif spec.draft is not None:
+        if drafter is None:
             raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
     return specs
 

@@ -23,6 +23,7 @@ from selfspec.demo import PROMPTS, checkpoint_folder
 from selfspec.demo.comparison import Arm, Comparison, Total, compare, runs
 from selfspec.demo.verdict import verdict
 from selfspec.draft import Drafter
+from selfspec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Job:
     """
 
     draft: str
-    drafter: Drafter
+    drafter: Drafter | Plan | str
     draft_length: int | None
     max_new_tokens: int
     temperature: float

@@ -25,6 +25,7 @@ from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError
 from selfspec.generation import Generation
 from selfspec.output import RowRound
+from selfspec.plan import Plan
 from selfspec.wrapped import SelfSpeculative, wrap
 
 
@@ -36,7 +37,7 @@ class Job:
         model: folder or hub name.
         prompt: text to continue.
         draft: what drafts, as it was written.
-        drafter: what drafts; None for plain decoding.
+        drafter: what drafts, as `selfspec.wrap` takes it; None for plain decoding.
         draft_length: tokens drafted each round; None: as many as pay.
         max_new_tokens: the most tokens to generate.
         sampling: how to sample.
@@ -53,7 +54,7 @@ class Job:
     model: str
     prompt: str
     draft: str
-    drafter: Drafter | None
+    drafter: Drafter | Plan | str | None
     draft_length: int | None
     max_new_tokens: int
     sampling: SamplingChoice
@@ -81,7 +82,7 @@ def run(job: Job) -> None:
     rule = None if job.accept is None else find_rule(job.accept)
     # Weights may take minutes to load: what the configuration can tell is told before.
     config = read_config(job.model).get_text_config(decoder=True)
-    if job.drafter is not None:
+    if isinstance(job.drafter, Drafter):
         job.drafter.check(config.num_hidden_layers)
 
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)

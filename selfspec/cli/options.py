@@ -28,8 +28,8 @@ DraftText = Annotated[
         "--draft",
         metavar="DRAFT",
         help="What drafts: `exit:4` (layers 0..3, then the head), `head:FOLDER` (a trained exit "
-        "head), `skip:attn=3,5;mlp=4;layers=7-9` (all but these), or `none` (plain decoding); `+vocab:FILE` behind it: "
-        "from a reduced vocabulary.",
+        "head), `skip:attn=3,5;mlp=4;layers=7-9` (all but these), `auto` (what `selfspec calibrate` found), or `none` "
+        "(plain decoding); `+vocab:FILE` behind it: from a reduced vocabulary.",
     ),
 ]
 FixedDraftLength = Annotated[int, typer.Option("--draft-length", min=1, help="Tokens drafted each round.")]

@@ -14,6 +14,7 @@ from selfspec.cli.verify_prompts import read_prompts
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
+    from selfspec.calibrate.profile import Profile
     from selfspec.draft import Drafter
 
 
@@ -26,8 +27,8 @@ def verify(
         typer.Option(
             "--draft",
             metavar="DRAFT",
-            help="What drafts, `exit:4` or `skip:attn=3,5;mlp=4;layers=7-9`; may be given several times. Default: a "
-            "spread chosen from the depth.",
+            help="What drafts, `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9` or `auto`; may be given several times. "
+            "Default: a spread chosen from the depth.",
         ),
     ] = None,
     accept: Annotated[
@@ -77,7 +78,7 @@ def verify(
     run(Job(model, drafters, texts, settings, dtype, device, threads, output))
 
 
-def _parsed(text: str) -> Drafter:
+def _parsed(text: str) -> Drafter | Profile | str:
     drafter = parse_draft(text)
     if drafter is None:
         raise DraftConfigError("plain decoding is always verified; give --draft exit:E or --draft skip:...")

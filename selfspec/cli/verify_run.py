@@ -13,6 +13,7 @@ from rich.progress import Progress, TaskID
 from torch import Tensor
 from transformers.utils import logging
 
+from selfspec.calibrate.auto import named_draft
 from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.ending import FAILED
 from selfspec.cli.json_output import print_json, versions
@@ -20,7 +21,10 @@ from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
 from selfspec.cli.verify_tables import print_report
 from selfspec.draft import Drafter
+from selfspec.errors import DraftConfigError
+from selfspec.plan import Plan
 from selfspec.verify import PROMPTS, Report, Settings, default_drafts, verify
+from selfspec.wrapped import find_adapter
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Job:
     """
 
     model: str
-    drafters: Sequence[Drafter] | None
+    drafters: Sequence[Drafter | Plan | str] | None
     prompts: Sequence[str] | None
     settings: Settings
     dtype: DtypeName
@@ -79,11 +83,13 @@ def run(job: Job) -> None:
     find_device(job.device)
     # Weights may take minutes to load: what the configuration can tell is told before.
     depth = read_config(job.model).get_text_config(decoder=True).num_hidden_layers
-    drafters = default_drafts(depth) if job.drafters is None else job.drafters
-    for drafter in drafters:
-        drafter.check(depth)
+    given = default_drafts(depth) if job.drafters is None else job.drafters
+    for drafter in given:
+        if isinstance(drafter, Drafter):
+            drafter.check(depth)
 
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
+    drafters = _drafters(checkpoint, given)
     texts = job.prompts or PROMPTS
     started = time.perf_counter()
     report = _verified(checkpoint, _prompts(checkpoint, texts), drafters, job.settings)
@@ -94,6 +100,25 @@ def run(job: Job) -> None:
         print_report(job.model, checkpoint.tokenizer, report, seconds)
     if not report.verdict.exact:
         raise typer.Exit(FAILED)
+
+
+def _drafters(checkpoint: Checkpoint, given: Sequence[Drafter | Plan | str]) -> list[Drafter]:
+    """The drafts, and in place of a profile those that it chooses.
+
+    Raises:
+        ProfileError: there is no profile that fits.
+    """
+    found: list[Drafter] = []
+    for each in given:
+        draft = named_draft(checkpoint.model, each) if isinstance(each, str) else each
+        choices = [draft.choose(greedy).draft for greedy in (True, False)] if isinstance(draft, Plan) else [draft]
+        if isinstance(draft, Plan):
+            draft.check_model(checkpoint.model, find_adapter(checkpoint.model))
+        # Greedy decoding and sampling may have the same draft.
+        found += [choice for choice in dict.fromkeys(choices) if choice is not None]
+    if not found:
+        raise DraftConfigError("the profile chose plain decoding, which is always verified; name a draft")
+    return found
 
 
 def _prompts(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor]:

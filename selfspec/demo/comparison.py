@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from selfspec.cycles import cycle_share
 from selfspec.demo.peak_memory import peak_memory
 from selfspec.draft import Drafter
+from selfspec.plan import Plan
 from selfspec.stats import Stats
 from selfspec.wrapped import SelfSpeculative, wrap
 
@@ -167,7 +168,7 @@ class Comparison:
 def compare(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
-    drafter: Drafter,
+    drafter: Drafter | Plan | str,
     draft_length: int | None,
     max_new_tokens: int,
     temperature: float,
@@ -181,7 +182,7 @@ def compare(
     Args:
         model: of a supported architecture.
         prompts: each `[1, prompt]`.
-        drafter: what drafts.
+        drafter: what drafts, as `wrap` takes it.
         draft_length: tokens drafted each round; None: as many as pay.
         max_new_tokens: the most tokens for each prompt.
         temperature: 0 decodes greedily.

@@ -15,9 +15,9 @@ from selfspec.cache import SharedCache, recurrent_layers
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.draft_head import DraftHead
 from selfspec.errors import DraftConfigError, PromptError
+from selfspec.measure.continuation import Continuation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.figures import ExitFigures
-from selfspec.measure.own_text import Continuation
 from selfspec.measure.readout import Readout
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
-from selfspec.control import FixedLength
 from selfspec.costs import Costs
 from selfspec.draft import Drafter
 from selfspec.draft.along_path import PathDrafter
@@ -28,14 +27,15 @@ from selfspec.errors import DraftConfigError
 from selfspec.generation import Generation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.probe import Given, Probe, Sample, Timer
+from selfspec.runtime.runtime import Eager, Traced
 from selfspec.verify.stock import bare
 from selfspec.watch import Unwatched, Watch
-from selfspec.wrapped import wrap
+from selfspec.wrapped import SelfSpeculative, wrap
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 LENGTHS = (1, 3, 7)
-# Of each generation that shows what rounds do beside draft and target pass.
-_ROUNDS = 6
+# Generations that show what rounds do beside draft and target pass, and rounds of each.
+_GENERATIONS, _ROUNDS = 3, 6
 _SEED = 0
 
 
@@ -79,7 +79,7 @@ class MeasuredCosts:
         # A pass over more tokens does not cost less; where it looks so, it is noise.
         widening = max(slope, 0.0)
         verify = intercept + slope if slope > 0 else statistics.mean(values)
-        return Costs(self.draft[name].value, verify, widening, max(self.overhead[name].value, 0.0))
+        return Costs(self.draft[name].value, verify, widening, self.overhead[name].value)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
@@ -108,7 +108,8 @@ def measure_costs(
     lengths: Sequence[int] = LENGTHS,
     batch: int = 1,
     temperature: float = 0.0,
-    warm_up: int = 3,
+    warm_up: int = 4,
+    base: SelfSpeculative | None = None,
     watch: Watch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
@@ -128,6 +129,8 @@ def measure_costs(
         batch: rows of one length.
         temperature: 0 decodes greedily.
         warm_up: times everything is run before it is timed.
+        base: a wrapper of the model, whose programs run the passes and are left with those made here; None: one that
+            makes programs as soon as can be. A warm-up of 4 is enough for these.
         watch: is told of each of the rounds.
         clock: seconds, as `time.perf_counter`.
 
@@ -138,11 +141,10 @@ def measure_costs(
     _check(widths, context, repeats, lengths, batch, warm_up)
     told = watch or Unwatched()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
-    told.begin(rounds + repeats * (1 + len(named)))
+    told.begin(rounds + _GENERATIONS * (1 + len(named)))
     longest = max(*lengths, *[width - 1 for width in widths])
     bench = _Bench(
-        bare(model),
-        adapter,
+        base or wrap(bare(model), adapter=adapter, runtime=Traced(after=0)),
         _prompt(model, batch, context, rounds + _ROUNDS * (middle + 1) + longest),
         temperature,
         clock,
@@ -168,7 +170,7 @@ def measure_costs(
     for name, drafter in {PLAIN: Given(), **named}.items():
         passes = _at(verify[name], middle + 1)
         rests = []
-        for _ in range(repeats):
+        for _ in range(_GENERATIONS):
             told.step(f"what else rounds do, {name}")
             rests.append(bench.rests_of(drafter, middle))
         overhead[name] = Estimate.of_median([each.beyond(passes) / step_seconds.value for each in rests])
@@ -211,8 +213,7 @@ class _Bench:
     """Real generations of one model, timed round by round.
 
     Args:
-        model: without generation defaults of its own.
-        adapter: where its layers are.
+        base: wraps the model.
         prompt: `[batch, context]`.
         temperature: 0 decodes greedily.
         clock: seconds.
@@ -221,8 +222,7 @@ class _Bench:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        adapter: Adapter,
+        base: SelfSpeculative,
         prompt: Tensor,
         temperature: float,
         clock: Callable[[], float],
@@ -230,7 +230,9 @@ class _Bench:
     ) -> None:
         self.prompt = prompt
         self.timer = Timer(clock, prompt.device)
-        self._model, self._adapter, self._warm_up = model, adapter, warm_up
+        self._base, self._warm_up = base, warm_up
+        # How passes are run is of no account where they are not timed.
+        self._eager = wrap(base.model, adapter=base.adapter, runtime=Eager())
         # Nothing may end a text early.
         self._options: dict[str, Any] = {"do_sample": temperature > 0, "eos_token_id": None}
         if temperature > 0:
@@ -238,7 +240,7 @@ class _Bench:
 
     def probed(self, probe: Probe, longest: int, rounds: int, told: Watch) -> list[Sample]:
         """What a probe saw in the rounds of one generation, and how long each round took by itself."""
-        generation = self._begin(probe, longest, rounds)
+        generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1)
         samples = []
         for _ in range(rounds):
             told.step("draft steps and target passes")
@@ -249,16 +251,16 @@ class _Bench:
 
     def rests_of(self, drafter: Drafter, length: int) -> Rests:
         """What rounds that draft `length` tokens spend beside draft and target pass, and plain rounds in turns."""
-        plain, drafting = self._begin(None, 1, _ROUNDS), self._begin(drafter, length, _ROUNDS)
+        # Room for whole drafts to the last round.
+        room = _ROUNDS * (length + 1) + 1
+        plain = self._begin(self._eager, room)
+        drafting = self._begin(self._eager.drafting(drafter, length), room)
         for _ in range(_ROUNDS):
             next(plain)
             next(drafting)
         return Rests(_rest(plain), _rest(drafting))
 
-    def _begin(self, drafter: Drafter | None, length: int, rounds: int) -> Generation:
-        spec = wrap(self._model, draft=drafter, draft_length=FixedLength(length), adapter=self._adapter)
-        # Room for whole drafts to the last round.
-        room = rounds * (length + 1) + 1 if not isinstance(drafter, Probe) else rounds + length + 1
+    def _begin(self, spec: SelfSpeculative, room: int) -> Generation:
         return spec.stream(self.prompt, max_new_tokens=room, seed=_SEED, **self._options)
 
 

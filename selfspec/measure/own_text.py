@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.adapter import Adapter
+from selfspec.measure.continuation import Continuation
 from selfspec.verify.stock import bare
 from selfspec.watch import Unwatched, Watch
 from selfspec.wrapped import wrap
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A text and where drafts would begin to be judged on it.
-
-    Attributes:
-        ids: token ids, `[1, tokens]`.
-        prompt: tokens of the prompt, at least 1; the tokens after them are judged.
-    """
-
-    ids: Tensor
-    prompt: int = 1
 
 
 def continued(

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.twin import has_other_forward
 
 # Whose modules are known not to decide anew at every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
@@ -26,7 +29,7 @@ def why_not(model: nn.Module) -> str | None:
         kind = type(module)
         if not f"{kind.__module__}.".startswith(_KNOWN):
             return f"{name or 'the model'} is a {kind.__qualname__} of {kind.__module__}, which may do something else next time"
-        if "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None:
+        if has_other_forward(module):
             return f"the forward of {name or 'the model'} was replaced"
         if any(module.__dict__[hooks] for hooks in _HOOKS):
             return f"{name or 'the model'} has hooks"
@@ -34,6 +37,15 @@ def why_not(model: nn.Module) -> str | None:
         if type(weight) is not nn.Parameter or weight.is_meta or not weight.dtype.is_floating_point:
             return f"{name} is quantised or offloaded"
     return None
+
+
+def is_watched(device: torch.device) -> bool:
+    """Whether something in force in this thread sees or changes every operation: a dispatch mode, or autocast.
+
+    Args:
+        device: where passes run.
+    """
+    return _get_current_dispatch_mode() is not None or torch.is_autocast_enabled(device.type)
 
 
 def state_of(model: nn.Module) -> tuple[object, ...]:
@@ -57,7 +69,14 @@ def frozen_twin(module: nn.Module) -> nn.Module:
     twin.__dict__["_modules"] = {
         name: None if child is None else frozen_twin(child) for name, child in module._modules.items()
     }
+    if isinstance(module, PreTrainedModel):
+        # It would look for padding in every pass that needs no mask.
+        twin.__dict__["warn_if_padding_and_no_attention_mask"] = _not_warning
     return twin
+
+
+def _not_warning(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    return
 
 
 def run_watched(function: Callable[[], Any]) -> Any:
@@ -66,8 +85,19 @@ def run_watched(function: Callable[[], Any]) -> Any:
     Raises:
         UnsupportedModelError: one does, so a recording would repeat the decision of one input for all.
     """
-    with _NoReading():
+    with _NoReading(), _NoTaking():
         return function()
+
+
+class _NoTaking(TorchFunctionMode):
+    """Refuses to hand values of tensors over to Python or NumPy, which no operation of torch's shows."""
+
+    _TAKING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._TAKING:
+            raise UnsupportedModelError(f"a pass of this model depends on values through {func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 class _NoReading(TorchDispatchMode):

@@ -72,15 +72,27 @@ class Traced(Runtime):
             raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
 
     def program(self, function: Function, example: tuple[Tensor, ...]) -> Function:
+        names = [f"tensor{number}" for number in range(len(example))]
+        # Of its own: what torch.jit.trace makes stays in a unit of the process, and every weight with it, for good.
+        unit = torch._C.CompilationUnit()
         with _RECORDING, warnings.catch_warnings():
             # It warns of every decision taken on a shape; the shapes are the same next time.
             warnings.simplefilter("ignore")
-            traced = torch.jit.trace(lambda *tensors: function(tensors), example, check_trace=False)
+            graph, _ = torch._C._create_graph_by_tracing(
+                lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
+            )
+        traced = unit.create_function("program", graph, True)
 
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             # Without its own optimiser, which would fuse kernels on some devices, and so round differently.
-            with torch.jit.optimized_execution(False):
-                outputs: tuple[Tensor, ...] = traced(*tensors)
+            try:
+                with torch.jit.optimized_execution(False):
+                    outputs: tuple[Tensor, ...] = traced(*tensors)
+            except RuntimeError as error:
+                # All errors of kernels come out as this one.
+                if "out of memory" in str(error):
+                    raise torch.OutOfMemoryError(str(error)) from error
+                raise
             return outputs
 
         return run

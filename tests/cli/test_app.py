@@ -17,7 +17,7 @@ def test_version(invoke: Invoke) -> None:
     assert (ending.status, ending.stdout) == (0, f"selfspec {selfspec.__version__}\n")
 
 
-@pytest.mark.parametrize("words", [[], ["generate"], ["inspect"], ["demo"]])
+@pytest.mark.parametrize("words", [[], ["generate"], ["inspect"], ["demo"], ["bench"]])
 def test_every_command_has_help(invoke: Invoke, words: list[str]) -> None:
     ending = invoke(*words, "--help")
     assert (ending.status, ending.stderr) == (0, "")

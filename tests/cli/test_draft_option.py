@@ -46,7 +46,7 @@ def test_grammar(text: str, drafter: Drafter | None) -> None:
         "skip:heads=1",
         "skip:attn=1;attn=2",
         "skip:attn=1;",
-        "auto",
+        "automatic",
     ],
 )
 def test_anything_else_is_refused_with_the_grammar(text: str) -> None:

@@ -30,7 +30,8 @@ def _brute_force(full: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, sta
 
 def test_it_is_what_prefixes_one_by_one_give(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    texts = [tiny.prompt(9, seed=1), Continuation(tiny.prompt(7, seed=2), 3)]
+    given = [(tiny.prompt(9, seed=1), 1), (tiny.prompt(7, seed=2), 3)]
+    texts: list[Tensor | Continuation] = [given[0][0], Continuation(*given[1])]
     drafters: dict[str, PathDrafter] = {"exit": EarlyExit(2), "skip": LayerSkip(layers=[1])}
     measured = teacher_forced(model, find_adapter(model), drafters, texts, TEMPERATURES)
     kept = {"exit": [0, 1], "skip": [0, 2, 3]}
@@ -38,8 +39,8 @@ def test_it_is_what_prefixes_one_by_one_give(architecture: str) -> None:
         draft = with_layers(model, layers)
         assert [each.positions for each in measured[name].sequences] == [8, 4]
         for temperature in TEMPERATURES:
-            for index, (ids, start) in enumerate([(texts[0], 1), (texts[1].ids, 3)]):  # type: ignore[union-attr]
-                expected = _brute_force(model, draft, ids, start, temperature)  # type: ignore[arg-type]
+            for index, (ids, start) in enumerate(given):
+                expected = _brute_force(model, draft, ids, start, temperature)
                 assert measured[name].sequences[index].alpha(temperature) == pytest.approx(expected, abs=1e-6)
 
 

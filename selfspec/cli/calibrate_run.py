@@ -1,0 +1,204 @@
+"""The work of `selfspec calibrate`, apart from its options: load, calibrate, write, print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from torch import Tensor
+from transformers.utils import logging
+
+from selfspec.calibrate import Calibration, Chosen, Settings, calibrate
+from selfspec.calibrate.candidates import considered
+from selfspec.calibrate.place import default_file
+from selfspec.calibrate.run import Kind
+from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
+from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.options import OutputFormat
+from selfspec.cli.terminal import progress_bar
+from selfspec.demo import PROMPTS as DEMO_PROMPTS
+from selfspec.demo import checkpoint_folder
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.named import PLAIN
+from selfspec.errors import ProfileError
+from selfspec.measure import Estimate
+from selfspec.verify import PROMPTS
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asked for, read and checked as far as that needs no model.
+
+    Attributes:
+        model: folder or hub name.
+        drafters: paths to consider; None: every exit.
+        prompts: texts to continue; None: the built-in ones.
+        settings: how much is measured.
+        to: where the profile goes; None: where `auto` finds it.
+        dtype: what to compute in.
+        device: where.
+        threads: CPU threads; None: torch's own choice.
+        output: what stdout gets.
+    """
+
+    model: str
+    drafters: Sequence[PathDrafter] | None
+    prompts: Sequence[str] | None
+    settings: Settings
+    to: Path | None
+    dtype: DtypeName
+    device: str
+    threads: int | None
+    output: OutputFormat
+
+
+class _Bar:
+    """Shows the steps of each stage; a stage begins the bar anew."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("", total=None)
+        self._begun = 0
+
+    def begin(self, steps: int) -> None:
+        """Show how far the stage is to go."""
+        self._begun = 0
+        self._progress.reset(self._task, total=steps)
+
+    def step(self, what: str) -> None:
+        """Show what is done now; what was done before is over."""
+        self._progress.update(self._task, description=what, completed=self._begun)
+        self._begun += 1
+
+
+def run(job: Job) -> None:
+    """Calibrate, write the profile, print. An interrupt before the end writes nothing.
+
+    Raises:
+        SelfSpecError: the job cannot be done; nothing was written or printed.
+    """
+    logging.set_verbosity_error()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    find_device(job.device)
+    if job.to is not None and job.to.is_dir():
+        raise ProfileError(f"--to {job.to} is a folder; name the file to write")
+    # Weights may take minutes to load: what the configuration can tell is told before.
+    considered(read_config(job.model).get_text_config(decoder=True).num_hidden_layers, job.drafters)
+    checkpoint = load_checkpoint(job.model, job.dtype, job.device)
+    texts = job.prompts or _built_in(job.model)
+    started = time.perf_counter()
+    with progress_bar("calibrating") as progress:
+        found = calibrate(
+            checkpoint.model, _prompts(checkpoint, texts), job.drafters, job.settings, watch=_Bar(progress)
+        )
+    seconds = time.perf_counter() - started
+    file = job.to or default_file(found.profile.setting)
+    found.profile.save(file)
+    if job.output == "json":
+        print_json(_result(job, found, file, seconds))
+    else:
+        _print(job, found, file, seconds)
+
+
+def _built_in(model: str) -> Sequence[str]:
+    """Of the embedded model, which writes code only, the demonstration's."""
+    folder = Path(model)
+    return DEMO_PROMPTS if folder.is_dir() and folder.resolve() == checkpoint_folder().resolve() else PROMPTS
+
+
+def _prompts(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor]:
+    device = checkpoint.model.device
+    return [checkpoint.tokenizer(text, return_tensors="pt").input_ids.long().to(device) for text in texts]
+
+
+def _result(job: Job, found: Calibration, file: Path, seconds: float) -> dict[str, Any]:
+    profile = found.profile
+    return {
+        "checkpoint": job.model,
+        "profile": str(file),
+        "setting": asdict(profile.setting),
+        "greedy": asdict(profile.greedy),
+        "sampled": asdict(profile.sampled),
+        "report": dict(profile.report),
+        "seconds": seconds,
+        "versions": versions(),
+    }
+
+
+def _print(job: Job, found: Calibration, file: Path, seconds: float) -> None:
+    console, setting = Console(highlight=False), found.profile.setting
+    threads = f", {setting.threads} threads" if setting.threads else ""
+    console.print(f"{job.model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s")
+    console.print()
+    console.print(_costs(found))
+    console.print(
+        f"c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps of "
+        f"{found.costs.step_seconds.value * 1000:.2f} ms, medians. alpha: acceptance rate, teacher-forced on the "
+        "model's own text. predicted: by the formula, at the best draft length.",
+        style="dim",
+    )
+    for title, kind in (("greedy", found.greedy), (f"temperature {job.settings.temperature:g}", found.sampled)):
+        console.print()
+        console.print(_confirmed(title, kind))
+        console.print(_sentence(kind.chosen), style="bold")
+    console.print()
+    auto = "auto" if job.to is None else f"auto:{file}"
+    console.print(f'Profile: {file}. Use it: --draft {auto}, or selfspec.wrap(model, draft="{auto}").', soft_wrap=True)
+
+
+def _costs(found: Calibration) -> Table:
+    costs = found.costs
+    kinds = (found.greedy, found.sampled)
+    predictions = [{each.name: each for each in kind.predictions} for kind in kinds]
+    widths = sorted({width for name, by_width in costs.verify.items() if name != PLAIN for width in by_width})
+    table = Table("draft")
+    columns = ["c", *(f"V({width})" for width in widths), "o"]
+    for kind in kinds:
+        columns += [f"alpha, T={kind.temperature:g}", "predicted"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name in costs.draft:
+        cells = [f"{costs.draft[name].value:.3f}"]
+        cells += [f"{costs.verify[name][width].value:.2f}" for width in widths]
+        cells.append(f"{costs.overhead[name].value:.3f}")
+        for by_name in predictions:
+            if name in by_name:
+                best = by_name[name].best
+                cells += [f"{by_name[name].alpha:.3f}", f"{best.speedup:.2f} at {best.draft_length}"]
+        table.add_row("look-up" if name == PLAIN else name, *cells)
+    return table
+
+
+def _confirmed(title: str, kind: Kind) -> Table:
+    predicted = {each.name: each.best.speedup for each in kind.predictions}
+    table = Table(title)
+    for column in ("against plain decoding", "interval", "predicted", "acceptance rate", "tokens a pass"):
+        table.add_column(column, justify="right")
+    for each in kind.confirmed:
+        table.add_row(
+            each.name,
+            f"{each.speedup.value:.2f}x",
+            _interval(each.speedup),
+            f"{predicted[each.name]:.2f}" if each.name in predicted else "",
+            "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
+            f"{each.mean_accepted_length:.2f}",
+        )
+    return table
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.low:.2f}-{estimate.high:.2f}"
+
+
+def _sentence(chosen: Chosen) -> str:
+    if chosen.draft == PLAIN:
+        return "No draft was faster than plain decoding."
+    return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding."

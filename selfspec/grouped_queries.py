@@ -1,0 +1,73 @@
+"""Attention of several tokens with grouped queries on a CPU: every key head is read as it is, not copied for its queries.
+
+`transformers` repeats keys and values for all heads of a group wherever there is a mask, since some GPU kernels want
+it so: whole copies of the cache in each layer, for every pass over more than one token. The CPU's kernel reads shared
+heads in place and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from selfspec.twin import has_other_forward, twin_with
+
+_NAME = "selfspec_grouped_sdpa"
+
+
+def for_grouped_queries(module: nn.Module) -> nn.Module:
+    """A view of a module whose attentions share key heads without copies; the module itself where none do.
+
+    Args:
+        module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
+    """
+    if has_other_forward(module):
+        return module
+    children = {name: for_grouped_queries(child) for name, child in module._modules.items() if child is not None}
+    others = {name: child for name, child in children.items() if child is not module._modules[name]}
+    if _shares_heads(module):
+        twin = twin_with(module, others)
+        twin.__dict__["config"] = config = copy.copy(module.config)
+        config._attn_implementation_internal = _NAME
+        return twin
+    return twin_with(module, others) if others else module
+
+
+def _shares_heads(module: nn.Module) -> bool:
+    groups = getattr(module, "num_key_value_groups", 1)
+    kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    # Others call a kernel of their own choice.
+    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(type(module).forward, "__code__", _shares_heads.__code__).co_names
+    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
+    usual = attention_mask is not None and dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
+    if not usual or query.device.type != "cpu" or query.shape[2] == 1:
+        stock: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return stock
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+_UNUSUAL = ("position_bias", "cache", "softcap")
+AttentionInterface.register(_NAME, _attend)

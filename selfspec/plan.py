@@ -1,0 +1,64 @@
+"""Which draft serves a request: one for all, or one for greedy decoding and another for sampling."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from selfspec.control import Control, CostAware
+from selfspec.costs import Costs
+from selfspec.draft import Drafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.adapter import Adapter
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What drafts in a generation.
+
+    Attributes:
+        draft: proposes tokens; None: plain decoding.
+        control: how long drafts are, where nobody says otherwise.
+        costs: of a round that drafts, measured; None: nobody measured them.
+    """
+
+    draft: Drafter | None
+    control: Control = field(default_factory=CostAware)
+    costs: Costs | None = None
+
+
+class Plan(ABC):
+    """Chooses what drafts. It is configuration, as drafters are."""
+
+    @abstractmethod
+    def choose(self, greedy: bool) -> Choice:
+        """What drafts in a generation.
+
+        Args:
+            greedy: whether it decodes greedily; else it samples.
+        """
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
+        """Refuse a model that the plan was not made for. Asked once, when the model is wrapped.
+
+        Raises:
+            SelfSpecError: naming what does not fit.
+        """
+
+
+@dataclass(frozen=True)
+class Always(Plan):
+    """The same draft for every request.
+
+    Attributes:
+        draft: proposes tokens; None: plain decoding.
+    """
+
+    draft: Drafter | None
+
+    def choose(self, greedy: bool) -> Choice:
+        return Choice(self.draft)

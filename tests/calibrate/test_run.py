@@ -1,0 +1,204 @@
+"""What a calibration chooses: by planted figures, and once through on a tiny model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import tiny
+from selfspec import Costs, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec.calibrate import Calibration, Settings, calibrate
+from selfspec.calibrate import confirm as confirming
+from selfspec.calibrate.candidates import considered, predicted, to_confirm, to_measure
+from selfspec.calibrate.confirm import Confirmed, batches
+from selfspec.calibrate.run import choose
+from selfspec.measure import Estimate, MeasuredCosts
+from selfspec.stats import Stats
+from selfspec.watch import Unwatched
+from selfspec.wrapped import find_adapter
+
+SETTINGS = Settings(max_new_tokens=8, repeats=1, longest=1)
+
+
+def _estimate(value: float) -> Estimate:
+    return Estimate(value, value, value)
+
+
+def _costs(**steps: float) -> MeasuredCosts:
+    """Drafts whose steps cost so much, with passes that cost one and no overhead."""
+    names = {name.replace("_", ":"): cost for name, cost in steps.items()} | {"none": 0.0}
+    return MeasuredCosts(
+        step_seconds=_estimate(0.01),
+        draft={name: _estimate(cost) for name, cost in names.items()},
+        verify={name: {2: _estimate(1.0), 5: _estimate(1.0)} for name in names},
+        overhead={name: _estimate(0.0) for name in names},
+        context=1,
+        batch=1,
+        lengths=(1, 4),
+    )
+
+
+def test_every_exit_is_considered_unless_drafts_are_given() -> None:
+    assert list(considered(4, None)) == ["exit:1", "exit:2", "exit:3"]
+    assert considered(4, [LayerSkip(layers=[1])]) == {"skip:layers=1": LayerSkip(layers=[1])}
+
+
+@pytest.mark.parametrize("drafts", [[PromptLookup()], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
+def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None:
+    with pytest.raises(DraftConfigError):
+        considered(4, drafts)
+
+
+def test_of_many_exits_those_with_promise_are_measured() -> None:
+    model = tiny.llama(num_hidden_layers=12)
+    drafters = considered(12, None)
+    rates = {name: 0.9 if name in ("exit:2", "exit:11") else 0.1 for name in drafters}
+    measured = to_measure(model, find_adapter(model), drafters, [rates])
+    assert len(measured) == 6
+    assert EarlyExit(2) in measured
+    assert to_measure(model, find_adapter(model), considered(4, None), [rates]) == [EarlyExit(e) for e in (1, 2, 3)]
+
+
+def test_predictions_are_the_formulas_and_in_order() -> None:
+    rates = {"exit:1": 0.5, "exit:2": 0.8}
+    best, other = predicted(rates, _costs(exit_1=0.2, exit_2=0.3), longest=4)
+    assert (best.name, other.name) == ("exit:2", "exit:1")
+    lengths = {gamma: (1 - 0.8 ** (gamma + 1)) / (1 - 0.8) / (gamma * 0.3 + 1) for gamma in range(1, 5)}
+    assert best.best.speedup == pytest.approx(max(lengths.values()))
+    assert lengths[best.best.draft_length] == max(lengths.values())
+
+
+def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
+    costs = _costs(exit_1=0.2, exit_2=0.3, exit_3=0.4)
+    drafters = considered(4, None)
+    rates = {"exit:1": 0.9, "exit:2": 0.5, "exit:3": 0.95}
+    names = [each.name for each in to_confirm(predicted(rates, costs, 4), drafters, costs)]
+    assert names == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
+    useless = dict.fromkeys(rates, 0.0)
+    assert [each.name for each in to_confirm(predicted(useless, costs, 4), drafters, costs)] == ["lookup"]
+
+
+def _confirmed(**speedups: float) -> list[Confirmed]:
+    return [Confirmed(name.replace("_", ":"), _estimate(value), 0.5, 2.0, 1) for name, value in speedups.items()]
+
+
+def test_the_fastest_is_chosen_with_its_costs() -> None:
+    costs = _costs(exit_1=0.2, exit_2=0.3)
+    candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
+    chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), candidates, 0.8, SETTINGS)
+    assert (chosen.draft, chosen.speedup[0], chosen.temperature) == ("exit:1", 1.3, 0.8)
+    assert chosen.costs == Costs(draft=0.2)
+    assert chosen.longest == SETTINGS.longest
+
+
+def test_plain_decoding_is_chosen_where_nothing_is_faster() -> None:
+    chosen = choose(_confirmed(lookup=0.99), [], 0.0, SETTINGS)
+    assert (chosen.draft, chosen.costs) == ("none", None)
+
+
+def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted seconds a token: what is chosen follows from them alone."""
+    planted = {"none": 1.0, "lookup": 2.0, "exit:1": 0.5, "lookup+exit:1": 0.8, "exit:3": 4.0, "lookup+exit:3": 0.9}
+    costs = _costs(exit_1=0.1, exit_3=0.1)
+    predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
+    candidates = to_confirm(predictions, considered(4, None), costs)
+    plain = wrap(llama)
+    names = {id(plain): "none"}
+    calls: list[tuple[str, int]] = []
+
+    def generated(spec: Any, prompt: Any, temperature: float, settings: Settings, seed: int) -> Stats:
+        name = names.get(id(spec)) or candidates[len(names) - 1].name
+        calls.append((name, seed))
+        # A hiccup in one turn changes nothing.
+        hiccup = 9.0 if len(calls) == 40 else 0.0
+        return Stats(
+            rounds=5, row_rounds=5, new_tokens=10, seconds={"prefill": 50.0, "verify": 10 * planted[name] + hiccup}
+        )
+
+    drafting = type(plain).drafting
+
+    def noted(self: Any, *given: Any) -> Any:
+        spec = drafting(self, *given)
+        names[id(spec)] = candidates[len(names) - 1].name
+        kept.append(spec)
+        return spec
+
+    kept: list[Any] = []
+    monkeypatch.setattr(type(plain), "drafting", noted)
+    monkeypatch.setattr(confirming, "_generated", generated)
+    prompts = batches([tiny.prompt(4), tiny.prompt(6)], 1)
+    confirmed = confirming.confirm(plain, candidates, prompts, 0.0, replace(SETTINGS, repeats=3), Unwatched())
+    assert confirmed[0].name == "exit:1"
+    assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
+        {name: 1 / seconds for name, seconds in planted.items() if name != "none"}
+    )
+    assert {each.name: each.turns for each in confirmed} == {
+        "exit:1": 3,
+        "lookup+exit:1": 3,
+        "lookup+exit:3": 3,
+        "lookup": 1,
+        "exit:3": 1,
+    }
+    assert {seed for _, seed in calls} == {0, 1}
+
+
+def test_batches_are_filled_up_and_padded_on_the_left() -> None:
+    prompts = [tiny.prompt(2), tiny.prompt(4, seed=1), tiny.prompt(3, seed=2)]
+    first, second = batches(prompts, 2)
+    assert first.ids[0].tolist() == [0, 0, *prompts[0][0].tolist()]
+    assert first.mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert second.ids[1].tolist() == [0, *prompts[0][0].tolist()]
+    assert second.mask.tolist() == [[1, 1, 1], [0, 1, 1]]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def found(model: PreTrainedModel) -> Calibration:
+    return calibrate(model, [tiny.prompt(5)], [EarlyExit(3)], SETTINGS)
+
+
+def test_a_calibration_reports_all_it_measured(found: Calibration) -> None:
+    assert set(found.costs.draft) == {"none", "exit:3"}
+    for kind, temperature in ((found.greedy, 0.0), (found.sampled, 0.8)):
+        assert kind.temperature == temperature
+        assert set(kind.acceptance) == {"exit:3"}
+        assert kind.acceptance["exit:3"].positions == SETTINGS.max_new_tokens
+        assert {"lookup"} <= {each.name for each in kind.confirmed}
+        fastest = kind.confirmed[0]
+        assert kind.chosen.draft == (fastest.name if fastest.speedup.value > 1 else "none")
+
+
+def test_its_profile_can_be_written_read_and_drafted_with(
+    found: Calibration, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    found.profile.save(tmp_path / "profile.json")
+    read = Profile.load(tmp_path / "profile.json")
+    assert read == found.profile
+    assert set(read.report) == {"settings", "costs", "greedy", "sampled"}
+    out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
+    assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    "prompts", [[], [tiny.prompt(4)[0]], [tiny.prompt(4, batch=2)], [tiny.prompt(tiny.CONTEXT - 5)]]
+)
+def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+    with pytest.raises(PromptError):
+        calibrate(model, prompts, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("given", [{"repeats": 0}, {"temperature": 0.0}, {"batch": 0}, {"temperature": float("inf")}])
+def test_settings_out_of_range_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(DraftConfigError):
+        Settings(**given)

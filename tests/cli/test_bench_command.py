@@ -1,0 +1,138 @@
+"""`selfspec bench`: arms side by side on a checkpoint, results that can be gone on with, and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from cli.running import Invoke
+from selfspec.bench.cell import Cell
+from selfspec.bench.stock_arms import StockArm
+from selfspec.bench.timing import Call
+
+QUICK = (
+    "--prompts",
+    "2",
+    "--repeats",
+    "1",
+    "--warm-up",
+    "1",
+    "--max-new-tokens",
+    "16",
+    "--context",
+    "12",
+    "--no-memory",
+)
+ARMS = ("--arms", "lookup", "--arms", "draft", "--draft", "exit:2")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    """A workload."""
+    file = tmp_path / "texts.jsonl"
+    lines = ("Once upon a time, there was a little girl named Lily.", "One day, a dog and a cat went to the park.")
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return f"stories={file}"
+
+
+def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
+    to = tmp_path / "results"
+    words = ("bench", folder, "--workload", texts, *QUICK, *ARMS, "--to", str(to), "--dtype", "float64")
+    ending = invoke(*words, "--output", "json")
+    assert ending.status == 0, ending.stderr
+    found = json.loads(ending.stdout)
+    assert [each["cell"]["temperature"] for each in found["cells"]] == [0.0, 0.8]
+    greedy = {arm["name"]: arm for arm in found["cells"][0]["arms"]}
+    assert list(greedy) == ["model.generate", "model.generate, prompt look-up", "selfspec plain", "selfspec exit:2"]
+    for arm in greedy.values():
+        assert arm["agreement"]["equal"] == arm["agreement"]["texts"] == 2
+        assert arm["decoding_tokens_per_second"]["median"] > 0
+    assert greedy["model.generate"]["decoding_against"]["model_generate"]["median"] == 1.0
+    assert found["cells"][0]["settings"]["dtype"] == "float64"
+    assert greedy["selfspec exit:2"]["round_in_plain_steps"]["verify"] > 0
+    text = (to / "report.md").read_text()
+    assert "| selfspec exit:2 |" in text
+    assert {file.name for file in to.iterdir()} == {
+        "results.jsonl",
+        "report.md",
+        "speed.png",
+        "acceptance.png",
+        "prediction.png",
+    }
+    # What is there already is not measured again.
+    before = (to / "results.jsonl").read_bytes()
+    (to / "report.md").unlink()
+    assert invoke(*words, "--no-plots").status == 0
+    assert (to / "results.jsonl").read_bytes() == before
+    again = invoke("bench", "--report", str(to), "--output", "json")
+    assert json.loads(again.stdout) == found
+    assert (to / "report.md").read_text() == text
+
+
+def test_arms_that_say_something_else_fail_it(
+    invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = StockArm.decode
+
+    def slip(self: StockArm, prompts: Tensor, cell: Cell, seed: int) -> Call:
+        call = decode(self, prompts, cell, seed)
+        if self.spec.kind == "lookup":
+            call.rows[0][-1] += 1
+        return call
+
+    monkeypatch.setattr(StockArm, "decode", slip)
+    words = (
+        "--workload",
+        texts,
+        *QUICK,
+        *ARMS,
+        "--temperature",
+        "0",
+        "--no-plots",
+        "--no-costs",
+        "--to",
+        str(tmp_path / "to"),
+    )
+    ending = invoke("bench", folder, *words, "--output", "json")
+    found = json.loads(ending.stdout)
+    assert ending.status == 1
+    assert found["error"]["type"] == "RefusedError"
+    assert "prompt look-up (stories" in found["error"]["message"]
+    refused = found["cells"][0]["arms"][1]
+    assert refused["agreement"]["refused"]
+    assert "decoding_tokens_per_second" not in refused
+    assert "REFUSED" in (tmp_path / "to" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--draft", "exit:9"], "choose 1..4"),
+        (["--draft", "none"], "give --draft exit:E"),
+        (["--draft", "nonsense"], "--draft"),
+        (["--exit", "5"], "choose 1..4"),
+        (["--workload", "nonsense"], "write NAME=FILE"),
+        (["--temperature", "-1"], "0 for greedy"),
+        (["--context", "600"], "context of 512"),
+        (["--max-new-tokens", "4"], "--max-new-tokens"),
+        (["--accept", "nonsense"], "nonsense"),
+        (["--report", "nowhere"], "holds no results"),
+    ],
+)
+def test_bad_input(invoke: Invoke, folder: str, tmp_path: Path, words: list[str], remedy: str) -> None:
+    ending = invoke("bench", folder, "--to", str(tmp_path / "to"), *words)
+    assert (ending.status, ending.stdout) == (2, "")
+    assert remedy in ending.stderr
+    assert not (tmp_path / "to").exists()
+
+
+def test_without_matplotlib_it_says_so_before_it_begins(
+    invoke: Invoke, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.bench.plots.find_spec", lambda name: None)
+    ending = invoke("bench", folder, "--to", str(tmp_path / "to"))
+    assert (ending.status, ending.stdout) == (2, "")
+    assert "selfspec[bench]" in ending.stderr

@@ -1,0 +1,131 @@
+"""`selfspec calibrate` as a user meets it, and what `--draft auto` then does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import selfspec.cli.calibrate_run as command
+from calibrate.profiles import calibration_of
+from cli.running import Invoke
+from selfspec import Profile
+from selfspec.calibrate.place import VARIABLE
+
+# As quick as it can be: one exit, one short prompt.
+QUICK = ("--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--longest-draft", "1", "--threads", "1")
+
+
+@pytest.fixture
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Once upon a time"}\n{"text": "Tom had a big red ball."}\n')
+    return file
+
+
+def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, profiles: Path, prompts: Path) -> None:
+    ending = invoke("calibrate", folder, *QUICK, "--prompts", str(prompts), "--output", "json")
+    assert ending.status == 0, ending.stderr
+    result = json.loads(ending.stdout)
+    file = Path(result["profile"])
+    assert file.parent == profiles
+    profile = Profile.load(file)
+    assert result["greedy"]["draft"] == profile.greedy.draft
+    assert result["setting"]["threads"] == 1
+    assert result["report"]["settings"]["prompts"] == 2
+
+    words = ("generate", "--model", folder, "--prompt", "Once", "--max-new-tokens", "12", "--threads", "1")
+    auto = invoke(*words, "--draft", "auto", "--output", "json")
+    plain = invoke(*words, "--output", "json")
+    assert auto.status == plain.status == 0, auto.stderr
+    assert json.loads(auto.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    assert json.loads(auto.stdout)["settings"]["draft"] == "auto"
+    assert invoke(*words, "--draft", f"auto:{file}").status == 0
+    verified = invoke("verify", folder, "--draft", "auto", "--threads", "1", "--samples", "100", "--output", "json")
+    chosen = {profile.greedy.draft, profile.sampled.draft} - {"none"}
+    if chosen:
+        assert verified.status == 0, verified.stderr
+        assert {each["draft"] for each in json.loads(verified.stdout)["drafts"]} == {"none", *chosen}
+    else:
+        assert verified.status == 2
+
+    other = invoke(*words[:-1], "2", "--draft", "auto")
+    assert other.status == 2
+    assert "CPU threads 1 there, 2 here" in other.stderr
+    assert "selfspec calibrate" in other.stderr
+
+
+def test_tables_say_what_was_found(
+    invoke: Invoke, folder: str, tmp_path: Path, stories: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "calibrate", lambda *_given, **_options: calibration_of(stories))
+    file = tmp_path / "mine.json"
+    ending = invoke("calibrate", folder, "--to", str(file))
+    assert ending.status == 0, ending.stderr
+    for words in ("1.25", "0.750", "1.38", "1.25x", "1.00-1.50", "0.62", "2.50", f"auto:{file}"):
+        assert words in ending.stdout
+    assert "Chosen: lookup+exit:2, 1.50 times as fast as plain decoding." in ending.stdout
+    assert "No draft was faster than plain decoding." in ending.stdout
+    assert Profile.load(file).sampled.draft == "none"
+
+
+def test_an_interrupt_writes_nothing(
+    invoke: Invoke, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_given: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "calibrate", interrupted)
+    assert invoke("calibrate", folder, *QUICK, "--to", str(tmp_path / "mine.json")).status == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--draft", "exit:9"), "out of range"),
+        (("--draft", "lookup"), "no path of the model"),
+        (("--draft", "auto"), "auto"),
+        (("--temperature", "0"), "above 0"),
+        (("--prompts", "missing.txt"), "--prompts missing.txt"),
+        (("--to", "."), "is a folder"),
+        (("--device", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_weights_are_read(
+    invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], named: str
+) -> None:
+    def unread(*_given: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(command, "load_checkpoint", unread)
+    ending = invoke("calibrate", folder, *words)
+    assert ending.status == 2, ending.stderr
+    assert named in ending.stderr
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"other": "x"}', '{"prompt": ""}'])
+def test_prompts_that_are_none_are_refused(invoke: Invoke, folder: str, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line + "\n")
+    ending = invoke("calibrate", folder, "--prompts", str(file))
+    assert ending.status == 2
+    assert "line 1" in ending.stderr
+
+
+def test_auto_without_a_profile_names_the_command(invoke: Invoke, folder: str, profiles: Path) -> None:
+    ending = invoke("generate", "--model", folder, "--prompt", "Once", "--draft", "auto")
+    assert ending.status == 2
+    assert "selfspec calibrate MODEL --dtype float32 --threads" in ending.stderr
+    missing = invoke("generate", "--model", folder, "--prompt", "Once", "--draft", f"auto:{profiles}/none.json")
+    assert missing.status == 2
+    assert "selfspec calibrate" in missing.stderr
