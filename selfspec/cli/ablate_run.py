@@ -144,7 +144,7 @@ def _ranked(panel: Panel) -> list[dict[str, Any]]:
 
 def _print_panel(panel: Panel) -> None:
     table = Table(title=panel.title, title_justify="left")
-    table.add_column("draft", overflow="fold", min_width=24)
+    table.add_column("draft", overflow="fold", min_width=16)
     for name in _COLUMNS.values():
         table.add_column(name, justify="right")
     for row in _ranked(panel)[:_SHOWN]:
