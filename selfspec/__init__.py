@@ -4,11 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from selfspec.ablation.inline import ablate
     from selfspec.adapter import Adapter
     from selfspec.calibrate.profile import Profile
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.costs import Costs
-    from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, ExitHead, LayerSkip, PromptLookup, ReducedVocabulary
+    from selfspec.draft import (
+        Cascade,
+        Draft,
+        Drafter,
+        EarlyExit,
+        ExitHead,
+        LayerSkip,
+        PromptLookup,
+        ReducedVocabulary,
+        SkipFile,
+    )
     from selfspec.errors import (
         BenchError,
         CheckpointError,
@@ -20,6 +31,8 @@ if TYPE_CHECKING:
         ProfileError,
         PromptError,
         SelfSpecError,
+        StorageError,
+        StudyError,
         TrainingError,
         UnsupportedModelError,
         UnsupportedOptionError,
@@ -63,22 +76,37 @@ __all__ = [
     "RowRound",
     "SelfSpecError",
     "SelfSpeculative",
+    "SkipFile",
     "Stats",
+    "StorageError",
+    "StudyError",
     "Traced",
     "TrainingError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
+    "ablate",
     "wrap",
 ]
 
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
+    "ablation.inline": ["ablate"],
     "adapter": ["Adapter"],
     "calibrate.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "costs": ["Costs"],
-    "draft": ["Cascade", "Draft", "Drafter", "EarlyExit", "ExitHead", "LayerSkip", "PromptLookup", "ReducedVocabulary"],
+    "draft": [
+        "Cascade",
+        "Draft",
+        "Drafter",
+        "EarlyExit",
+        "ExitHead",
+        "LayerSkip",
+        "PromptLookup",
+        "ReducedVocabulary",
+        "SkipFile",
+    ],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],

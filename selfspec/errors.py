@@ -40,6 +40,14 @@ class TrainingError(SelfSpecError, RuntimeError):
     """Training cannot begin as asked, cannot go on from what lies there, or its loss became NaN or infinite."""
 
 
+class StudyError(SelfSpecError, ValueError):
+    """A study file or a study cannot be used as given."""
+
+
+class StorageError(SelfSpecError, RuntimeError):
+    """The storage of a study went away, is full or is damaged; what was finished before stays there."""
+
+
 class ExitHeadError(SelfSpecError, OSError):
     """An exit head is missing files, truncated or foreign, or was trained on another base."""
 

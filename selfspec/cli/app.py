@@ -8,12 +8,14 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from selfspec.cli.ablate import ablate
 from selfspec.cli.bench import bench
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.demo import demo
 from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
+from selfspec.cli.search import search
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
 
@@ -30,6 +32,8 @@ app.command()(verify)
 app.command()(calibrate)
 app.command()(demo)
 app.command()(bench)
+app.command()(ablate)
+app.command()(search)
 app.add_typer(train)
 
 

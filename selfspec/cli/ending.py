@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from selfspec.cli.json_output import print_json
-from selfspec.errors import NonFiniteLogitsError, SelfSpecError
+from selfspec.errors import NonFiniteLogitsError, SelfSpecError, StorageError
 
 FAILED = 1
 BAD_INPUT = 2
@@ -43,7 +43,7 @@ def status_of(error: BaseException) -> int:
         return status_of(error.cause)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, NonFiniteLogitsError):
+    if isinstance(error, NonFiniteLogitsError | StorageError):
         return FAILED
     if isinstance(error, SelfSpecError):
         return BAD_INPUT

@@ -7,6 +7,7 @@ from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
+from selfspec.draft.skip_file import SkipFile
 
 __all__ = [
     "Cascade",
@@ -18,4 +19,5 @@ __all__ = [
     "PromptLookup",
     "ReducedVocabulary",
     "Resume",
+    "SkipFile",
 ]

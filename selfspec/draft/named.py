@@ -12,6 +12,7 @@ from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
+from selfspec.draft.skip_file import SkipFile
 from selfspec.errors import DraftConfigError
 
 PLAIN = "none"
@@ -24,9 +25,9 @@ _LOOK_UP = "lookup"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), +vocab:FILE behind any of these to read fewer rows of the head, lookup for "
-    "look-ups in the text, alone or before any of these (lookup+exit:4), auto or auto:FILE for what selfspec calibrate "
-    "found, or none for plain decoding"
+    "(skip:attn=3,5;mlp=4;layers=7-9), skip-file:FILE for one that was searched for, +vocab:FILE behind any of these "
+    "to read fewer rows of the head, lookup for look-ups in the text, alone or before any of these (lookup+exit:4), auto "
+    "or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)
@@ -63,6 +64,8 @@ def parse_draft(text: str) -> Drafter | None:
     leaves_early = _EXIT.fullmatch(given)
     if leaves_early:
         return EarlyExit(layer=int(leaves_early[1]))
+    if given.startswith("skip-file:"):
+        return SkipFile.from_file(given.removeprefix("skip-file:"))
     if given.startswith("skip:"):
         skipped = _skip_set(text, given.removeprefix("skip:"))
         return LayerSkip(skipped["attention"], skipped["mlp"], skipped["layers"])
@@ -82,6 +85,8 @@ def draft_name(drafter: Drafter | None) -> str:
             return _LOOK_UP
         case Cascade() if drafter.look_up == PromptLookup():
             return f"{_LOOK_UP}+{draft_name(drafter.path)}"
+        case SkipFile(source=source):
+            return f"skip-file:{source}"
         case LayerSkip():
             parts = (("attn", drafter.attention), ("mlp", drafter.mlp), ("layers", drafter.layers))
             return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # is held to the rules of the core unless it is named here.
 ON_TOP = {
     "__main__",
-    "ablate",
+    "ablation",
     "anatomy",
     "bench",
     "calibrate",

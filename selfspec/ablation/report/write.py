@@ -1,0 +1,38 @@
+"""Writing a whole report: data, pictures, page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selfspec.ablation.report.files import write_data
+from selfspec.ablation.report.page import write_page
+from selfspec.ablation.report.panels import panels
+from selfspec.ablation.report.pictures import draw_all
+from selfspec.ablation.run import Finding
+from selfspec.errors import StorageError
+
+PAGE = "report.html"
+
+
+def write_report(finding: Finding, folder: Path) -> list[Path]:
+    """Write everything there is to see of a study.
+
+    Args:
+        finding: the study.
+        folder: to write into.
+
+    Returns:
+        The files.
+
+    Raises:
+        StorageError: there is no room, or no right to write; the study itself is kept.
+    """
+    files = write_data(finding, folder)
+    shown = panels(finding)
+    try:
+        files += draw_all(shown, folder)
+    except OSError as error:
+        raise StorageError(
+            f"the pictures cannot be written to {folder} ({error.strerror or error}); the study itself is kept"
+        ) from error
+    return [*files, write_page(finding, shown, folder / PAGE)]

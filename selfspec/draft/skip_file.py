@@ -1,0 +1,90 @@
+"""Drafting with a skip set that was found for one model, read from a JSON file that names the model's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.layer_skip import LayerSkip
+from selfspec.errors import DraftConfigError
+from selfspec.fingerprint import fingerprint
+from selfspec.path import Path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.adapter import Adapter
+
+FORMAT = 1
+_PARTS = ("attention", "mlp", "layers")
+
+
+@dataclass(frozen=True)
+class SkipFile(PathDrafter):
+    """A `LayerSkip` for one checkpoint and no other.
+
+    Attributes:
+        skip: the skip set.
+        base: fingerprint of the weights it was found for.
+        source: the file it was read from, by which it is named.
+    """
+
+    skip: LayerSkip
+    base: str
+    source: str = field(compare=False)
+
+    @classmethod
+    def from_file(cls, file: str | FilePath) -> SkipFile:
+        """Read what `selfspec search` wrote.
+
+        Raises:
+            DraftConfigError: the file is missing, unreadable, or something else.
+        """
+        try:
+            content = json.loads(FilePath(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DraftConfigError(
+                f"the skip set {str(file)!r} cannot be read ({error}); give a file that selfspec search wrote"
+            ) from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("base"), str):
+            raise DraftConfigError(
+                f"{file} is no skip set of format {FORMAT}; give a file that selfspec search wrote, or write the set "
+                "itself, as in skip:attn=3,5;mlp=4"
+            )
+        return cls(LayerSkip(**{part: content.get(part, []) for part in _PARTS}), content["base"], str(file))
+
+    def path(self, depth: int) -> Path:
+        return self.skip.path(depth)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        try:
+            found = fingerprint(model)
+        except ValueError as error:
+            raise DraftConfigError(
+                f"the weights cannot be compared with those {self.source} is for: {error}"
+            ) from error
+        if found != self.base:
+            raise DraftConfigError(
+                f"{self.source} was found for other weights: their fingerprint is {self.base[:12]}, this model's "
+                f"{found[:12]}. Load the model it was found for, or search again: selfspec search"
+            )
+        self.skip.check_model(model, adapter)
+
+
+def write_skip_file(skip: LayerSkip, base: str, file: FilePath, about: Mapping[str, Any]) -> None:
+    """Write a skip set and the weights it is for.
+
+    Args:
+        skip: the set.
+        base: fingerprint of the weights.
+        file: what to write; replaced whole if it is there.
+        about: whatever else is worth knowing, ready for JSON.
+    """
+    sets = {part: list(getattr(skip, part)) for part in _PARTS}
+    draft = file.with_name(f"{file.name}.part")
+    draft.write_text(json.dumps({"format": FORMAT, "base": base, **sets, **about}, indent=1) + "\n", encoding="utf-8")
+    draft.replace(file)

@@ -1,0 +1,129 @@
+"""How often a draft would be right, token by token of a text, at every position of a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.measure.forced_passes import ForcedText, LayerViews
+from selfspec.measure.prefix_tree import Candidate, readings
+
+# Tokens of one pass, copies included.
+_MOST_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class ForcedFigures:
+    """One draft over some texts. All tensors are `[reach, texts, tokens]`: token n as the k-th of its draft.
+
+    Attributes:
+        agreed: whether draft and target have the same likeliest token.
+        overlap: 1 - TV(p, q), the chance that rejection sampling accepts a token drawn there.
+        chance: min(1, q / p) at the text's own token x: the chance that x, being what was committed, had been drafted
+            and accepted. Greedily all three are `agreed`.
+    """
+
+    agreed: Tensor
+    overlap: Tensor
+    chance: Tensor
+
+    @property
+    def reach(self) -> int:
+        """Positions of a draft that are told apart."""
+        return self.agreed.shape[0]
+
+    @property
+    def agreement(self) -> float:
+        """Top-1 agreement at the first position of a draft."""
+        return float(self.agreed[0].mean())
+
+    @property
+    def alpha(self) -> float:
+        """Mean of 1 - TV at the first position of a draft (Leviathan et al., 2023); greedily, the agreement."""
+        return float(self.overlap[0].mean())
+
+    @classmethod
+    def together(cls, parts: Sequence[ForcedFigures]) -> ForcedFigures:
+        """Several texts as one."""
+        return cls(*(torch.cat([getattr(part, name) for part in parts], 1) for name in _FIELDS))
+
+
+_FIELDS = ("agreed", "overlap", "chance")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What drafts are judged on.
+
+    Attributes:
+        ids: `[texts, tokens]`.
+        first: the first token that is drafted.
+        temperature: at which p and q are compared; 0: greedily.
+        own: whether the model wrote them itself at that temperature; if not, `chance` is the overlap.
+    """
+
+    ids: Tensor
+    first: int
+    temperature: float
+    own: bool = True
+
+
+def forced_figures(
+    views: LayerViews, texts: Texts, candidates: Sequence[Candidate], reach: int = 1
+) -> list[ForcedFigures]:
+    """Judge many draft paths by teacher forcing, without generating anything.
+
+    On text that the model wrote itself, what a generation would accept follows exactly: see `selfspec.measure.rounds`.
+
+    Args:
+        views: of the model.
+        texts: to draft.
+        candidates: draft paths.
+        reach: positions of a draft that are told apart; further ones are taken to be like the last of them.
+
+    Raises:
+        UnsupportedModelError: this architecture cannot be read so.
+    """
+    rows = max(1, _MOST_TOKENS // (reach * texts.ids.shape[1]))
+    parts: list[list[ForcedFigures]] = [[] for _ in candidates]
+    for number, ids in enumerate(texts.ids.split(rows)):
+        text = ForcedText(views, ids, texts.first, reach)
+        if number == 0:
+            text.check()
+        judge = _Judge(text.logits, ids[:, texts.first :], texts.temperature, texts.own)
+        for reading in readings(text, candidates):
+            parts[reading.number].append(judge.figures(reading.logits))
+    return [ForcedFigures.together(each) for each in parts]
+
+
+class _Judge:
+    """Compares drafts with the target on some texts.
+
+    Args:
+        logits: the target's, `[texts, tokens, vocab]`.
+        tokens: the texts', `[texts, tokens]`.
+        temperature: 0: greedily.
+        own: see `Texts`.
+    """
+
+    def __init__(self, logits: Tensor, tokens: Tensor, temperature: float, own: bool) -> None:
+        self._likeliest = logits.argmax(-1)
+        self._temperature = temperature
+        self._tokens = tokens[..., None] if own else None
+        self._p = (logits.float() / temperature).softmax(-1) if temperature else None
+
+    def figures(self, logits: Tensor) -> ForcedFigures:
+        """Of a draft's logits, `[reach, texts, tokens, vocab]`."""
+        agreed = (logits.argmax(-1) == self._likeliest).float()
+        if self._p is None:
+            return ForcedFigures(agreed, agreed, agreed)
+        q = (logits.float() / self._temperature).softmax(-1)
+        overlap = torch.stack([torch.minimum(self._p, each).sum(-1) for each in q])
+        if self._tokens is None:
+            return ForcedFigures(agreed, overlap, overlap)
+        p_there = self._p.gather(-1, self._tokens)[..., 0]
+        q_there = torch.stack([each.gather(-1, self._tokens)[..., 0] for each in q])
+        return ForcedFigures(agreed, overlap, (q_there / p_there).clamp(max=1.0))

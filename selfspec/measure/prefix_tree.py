@@ -1,0 +1,89 @@
+"""Many draft paths over one text at once: what begins alike is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import Tensor
+
+from selfspec.draft.draft_head import DraftHead
+from selfspec.measure.forced_passes import NOTHING, WHOLE, ForcedText, Parts, parts_run
+from selfspec.path import Path
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft path.
+
+    Attributes:
+        path: what a draft step runs, from tokens.
+        head: what reads its last states; None: the model's own norm and head.
+    """
+
+    path: Path
+    head: DraftHead | None = None
+
+    @property
+    def exit_layer(self) -> int:
+        """The layer behind the last that runs."""
+        return max((layer + 1 for layer, parts in enumerate(parts_run(self.path)) if parts), default=0)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one candidate says.
+
+    Attributes:
+        number: of the candidate, in the order given.
+        logits: of every drafted token, see `ForcedText.read`.
+    """
+
+    number: int
+    logits: Tensor
+
+
+def readings(text: ForcedText, candidates: Sequence[Candidate]) -> Iterator[Reading]:
+    """Read a text along many draft paths, in an order that shares the most work.
+
+    Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
+    same way after that share every layer up to where they part.
+
+    Args:
+        text: what is read.
+        candidates: the paths.
+    """
+    ways = sorted((tuple(map(_order, parts_run(each.path))), number) for number, each in enumerate(candidates))
+    yield from _visit(text, candidates, ways, 0, None)
+
+
+def _visit(
+    text: ForcedText,
+    candidates: Sequence[Candidate],
+    ways: Sequence[tuple[tuple[tuple[int, ...], ...], int]],
+    layer: int,
+    hidden: Tensor | None,
+) -> Iterator[Reading]:
+    """Go on from states that enter a layer; None: they are exact so far."""
+    if layer == candidates[ways[0][1]].path.depth:
+        last = text.exact(layer) if hidden is None else hidden
+        for _, number in ways:
+            each = candidates[number]
+            # An exit head stands behind the last layer that runs; nothing after that changed the states.
+            yield Reading(number, text.read(last, each.exit_layer, each.head))
+        return
+    for way, group in groupby(ways, key=lambda each: each[0][layer]):
+        parts: Parts = frozenset(part for part in WHOLE if part in way)
+        states: Tensor | None
+        if parts == WHOLE and hidden is None:
+            states = None
+        elif parts == NOTHING and hidden is not None:
+            states = hidden
+        else:
+            states = text.run(layer, parts, text.exact(layer) if hidden is None else hidden)
+        yield from _visit(text, candidates, list(group), layer + 1, states)
+
+
+def _order(parts: Parts) -> tuple[int, ...]:
+    return tuple(sorted(parts))

@@ -1,0 +1,83 @@
+"""`selfspec ablate` and `selfspec search`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.running import Invoke
+from selfspec.demo import checkpoint_folder as demo_folder
+
+pytest.importorskip("optuna")
+
+_QUICK = (
+    "--texts", "2", "--prompt-tokens", "6", "--max-new-tokens", "12", "--pricing", "weights", "--device", "cpu",
+)  # fmt: skip
+
+
+def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    words = ("ablate", "--model", folder, "--draft", "exits", "--confirm", "0", "--temperature", "0", *_QUICK)
+    to = tmp_path / "study"
+    ending = invoke(*words, "--to", str(to))
+    assert ending.status == 0, ending.stderr
+    assert "exit:4" in ending.stdout
+    assert "0 failed" in ending.stdout
+    names = {"points.csv", "points.jsonl", "points.parquet", "report.html", "pareto.png", "exits.png", "study.json"}
+    assert names <= {file.name for file in to.iterdir()}
+    again = invoke(*words, "--to", str(to), "--output", "json")
+    found = json.loads(again.stdout)
+    assert found["failed"] == []
+    assert {row["temperature"] for row in found["best"]} == {0.0}
+    compared = json.loads(invoke("ablate", "--compare", str(to), str(to), "--output", "json").stdout)
+    assert len(compared["rows"]) == 4
+    assert "only in a" not in invoke("ablate", "--compare", str(to), str(to)).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ablate",), "nothing to study"),
+        (("ablate", "none.toml"), "cannot be read"),
+        (("ablate", "--draft", "exits"), "names no models"),
+        (("ablate", "--model", "demo", "--draft", "exit:40"), "out of range"),
+        (("ablate", "--model", "./nowhere", "--draft", "exits"), "does not exist"),
+        (("ablate", "--model", "demo", "--workload", "x=none.jsonl"), "none.jsonl"),
+        (("ablate", "--compare", "a", "b"), "cannot be read as a study"),
+        (("search", "demo", "--to", "none/x.json"), "no folder"),
+        (("search", "demo", "--to", "x.json", "--sublayers", "few"), "--sublayers"),
+        (("search", "demo", "--to", "x.json", "--sublayers", "30"), "out of range"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ending = invoke(*words, *(_QUICK if len(words) > 2 and "--compare" not in words else ()))
+    assert ending.status == (1 if said == "no folder" else 2)
+    assert said in ending.stderr.replace("\n", " ")
+
+
+def test_a_full_disk_ends_with_status_1(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ending = invoke("ablate", "--model", folder, "--draft", "exits", "--to", str(tmp_path / "file"), *_QUICK)
+    assert ending.status == 1
+    assert "cannot be used" in ending.stderr
+
+
+def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = ("search", folder, "--to", str(file), "--evaluations", "8", "--keep", str(tmp_path / "kept"), *_QUICK)
+    ending = invoke(*words)
+    assert ending.status == 0, ending.stderr
+    assert "8 sets evaluated" in ending.stdout
+    found = json.loads(invoke(*words, "--output", "json").stdout)
+    assert found["evaluations"] == 8
+    assert found["best"]["attention"] == json.loads(file.read_text())["attention"]
+    plain = ("generate", "--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
+    drafted = invoke(*plain, "--draft", f"skip-file:{file}")
+    assert drafted.stdout == invoke(*plain).stdout
+    other = invoke("generate", "--model", str(demo_folder()), "--prompt", "x", "--draft", f"skip-file:{file}")
+    assert other.status == 2
+    assert "found for other weights" in other.stderr

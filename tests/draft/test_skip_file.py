@@ -1,0 +1,46 @@
+"""Skip sets on disk: bound to the weights they were found for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import selfspec
+import tiny
+from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.skip_file import SkipFile, write_skip_file
+from selfspec.errors import DraftConfigError
+from selfspec.fingerprint import fingerprint
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    skip = selfspec.LayerSkip(attention=[1, 2], mlp=[3])
+    write_skip_file(skip, fingerprint(tiny.llama()), tmp_path / "found.json", {"alpha": 0.5})
+    return tmp_path / "found.json"
+
+
+def test_it_drafts_as_the_set_itself_does(file: Path) -> None:
+    drafter = parse_draft(f"skip-file:{file}")
+    assert isinstance(drafter, SkipFile)
+    assert draft_name(drafter) == f"skip-file:{file}"
+    model, prompt = tiny.llama(), tiny.prompt(5)
+    found = selfspec.wrap(model, drafter, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    itself = selfspec.wrap(model, drafter.skip, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    assert found.sequences.tolist() == itself.sequences.tolist()
+    assert found.stats.accepted_per_position == itself.stats.accepted_per_position
+
+
+def test_another_model_is_refused(file: Path) -> None:
+    with pytest.raises(DraftConfigError, match="found for other weights"):
+        selfspec.wrap(tiny.llama(seed=1), SkipFile.from_file(file))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2, "base": "x"}', '{"format": 1}'])
+def test_what_is_no_skip_set_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DraftConfigError, match="selfspec search wrote"):
+        SkipFile.from_file(tmp_path / "x.json")
+    with pytest.raises(DraftConfigError, match="cannot be read"):
+        SkipFile.from_file(tmp_path / "none.json")
