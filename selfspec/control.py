@@ -150,8 +150,8 @@ class CostAware(Control):
 
     The chance that a token is accepted is learnt as the generation goes, by the draft's confidence in it. With the
     costs that makes a problem of optimal stopping: a draft goes on while the chance that all of it stands, and the next
-    token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft commit fewer
-    tokens than they cost, draft length is 0, but for a probe now and then, ever more rarely.
+    token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft have lost more
+    plain steps than a few, and one for each hundred rounds, draft length is 0 until there is something to lose again.
 
     Attributes:
         longest: the most tokens of a draft.
@@ -293,20 +293,20 @@ class _Acceptance:
 
 
 class _Gate:
-    """Whether drafting pays: open while rounds with a draft commit more tokens than they cost in plain steps."""
+    """Whether drafting may go on: while what it has lost, in plain steps, stays within what it may lose.
+
+    That is a few steps to begin with, and a hundredth of a step for each round since: so a draft is given time to show
+    what it is worth, one that is worth nothing is tried again now and then, and all of it costs about a percent.
+    """
 
     _TRIALS = 4
-    _MOST_LOST = 2.0  # plain steps that trials may cost more than they commit
     _MEMORY = 0.9  # a round's weight beside the next one's
-    _SOONEST, _LATEST = 16, 256  # rounds between probes
-    _BUDGET = 0.01  # plain steps that probes may lose for each round
+    _MAY_LOSE, _FOR_EACH_ROUND = 3.0, 0.01
 
     def __init__(self) -> None:
         self._tokens = self._cost = 0.0
         self._lost = 0.0
-        self._rounds = 0
-        self._interval = self._SOONEST
-        self._wait = 0
+        self._rounds = self._asked = 0
 
     @property
     def rate(self) -> float:
@@ -316,29 +316,20 @@ class _Gate:
     @property
     def is_new(self) -> bool:
         """Whether too few rounds have been seen to judge by."""
-        return self._rounds < self._TRIALS and self._lost < self._MOST_LOST
+        return self._rounds < self._TRIALS
 
     def opens(self) -> bool:
         """Whether the round that begins may draft. Asked once a round."""
-        if self.is_new or self.rate >= 1.0:
-            return True
-        if self._wait > 0:
-            self._wait -= 1
-            return False
-        return True
+        self._asked += 1
+        return self._lost <= self._MAY_LOSE + self._FOR_EACH_ROUND * self._asked
 
     def count(self, tokens: float, cost: float) -> None:
         """Take in a round with a draft."""
         self._rounds += 1
-        self._lost += cost - tokens
         self._tokens = self._MEMORY * self._tokens + tokens
         self._cost = self._MEMORY * self._cost + cost
-        if self.rate >= 1.0:
-            self._interval = self._SOONEST
-        elif not self.is_new and tokens < cost:
-            affordable = round((cost - tokens) / self._BUDGET)
-            self._wait = min(max(self._interval, affordable), self._LATEST)
-            self._interval = 2 * self._wait
+        # Gains of long ago do not pay for losses without end.
+        self._lost = max(self._lost + cost - tokens, -self._MAY_LOSE)
 
 
 def _confidences(scores: Tensor) -> list[float]:

@@ -100,19 +100,34 @@ def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
     assert drafted(controller, [0.75] * 6) > before
 
 
-def test_useless_drafts_are_given_up_and_probed_ever_more_rarely() -> None:
-    controller = CostAware(4).begin(CHEAP)
-    drafts = []
-    for number in range(600):
+@pytest.mark.parametrize("costs", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_useless_drafts_lose_a_few_steps_and_a_hundredth_of_a_step_a_round(costs: selfspec.Costs) -> None:
+    controller = CostAware(4).begin(costs)
+    lost, drafts = 0.0, []
+    for number in range(1, 601):
         length = drafted(controller, [0.5] * 4)
         if length:
             told(controller, length, accepted=0)
             drafts.append(number)
+            lost += costs.of_round(length, length) - 1
+        assert lost <= 3 + number / 100 + costs.of_round(4, 4)
     gaps = [later - earlier for earlier, later in pairwise(drafts)]
-    assert drafts[:4] == [0, 1, 2, 3]
-    assert len(drafts) <= 12
-    assert gaps[3:] == sorted(gaps[3:])
-    assert gaps[3] > 10
+    # In a row at first, then now and then to the end.
+    assert gaps[:2] == [1, 1]
+    assert min(gaps[-2:]) > 5
+    assert drafts[-1] > 400
+
+
+def test_bad_luck_at_the_beginning_does_not_end_what_pays() -> None:
+    controller = CostAware(1).begin(selfspec.Costs(draft=0.4, verify=1.1))
+    committed = cost = 0.0
+    for number in range(100):
+        length = 1 if controller.choose(9, [True]) and controller.tries(0) else 0
+        stands = length if number > 2 else 0
+        committed, cost = committed + 1 + stands, cost + (1.5 if length else 1.0)
+        if length:
+            told(controller, length, accepted=stands)
+    assert committed / cost > 1.25
 
 
 def test_drafts_that_pay_again_are_taken_up_again() -> None:

@@ -242,6 +242,27 @@ def exit_heads(
 
 
 @train.command()
+def average(
+    trained: Annotated[str, typer.Argument(metavar="TRAINED", help="What `train layerskip` made.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint it was made from.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where the new checkpoint goes.")],
+    base_share: Annotated[float, typer.Option("--base-share", help="Weight of the base, between 0 and 1.")] = 0.1,
+    held_out: Annotated[
+        Path | None, typer.Option("--held-out", help="Text to measure on, before and after; default: none.")
+    ] = None,
+    held_out_blocks: Annotated[int, typer.Option("--held-out-blocks", min=1, help="Blocks of it.")] = 32,
+    length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a block.")] = 256,
+    threads: Threads = None,
+    output: Output = "text",
+) -> None:
+    """Average a trained checkpoint with its base: a little less of what was taught, for a better full model."""
+    from selfspec.cli.train_run import run_average
+    from selfspec.train.average import Average
+
+    run_average(Average(trained, base, base_share, held_out, held_out_blocks, length), to, threads, output)
+
+
+@train.command()
 def vocabulary(
     model: Model,
     text: Text,

@@ -18,6 +18,7 @@ from selfspec.checkpoint import load_tokenizer, read_config
 from selfspec.cli.json_output import print_json, versions
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
+from selfspec.train.average import Average, average
 from selfspec.train.corpus import packed, read_documents
 from selfspec.train.course import Course, Observer
 from selfspec.train.exit_job import ExitPlan, train_exit
@@ -57,6 +58,15 @@ def run_vocabulary(model: str, text: tuple[Path, ...], size: int, to: Path, outp
         print_json({"file": str(to), "size": size, "coverage": counted.coverage, "versions": versions()})
     else:
         print(f"{to}: {size} of {rows} tokens, {counted.coverage:.2%} of the text")
+
+
+def run_average(wanted: Average, to: Path, threads: int | None, output: OutputFormat) -> None:
+    """Average two checkpoints, and print the figures before and after."""
+    _prepare(threads)
+    with progress_bar("averaging") as bar:
+        bar.add_task("reading, averaging, measuring", total=None)
+        report = average(wanted, to)
+    show_report(report, to, output)
 
 
 @contextmanager

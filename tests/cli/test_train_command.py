@@ -34,6 +34,17 @@ def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, t
     assert (drafted.status, drafted.stderr) == (0, "")
 
 
+def test_a_checkpoint_is_averaged_with_its_base(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
+    to = str(tmp_path / "average")
+    ending = invoke("train", "average", folder, folder, "--to", to, "--held-out", text, "--length", "16")
+    assert ending.status == 0, ending.stderr
+    assert "held_out_loss" in ending.stdout
+    drafted = invoke("generate", "--model", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
+    assert drafted.status == 0
+    again = invoke("train", "average", folder, folder, "--to", to)
+    assert (again.status, "finished training" in again.stderr) == (2, True)
+
+
 def test_plain_training_is_there_to_compare_with(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     ending = invoke("train", "plain", folder, "--text", text, "--to", str(tmp_path / "model"), *_QUICK)
     assert ending.status == 0

@@ -638,8 +638,8 @@ CATALOGUE = (
     Mutation(
         "useless drafts are never given up",
         _CONTROL,
-        "self._wait = min(max(self._interval, affordable), self._LATEST)\n",
-        "self._wait = 0\n",
+        "self._lost = max(self._lost + cost - tokens,",
+        "self._lost = min(self._lost + cost - tokens,",
         ("tests/test_control.py",),
     ),
     Mutation(
