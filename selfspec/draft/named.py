@@ -26,8 +26,8 @@ _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
     "(skip:attn=3,5;mlp=4;layers=7-9), skip-file:FILE for one that was searched for, +vocab:FILE behind any of these "
-    "to read fewer rows of the head, lookup for look-ups in the text, alone or before any of these (lookup+exit:4), auto "
-    "or auto:FILE for what selfspec calibrate found, or none for plain decoding"
+    "to read fewer rows of the head, lookup for look-ups in the text, alone or before any of these (lookup+exit:4), "
+    "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 _EXIT = re.compile(r"exit:(\d+)", re.ASCII)
