@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 import transformers
-from arms import RESULTS, machine, versions
 
 from selfspec.ablation.study import Study
 from selfspec.ablation.subject import Subject, loader
 from selfspec.ablation.texts import texts_of, texts_point, write_texts
+from selfspec.bench.environment import environment
 from selfspec.measure.forced_figures import Texts
 from selfspec.search import SearchPlan, search
 from selfspec.search.evaluate import Evaluator, SkipSet
 from selfspec.search.prices import prices_by_weights
 from selfspec.search.space import Space
 
+_RESULTS = Path(__file__).parent / "results"
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 
 
@@ -54,9 +55,9 @@ def main() -> None:
         for seed in options.seeds
     ]
     settings = {**vars(options), "model": Path(options.model).name, "workload": options.workload.partition("=")[0]}
-    record = {"settings": settings, "versions": versions(), "machine": machine(), "rows": rows}
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / f"{options.name}.md").write_text(_table(rows))
+    record = {"settings": settings, "environment": environment(subject.model.device), "rows": rows}
+    (_RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (_RESULTS / f"{options.name}.md").write_text(_table(rows))
     print(_table(rows))
 
 

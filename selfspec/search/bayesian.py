@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from selfspec.search.evaluate import Evaluator, Score
+from selfspec.search.evaluate import Evaluator, Score, SkipSet
 from selfspec.search.space import Space, parameter
 
 if TYPE_CHECKING:
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
 # Sets asked for at once: what they begin alike with is computed once.
 _BATCH = 4
-# Sets asked for in vain, all known already, before the search counts as exhausted.
-_PATIENCE = 64
+# Neighbours of a known set that are tried for one that is not, and batches without a new set before the search counts
+# as exhausted.
+_TRIES, _PATIENCE = 64, 8
 _SIZE = "size"
 SCORE = "score"
 """User attribute of a trial: what is known of its set."""
@@ -89,6 +91,8 @@ def optimise(
 ) -> None:
     """Ask for sets and evaluate them until so many have been evaluated, by whomever.
 
+    Where the sampler asks for a set that is known, a neighbour of it that is not takes its place.
+
     Args:
         study: of this model and text.
         evaluator: evaluates sets.
@@ -96,17 +100,39 @@ def optimise(
         evaluations: in all, those before this call included.
         told: of every batch, how many sets have been evaluated.
     """
+    import optuna
+
     in_vain = 0
     while evaluator.evaluations < evaluations and in_vain < _PATIENCE:
         trials = [study.ask(_distributions(space)) for _ in range(min(_BATCH, evaluations - evaluator.evaluations))]
-        sets = [space.chosen(trial.params, trial.params[_SIZE]) for trial in trials]
+        asked = [space.chosen(trial.params, trial.params[_SIZE]) for trial in trials]
         before = evaluator.evaluations
-        for trial, score in zip(trials, evaluator.evaluate(sets), strict=True):
+        sets = _unknown(asked, evaluator, space, random.Random(trials[0].number))
+        evaluator.evaluate(sets)
+        for trial, skipped in zip(trials, asked, strict=True):
+            score = evaluator.scores.get(skipped)
+            if score is None:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                continue
             trial.set_user_attr(SCORE, score.to_dict())
             study.tell(trial, [score.alpha, score.cost])
-        in_vain = 0 if evaluator.evaluations > before else in_vain + len(trials)
+        tell(study, space, [evaluator.scores[skipped] for skipped in sets])
+        in_vain = 0 if evaluator.evaluations > before else in_vain + 1
         recall(study, evaluator)
         told(evaluator.evaluations)
+
+
+def _unknown(asked: list[SkipSet], evaluator: Evaluator, space: Space, draws: random.Random) -> list[SkipSet]:
+    """Sets not evaluated yet, one for each that was asked for where there is one near it."""
+    found: dict[SkipSet, None] = {}
+    for skipped in asked:
+        tried = skipped
+        for _ in range(_TRIES):
+            if tried not in evaluator.scores and tried not in found:
+                found[tried] = None
+                break
+            tried = space.near(tried, draws)
+    return list(found)
 
 
 def _distributions(space: Space) -> dict[str, BaseDistribution]:

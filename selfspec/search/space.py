@@ -65,6 +65,15 @@ class Space:
         while True:
             yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
 
+    def near(self, skipped: SkipSet, draws: random.Random) -> SkipSet:
+        """A set that differs in one sublayer: left out as well, run again, or swapped for another."""
+        inside, outside = sorted(skipped), [each for each in self.choices if each not in skipped]
+        moves = ["swap"] + ["add"] * (len(skipped) < self.most) + ["drop"] * (len(skipped) > self.fewest)
+        move = draws.choice(moves)
+        less = frozenset({draws.choice(inside)}) if move in ("swap", "drop") else frozenset()
+        more = frozenset({draws.choice(outside)}) if move in ("swap", "add") else frozenset()
+        return skipped - less | more
+
     def chosen(self, numbers: Mapping[str, float], size: int) -> SkipSet:
         """The set of the `size` sublayers with the largest numbers."""
         ranked = sorted(self.choices, key=lambda each: -numbers[parameter(each)])

@@ -47,15 +47,15 @@ def _space(model: PreTrainedModel, fewest: int, most: int) -> Space:
     return Space.of(model, find_adapter(model), fewest, most)
 
 
-def test_in_half_of_the_evaluations_it_finds_one_of_the_best_pairs(model: PreTrainedModel, texts: Texts) -> None:
+def test_in_two_thirds_of_the_evaluations_it_finds_the_best_pair(model: PreTrainedModel, texts: Texts) -> None:
     space = _space(model, 2, 2)
     everything = _evaluator(model, texts)
     scores = everything.evaluate(map(frozenset, combinations(space.choices, 2)))
-    ranked = sorted(scores, key=lambda score: -score.prediction.speedup)
-    found = search(_evaluator(model, texts), space, SearchPlan(evaluations=20))
+    best = max(scores, key=lambda score: score.prediction.speedup)
+    found = search(_evaluator(model, texts), space, SearchPlan(evaluations=30))
     assert len(scores) == 45
-    assert ranked.index(found.best) < 4
-    assert len(found.scores) == 20
+    assert found.best == best
+    assert len(found.scores) == 30
 
 
 def test_the_front_holds_what_nothing_beats(model: PreTrainedModel, texts: Texts) -> None:
