@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from kept import RESULTS
@@ -83,7 +84,7 @@ class _Bench:
         adapter = find_adapter(model)
         self._layers = adapter.decoder_layers(model)
         depth = len(self._layers)
-        self._head = model.get_output_embeddings()
+        self._head: nn.Linear = model.get_output_embeddings()
         cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"))
         programs = Programs(Traced(after=0))
         kinds = {"stock": Passes(model, adapter, cache), "programs": Passes(model, adapter, cache, programs)}
@@ -99,15 +100,15 @@ class _Bench:
             cache.commit([options.context])
         for runs, passes in ((self.stock, kinds["stock"]), (self.programs, kinds["programs"])):
             for width in options.widths:
-                self._add(runs, f"target, {width} tokens", lambda w=width, p=passes: p.logits(full, ids[:, :w]))
-            self._add(runs, f"draft step, exit {exit_.layer}", lambda p=passes: p.logits(draft, ids[:, :1]))
-            self._add(runs, "draft path without head", lambda p=passes: p.states(draft, ids[:, :1]))
+                self._add(runs, f"target, {width} tokens", partial(_logits, passes, full, ids[:, :width]))
+            self._add(runs, f"draft step, exit {exit_.layer}", partial(_logits, passes, draft, ids[:, :1]))
+            self._add(runs, "draft path without head", partial(passes.states, draft, ids[:, :1]))
             for width in options.widths[1:]:
                 states = ExactStates(torch.zeros(1, width, model.config.hidden_size, dtype=model.dtype))
                 self._add(
                     runs,
                     f"target resumed at {exit_.layer}, {width} tokens",
-                    lambda w=width, s=states, p=passes: p.logits(resumed, ids[:, :w], s),
+                    partial(_logits, passes, resumed, ids[:, :width], states),
                 )
         for width in options.widths:
             self._add_products(f"target, {width} tokens", self._layers, width, head=True)
@@ -130,11 +131,16 @@ class _Bench:
 
     def _add_products(self, name: str, layers: list[nn.Module], width: int, *, head: bool) -> None:
         linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
-        views = [for_few_rows(linear) for linear in [*linears, *([self._head] if head else [])]]
-        inputs: dict[int, Tensor] = {
-            view.in_features: torch.randn(width, view.in_features, dtype=view.weight.dtype) for view in views
-        }
-        self._add(self.products, name, lambda: [view(inputs[view.in_features]) for view in views])
+        linears += [self._head] if head else []
+        runs = [
+            (for_few_rows(linear), torch.randn(width, linear.in_features, dtype=linear.weight.dtype))
+            for linear in linears
+        ]
+        self._add(self.products, name, lambda: [view(states) for view, states in runs])
+
+
+def _logits(passes: Passes, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Tensor:
+    return passes.logits(path, tokens, entering).logits
 
 
 def _timed(run: Run) -> float:

@@ -64,6 +64,6 @@ def test_nothing_of_the_cache_is_copied() -> None:
                 self.largest = max(self.largest, output.numel())
             return output
 
-    with Copies() as mode:
+    with Copies() as mode:  # type: ignore[no-untyped-call]
         bench.logits(bench.full)
     assert 0 < mode.largest < (past + width) * model.config.hidden_size

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from random import Random
 
 from transformers import PreTrainedModel
 
@@ -61,11 +61,11 @@ class Space:
 
     def random(self, seed: int) -> Iterator[SkipSet]:
         """Sets drawn at random, size first; the same one may come again."""
-        draws = random.Random(seed)
+        draws = Random(seed)
         while True:
             yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
 
-    def near(self, skipped: SkipSet, draws: random.Random) -> SkipSet:
+    def near(self, skipped: SkipSet, draws: Random) -> SkipSet:
         """A set that differs in one sublayer: left out as well, run again, or swapped for another."""
         inside, outside = sorted(skipped), [each for each in self.choices if each not in skipped]
         moves = ["swap"] + ["add"] * (len(skipped) < self.most) + ["drop"] * (len(skipped) > self.fewest)

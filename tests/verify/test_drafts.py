@@ -33,7 +33,7 @@ def test_the_spread_covers_every_kind_of_resuming() -> None:
 
 @pytest.mark.parametrize("text", ["exit:4", "skip:attn=3,5;mlp=4;layers=7,8", "skip:mlp=0", "none"])
 def test_names_are_those_of_the_command_line(text: str) -> None:
-    assert draft_name(parse_draft(text)) == text
+    assert draft_name(parse_draft(text)) == text  # type: ignore[arg-type]
 
 
 def test_other_drafters_are_called_what_they_say() -> None:
