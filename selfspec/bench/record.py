@@ -196,7 +196,8 @@ def record_of(
         passes=[[call.passes for call in repeat] for repeat in measured.calls],
         cycle_share=[[_cycle_share(call) for call in repeat] for repeat in measured.calls],
         counts=Counts.of(stats) if stats else None,
-        rounds=dict(rounds),
+        # In the order of the file, so that sums read back are the same to the last bit.
+        rounds=dict(sorted(rounds.items())),
         memory=memory,
         costs=costs,
     )

@@ -47,6 +47,9 @@ def test_results_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Pa
     assert ResultsFile(tmp_path).cells() == measured
     assert len((tmp_path / FILE).read_text().splitlines()) == len(CELLS) * len(SPECS)
     assert all(record.rounds for each in measured for record in each.arms[1:])
+    # Also in the order in which sums over them are taken.
+    read = [list(record.rounds) for each in ResultsFile(tmp_path).cells() for record in each.arms]
+    assert read == [list(record.rounds) for each in measured for record in each.arms]
 
 
 def test_a_cell_is_not_run_again(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -207,3 +207,9 @@ def test_adapters_are_a_subpackage_and_the_link_is_the_same_folder() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "selfspec" / "py.typed").is_file()
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Pytest imports them by these names, and stops at the second of a name, though each passes by itself."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
