@@ -23,12 +23,12 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import selfspec
-from selfspec.bench.environment import environment
 from selfspec.checkpoint import Checkpoint, load_checkpoint
 from selfspec.costs import Costs
 from selfspec.cycles import cycle_share
 from selfspec.draft import Drafter, ExitHead
 from selfspec.forecast import speedup
+from selfspec.measure.environment import environment
 from selfspec.measure.figures import ExitFigures
 from selfspec.measure.readout import Readout
 from selfspec.train.corpus import packed, spread

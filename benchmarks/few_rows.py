@@ -18,8 +18,8 @@ from kept import RESULTS
 from rich.progress import track
 from torch import Tensor, nn
 
-from selfspec.bench.environment import environment
 from selfspec.few_rows import for_few_rows
+from selfspec.measure.environment import environment
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
 _ROWS = (1, 2, 3, 4, 6, 8, 16)

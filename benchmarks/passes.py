@@ -23,12 +23,12 @@ from kept import RESULTS
 from rich.progress import track
 from torch import Tensor, nn
 
-from selfspec.bench.environment import environment
 from selfspec.cache import SharedCache
 from selfspec.checkpoint import load_checkpoint
 from selfspec.demo import checkpoint_folder
 from selfspec.few_rows import for_few_rows
 from selfspec.gate import ExactStates
+from selfspec.measure.environment import environment
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer
 from selfspec.runtime import Traced

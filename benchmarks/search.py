@@ -21,7 +21,7 @@ import transformers
 from selfspec.ablation.study import Study
 from selfspec.ablation.subject import Subject, loader
 from selfspec.ablation.texts import texts_of, texts_point, write_texts
-from selfspec.bench.environment import environment
+from selfspec.measure.environment import environment
 from selfspec.measure.forced_figures import Texts
 from selfspec.search import SearchPlan, search
 from selfspec.search.evaluate import Evaluator, SkipSet

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,6 +49,12 @@ class Checkpoint:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> Tensor:
+        """Token ids of a prompt, `[1, tokens]`, on the model's device."""
+        ids: Tensor = self.tokenizer(text, return_tensors="pt").input_ids
+        # Of an empty text the tokenizer makes floats.
+        return ids.long().to(self.model.device)
 
 
 def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:

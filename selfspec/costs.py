@@ -33,6 +33,11 @@ class Costs:
     widening: float = 0.0
     overhead: float = 0.0
 
+    @classmethod
+    def assumed(cls, draft: float) -> Costs:
+        """Where only c is known: what a target pass and all else cost on the machines that were looked at."""
+        return cls(draft, verify=1.1, widening=0.03, overhead=0.05)
+
     def of_round(self, steps: int, drafted: int) -> float:
         """The cost of a round.
 

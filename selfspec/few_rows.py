@@ -9,13 +9,14 @@ benchmarks/few_rows.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from selfspec.twin import has_other_forward, twin_running, twin_with
+from selfspec.twin import twin_running, view_of
 
 # Rows up to which the weight on the left was the faster way, on one thread and on several.
 _MOST_ON_ONE_THREAD = 4
@@ -29,13 +30,11 @@ def for_few_rows(module: nn.Module) -> nn.Module:
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
     """
-    if has_other_forward(module):
-        return module
-    if _is_plain(module):
-        return twin_running(module, partial(_few_rows, module))
-    children = {name: for_few_rows(child) for name, child in module._modules.items() if child is not None}
-    others = {name: child for name, child in children.items() if child is not module._modules[name]}
-    return twin_with(module, others) if others else module
+    return view_of(module, _in_few_rows)
+
+
+def _in_few_rows(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    return twin_running(module, partial(_few_rows, module)) if _is_plain(module) else None
 
 
 def _is_plain(module: nn.Module) -> bool:

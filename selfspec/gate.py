@@ -19,7 +19,7 @@ from selfspec.cache import CacheReader
 from selfspec.call import call_with, hidden_states
 from selfspec.path import Part, Path, Sublayer
 from selfspec.recurrent import token_by_token
-from selfspec.twin import replaced, twin_with
+from selfspec.twin import replaced, twin_with, twin_with_layers
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class GatedModel:
             _gated_layer(layer, index, adapter, path, self._boundary)
             for index, layer in enumerate(adapter.decoder_layers(model))
         ]
-        self.module = _with_layers(model, adapter.path(model), layers)
+        self.module = twin_with_layers(model, adapter.path(model), layers)
 
     def enter(self, states: ExactStates | None) -> None:
         """Say what enters at `path.start` in the pass that comes."""
@@ -111,12 +111,6 @@ class GatedModel:
         left.given = left.hidden = None
         left.attention = {}
         return states
-
-
-def _with_layers(module: nn.Module, names: list[str], layers: list[nn.Module]) -> nn.Module:
-    if not names:
-        return twin_with(module, {str(index): layer for index, layer in enumerate(layers)})
-    return twin_with(module, {names[0]: _with_layers(module.get_submodule(names[0]), names[1:], layers)})
 
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:

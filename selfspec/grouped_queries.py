@@ -8,6 +8,7 @@ heads in place and gives the same bits.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from selfspec.twin import has_other_forward, twin_with
+from selfspec.twin import twin_with, view_of
 
 _NAME = "selfspec_grouped_sdpa"
 
@@ -26,17 +27,17 @@ def for_grouped_queries(module: nn.Module) -> nn.Module:
     Args:
         module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
     """
-    if has_other_forward(module):
-        return module
-    children = {name: for_grouped_queries(child) for name, child in module._modules.items() if child is not None}
-    others = {name: child for name, child in children.items() if child is not module._modules[name]}
-    if _shares_heads(module):
-        twin = twin_with(module, others)
-        config: Any = copy.copy(module.config)
-        config._attn_implementation_internal = _NAME
-        twin.__dict__["config"] = config
-        return twin
-    return twin_with(module, others) if others else module
+    return view_of(module, _sharing)
+
+
+def _sharing(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
+    if not _shares_heads(module):
+        return None
+    twin = twin_with(module, others)
+    config: Any = copy.copy(module.config)
+    config._attn_implementation_internal = _NAME
+    twin.__dict__["config"] = config
+    return twin
 
 
 def _shares_heads(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ A twin shares every weight with its module and never changes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,13 +15,44 @@ from torch import nn
 from selfspec.errors import UnsupportedModelError
 
 
+def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Module]], nn.Module | None]) -> nn.Module:
+    """A view of a module whose parts may be others; the module itself where none is.
+
+    Args:
+        module: a model, or a part of one. It is neither changed nor copied.
+        change: given a part, and those of its children that are others, what stands in its place; None: nothing but
+            what its children ask for.
+    """
+    if has_other_forward(module):
+        return module
+    children = {name: view_of(child, change) for name, child in module._modules.items() if child is not None}
+    others = {name: child for name, child in children.items() if child is not module._modules[name]}
+    changed = change(module, others)
+    if changed is not None:
+        return changed
+    return twin_with(module, others) if others else module
+
+
+def twin_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
+    """A twin of a model whose decoder layers are replaced.
+
+    Args:
+        module: the model.
+        names: of the attributes on the way to the list of its layers.
+        layers: what stands there instead.
+    """
+    if not names:
+        return twin_with(module, {str(index): layer for index, layer in enumerate(layers)})
+    return twin_with(module, {names[0]: twin_with_layers(module.get_submodule(names[0]), names[1:], layers)})
+
+
 def twin_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
     """A twin of `module` whose named children are replaced.
 
     Raises:
         UnsupportedModelError: its `forward` was replaced by a function that would run the old children.
     """
-    twin = _copy(module)
+    twin = copied(module)
     for name, value in module.__dict__.items():
         twin.__dict__[name] = _rebound(value, module, twin)
     if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
@@ -38,7 +69,7 @@ def twin_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
 
 def twin_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A twin of `module` that runs `forward` instead; its own hooks and the process's see it run as ever."""
-    twin = _copy(module)
+    twin = copied(module)
     twin.__dict__["forward"] = forward
     return twin
 
@@ -56,7 +87,8 @@ def has_other_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
 
 
-def _copy(module: nn.Module) -> nn.Module:
+def copied(module: nn.Module) -> nn.Module:
+    """A twin of `module` and nothing else: its attributes may be set without the module noticing."""
     copy: nn.Module = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     return copy

@@ -39,8 +39,6 @@ from selfspec.rotary import check_rotary
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.programs import Programs
 
-# What the rest of a round costs, in plain steps, where nobody measured it.
-_VERIFY, _WIDENING, _OVERHEAD = 1.1, 0.03, 0.05
 _ATTENTION_KERNELS = ("eager", "sdpa")
 
 
@@ -352,7 +350,7 @@ class SelfSpeculative:
             return choice
         self._check_depth(draft)
         draft.check_model(self.model, self.adapter)
-        estimated = Costs(draft.cost(self.model, self.adapter), _VERIFY, _WIDENING, _OVERHEAD)
+        estimated = Costs.assumed(draft.cost(self.model, self.adapter))
         return replace(choice, costs=choice.costs or estimated)
 
     def _check_depth(self, draft: Drafter) -> None:

@@ -13,8 +13,8 @@ from selfspec.ablation.point import Point, Result
 from selfspec.ablation.pricing import find_costs
 from selfspec.ablation.subject import Subject
 from selfspec.ablation.texts import texts_of, write_texts
-from selfspec.bench.environment import environment
 from selfspec.errors import SelfSpecError, StudyError
+from selfspec.measure.environment import environment
 
 
 def do(

@@ -16,11 +16,11 @@ from selfspec.bench.arm import Arm, ArmSpec
 from selfspec.bench.arms import make_arm
 from selfspec.bench.cell import Cell
 from selfspec.bench.costs import PassCosts, costs_of
-from selfspec.bench.environment import environment
 from selfspec.bench.measure import measure, runs
 from selfspec.bench.memory import Memory, measure_memory
 from selfspec.bench.record import Settings, record_of
 from selfspec.bench.results_file import MeasuredCell, ResultsFile
+from selfspec.measure.environment import environment
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import transformers
@@ -12,6 +10,7 @@ from transformers import PreTrainedModel
 
 from selfspec.errors import ProfileError
 from selfspec.fingerprint import fingerprint
+from selfspec.measure.environment import device_name
 
 
 @dataclass(frozen=True)
@@ -69,17 +68,3 @@ class Setting:
         """What differs, by name: this setting's and the other's."""
         mine, others = asdict(self), asdict(other)
         return {name: (mine[name], others[name]) for name in mine if mine[name] != others[name]}
-
-
-def device_name(device: torch.device) -> str:
-    """What a device calls itself: the name of its processor."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()

@@ -19,9 +19,10 @@ from selfspec.ablation.report.write import write_report
 from selfspec.ablation.requirements import REPORT, WORK, require_packages
 from selfspec.ablation.run import Finding, run_study
 from selfspec.ablation.study import Study, read_study
-from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
+from selfspec.measure.environment import versions
 
 _SHOWN = 8
 _COLUMNS = {

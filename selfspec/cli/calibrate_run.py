@@ -10,25 +10,24 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
-from torch import Tensor
 from transformers.utils import logging
 
 from selfspec.calibrate import Calibration, Chosen, Settings, calibrate
 from selfspec.calibrate.candidates import considered
 from selfspec.calibrate.place import default_file
 from selfspec.calibrate.run import Kind
-from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
-from selfspec.cli.json_output import print_json, versions
+from selfspec.checkpoint import DtypeName, find_device, load_checkpoint, read_config
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
-from selfspec.cli.terminal import progress_bar
+from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.demo import PROMPTS as DEMO_PROMPTS
 from selfspec.demo import checkpoint_folder
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN
 from selfspec.errors import ProfileError
 from selfspec.measure import Estimate
+from selfspec.measure.environment import versions
 from selfspec.verify import PROMPTS
 
 
@@ -59,25 +58,6 @@ class Job:
     output: OutputFormat
 
 
-class _Bar:
-    """Shows the steps of each stage; a stage begins the bar anew."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task: TaskID = progress.add_task("", total=None)
-        self._begun = 0
-
-    def begin(self, steps: int) -> None:
-        """Show how far the stage is to go."""
-        self._begun = 0
-        self._progress.reset(self._task, total=steps)
-
-    def step(self, what: str) -> None:
-        """Show what is done now; what was done before is over."""
-        self._progress.update(self._task, description=what, completed=self._begun)
-        self._begun += 1
-
-
 def run(job: Job) -> None:
     """Calibrate, write the profile, print. An interrupt before the end writes nothing.
 
@@ -97,7 +77,11 @@ def run(job: Job) -> None:
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         found = calibrate(
-            checkpoint.model, _prompts(checkpoint, texts), job.drafters, job.settings, watch=_Bar(progress)
+            checkpoint.model,
+            [checkpoint.encode(text) for text in texts],
+            job.drafters,
+            job.settings,
+            watch=StepBar(progress),
         )
     seconds = time.perf_counter() - started
     file = job.to or default_file(found.profile.setting)
@@ -112,11 +96,6 @@ def _built_in(model: str) -> Sequence[str]:
     """Of the embedded model, which writes code only, the demonstration's."""
     folder = Path(model)
     return DEMO_PROMPTS if folder.is_dir() and folder.resolve() == checkpoint_folder().resolve() else PROMPTS
-
-
-def _prompts(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor]:
-    device = checkpoint.model.device
-    return [checkpoint.tokenizer(text, return_tensors="pt").input_ids.long().to(device) for text in texts]
 
 
 def _result(job: Job, found: Calibration, file: Path, seconds: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from selfspec.checkpoint import Checkpoint, load_checkpoint
 from selfspec.cli.ending import FailedRunError
-from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.stats_table import by_position
 from selfspec.cli.terminal import progress_bar
@@ -23,6 +23,7 @@ from selfspec.demo import PROMPTS, checkpoint_folder
 from selfspec.demo.comparison import Arm, Comparison, Total, compare, runs
 from selfspec.demo.verdict import verdict
 from selfspec.draft import Drafter
+from selfspec.measure.environment import versions
 from selfspec.plan import Plan
 
 
@@ -84,8 +85,7 @@ def run(job: Job) -> None:
 
 def _measured(job: Job, checkpoint: Checkpoint) -> tuple[Comparison, Comparison]:
     """Greedy decoding, and sampling."""
-    device = checkpoint.model.device
-    prompts = [checkpoint.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in PROMPTS]
+    prompts = [checkpoint.encode(text) for text in PROMPTS]
     with progress_bar("measuring") as progress:
         bar = progress.add_task("", total=2 * runs(job.repeats))
 

@@ -15,7 +15,7 @@ from selfspec.accept import find_rule
 from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.display import Display, DraftDisplay, PlainDisplay, SilentDisplay
 from selfspec.cli.ending import FailedRunError
-from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.sampling_option import SamplingChoice
 from selfspec.cli.shaping_option import ShapingChoice
@@ -24,6 +24,7 @@ from selfspec.cli.text_stream import TextStream, decoded
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError
 from selfspec.generation import Generation
+from selfspec.measure.environment import versions
 from selfspec.output import RowRound
 from selfspec.plan import Plan
 from selfspec.wrapped import SelfSpeculative, wrap
@@ -87,7 +88,7 @@ def run(job: Job) -> None:
 
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
     spec = wrap(checkpoint.model, draft=job.drafter, draft_length=job.draft_length, accept=rule)
-    prompt = checkpoint.tokenizer(job.prompt, return_tensors="pt").input_ids.long().to(checkpoint.model.device)
+    prompt = checkpoint.encode(job.prompt)
     generation = _begin(spec, checkpoint, prompt, job)
     rounds: list[RowRound] = []
     ended_by = _show_rounds(generation, _display(job, checkpoint, prompt), rounds)

@@ -31,8 +31,9 @@ def inspect(
     from selfspec.anatomy import describe_config
     from selfspec.checkpoint import read_config
     from selfspec.cli.anatomy_tables import print_anatomy, print_exits
-    from selfspec.cli.json_output import print_json, versions
+    from selfspec.cli.json_output import print_json
     from selfspec.draft_cost import exits_reading
+    from selfspec.measure.environment import versions
 
     logging.set_verbosity_error()
     anatomy = describe_config(read_config(model))

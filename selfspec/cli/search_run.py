@@ -15,9 +15,10 @@ from selfspec.ablation.requirements import require_packages
 from selfspec.ablation.study import Study
 from selfspec.ablation.subject import check_inputs, loader
 from selfspec.cli.ablate_run import prepare, shown_progress
-from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.errors import StorageError
+from selfspec.measure.environment import versions
 from selfspec.search.job import find, save
 from selfspec.search.plan import SearchPlan
 from selfspec.search.run import Found

@@ -15,9 +15,10 @@ from transformers.utils import logging
 
 from selfspec.anatomy import describe_config
 from selfspec.checkpoint import load_tokenizer, read_config
-from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
+from selfspec.measure.environment import versions
 from selfspec.train.average import Average, average
 from selfspec.train.corpus import packed, read_documents
 from selfspec.train.course import Course, Observer

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 import typer
-from rich.progress import Progress, TaskID
 from torch import Tensor
 from transformers.utils import logging
 
 from selfspec.calibrate.auto import named_draft
 from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.ending import FAILED
-from selfspec.cli.json_output import print_json, versions
+from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
-from selfspec.cli.terminal import progress_bar
+from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.cli.verify_tables import print_report
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError
+from selfspec.measure.environment import versions
 from selfspec.plan import Plan
 from selfspec.verify import PROMPTS, Report, Settings, default_drafts, verify
 from selfspec.wrapped import find_adapter
@@ -52,24 +52,6 @@ class Job:
     output: OutputFormat
 
 
-class _Bar:
-    """Shows the steps of a verification."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task: TaskID = progress.add_task("", total=None)
-        self._begun = 0
-
-    def begin(self, steps: int) -> None:
-        """Show how far it is to go."""
-        self._progress.update(self._task, total=steps)
-
-    def step(self, what: str) -> None:
-        """Show what is done now; what was done before is over."""
-        self._progress.update(self._task, description=what, completed=self._begun)
-        self._begun += 1
-
-
 def run(job: Job) -> None:
     """Verify and print.
 
@@ -92,7 +74,7 @@ def run(job: Job) -> None:
     drafters = _drafters(checkpoint, given)
     texts = job.prompts or PROMPTS
     started = time.perf_counter()
-    report = _verified(checkpoint, _prompts(checkpoint, texts), drafters, job.settings)
+    report = _verified(checkpoint, [checkpoint.encode(text) for text in texts], drafters, job.settings)
     seconds = time.perf_counter() - started
     if job.output == "json":
         print_json(_result(job, texts, report, seconds))
@@ -121,16 +103,11 @@ def _drafters(checkpoint: Checkpoint, given: Sequence[Drafter | Plan | str]) -> 
     return found
 
 
-def _prompts(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor]:
-    device = checkpoint.model.device
-    return [checkpoint.tokenizer(text, return_tensors="pt").input_ids.long().to(device) for text in texts]
-
-
 def _verified(
     checkpoint: Checkpoint, prompts: Sequence[Tensor], drafters: Sequence[Drafter], settings: Settings
 ) -> Report:
     with progress_bar("verifying") as progress:
-        return verify(checkpoint.model, prompts, drafters, settings, watch=_Bar(progress))
+        return verify(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))
 
 
 def _result(job: Job, texts: Sequence[str], report: Report, seconds: float) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.measure.exact_context import ExactContext, draft_masks
 from selfspec.path import Part, Path, Sublayer, sublayers
-from selfspec.twin import replaced, twin_with
+from selfspec.twin import replaced, twin_with_layers
 
 Parts = frozenset[Part]
 """The sublayers of one layer that a path runs."""
@@ -120,7 +120,7 @@ class LayerViews:
             else layer
             for index, layer in enumerate(self.adapter.decoder_layers(module))
         ]
-        return _with_layers(module, self.adapter.path(self.model), layers)
+        return twin_with_layers(module, self.adapter.path(self.model), layers)
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,3 @@ def _record(
     output = layer(*args, **kwargs)
     into.append(output[0] if isinstance(output, tuple) else output)
     return output
-
-
-def _with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
-    if not names:
-        return twin_with(module, {str(index): layer for index, layer in enumerate(layers)})
-    return twin_with(module, {names[0]: _with_layers(module.get_submodule(names[0]), names[1:], layers)})

@@ -74,7 +74,7 @@ class _Candidate:
     lengths: set[int] = field(default_factory=set)
     stock_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    proved: _Program | None = None
+    proved: bool = False
     refused: str | None = None
     making: threading.Lock = field(default_factory=threading.Lock)
 
@@ -108,7 +108,7 @@ class Programs:
     @property
     def proved(self) -> list[PassKind]:
         """Kinds that programs run."""
-        return [kind for kind, each in self._candidates.items() if each.proved is not None]
+        return [kind for kind, each in self._candidates.items() if each.proved]
 
     def ready_for(self, model: nn.Module) -> bool:
         """Whether programs may run passes of a generation that begins. All are forgotten if the model has changed."""
@@ -140,8 +140,8 @@ class Programs:
             if len(self._candidates) >= _MOST_KINDS:
                 return stock()
             candidate = self._candidates.setdefault(kind, _Candidate())
-        if candidate.proved is not None:
-            return candidate.proved.run(tensors)
+        if candidate.proved and candidate.program is not None:
+            return candidate.program.run(tensors)
         candidate.passes += 1
         after = self._runtime.after
         # Another thread may be making the program.
@@ -183,7 +183,7 @@ class Programs:
         candidate.lengths.add(tensors.slots.visible.shape[0])
         if len(candidate.lengths) >= _TRIALS:
             if min(candidate.seconds) < min(candidate.stock_seconds):
-                candidate.proved = candidate.program
+                candidate.proved = True
             else:
                 candidate.refuse("it took longer than the stock modules")
         return expected

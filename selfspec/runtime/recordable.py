@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.twin import has_other_forward
+from selfspec.twin import copied, has_other_forward
 
 # Whose modules are known not to decide anew at every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
@@ -60,8 +60,7 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
 
 def frozen_twin(module: nn.Module) -> nn.Module:
     """A twin whose weights, the same memory, ask for no gradient: others cannot be part of a recording."""
-    twin: nn.Module = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
+    twin = copied(module)
     twin.__dict__["_parameters"] = {
         name: None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
         for name, weight in module._parameters.items()

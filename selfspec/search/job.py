@@ -14,11 +14,11 @@ from selfspec.ablation.pricing import costs_point, find_costs
 from selfspec.ablation.study import Study
 from selfspec.ablation.subject import Subject
 from selfspec.ablation.texts import texts_of, texts_point, write_texts
-from selfspec.bench.environment import environment
 from selfspec.draft import LayerSkip
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.errors import StorageError
 from selfspec.fingerprint import fingerprint
+from selfspec.measure.environment import environment
 from selfspec.search.bayesian import open_study, quiet_optuna
 from selfspec.search.evaluate import Evaluator
 from selfspec.search.plan import SearchPlan

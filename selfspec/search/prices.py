@@ -17,9 +17,6 @@ from selfspec.draft.named import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.path import Part, Path, Sublayer, sublayers
 
-# What a round costs besides, in plain steps, where nobody measured it.
-_WIDENING, _OVERHEAD = 0.03, 0.05
-
 
 @dataclass(frozen=True)
 class Prices:
@@ -91,7 +88,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
         each: share_read(model, adapter, full) - share_read(model, adapter, Path.without(depth, [each]))
         for each in sublayers(depth)
     }
-    return Prices(1.0 - sum(shares.values()), shares, Costs(0.0, 1.0, _WIDENING, _OVERHEAD))
+    return Prices(1.0 - sum(shares.values()), shares, Costs.assumed(draft=0.0))
 
 
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDrafter], depth: int) -> Prices:

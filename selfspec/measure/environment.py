@@ -7,8 +7,19 @@ import subprocess
 from pathlib import Path
 
 import torch
+import transformers
 
-from selfspec.cli.json_output import versions
+import selfspec
+
+
+def versions() -> dict[str, str]:
+    """Versions of what runs."""
+    return {
+        "selfspec": selfspec.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
@@ -16,19 +27,24 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     return {
         **versions(),
         "commit": commit(),
-        "processor": processor(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processor": device_name(torch.device("cpu")),
+        "device": device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
     }
 
 
-def processor() -> str:
-    """The model of the CPU."""
+def device_name(device: torch.device) -> str:
+    """What a device calls itself: the name of its processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
