@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,16 +28,19 @@ def for_grouped_queries(module: nn.Module) -> nn.Module:
     Args:
         module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
     """
-    return view_of(module, _sharing)
+    return view_of(module, partial(_sharing, {}))
 
 
-def _sharing(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
+def _sharing(configs: dict[int, Any], module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
     if not _shares_heads(module):
         return None
+    if id(module.config) not in configs:
+        config: Any = copy.copy(module.config)
+        config._attn_implementation_internal = _NAME
+        configs[id(module.config)] = config
     twin = twin_with(module, others)
-    config: Any = copy.copy(module.config)
-    config._attn_implementation_internal = _NAME
-    twin.__dict__["config"] = config
+    # Layers that had one configuration have one still.
+    twin.__dict__["config"] = configs[id(module.config)]
     return twin
 
 

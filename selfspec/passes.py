@@ -18,6 +18,7 @@ from selfspec.gate import ExactStates, GatedModel
 from selfspec.grouped_queries import for_grouped_queries
 from selfspec.masks import sees_all_without_mask, smallest_window
 from selfspec.path import Path
+from selfspec.runtime.layer_calls import put_calls
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
 from selfspec.runtime.programs import PassKind, Programs
 from selfspec.runtime.recordable import frozen_twin, is_watched
@@ -146,8 +147,10 @@ class Passes:
         return run_view(view, base, entering, self._inputs(tokens))
 
     def _function(self, kind: PassKind) -> PassFunction:
-        view = self._gated_view(_fast(frozen_twin(self._stock_model)), kind.path, kind.head)
-        return PassFunction(view, kind.base, self._cache_name, self._config, kind.masked, kind.entering)
+        model = _fast(frozen_twin(self._stock_model))
+        view = self._gated_view(model, kind.path, kind.head)
+        calls = put_calls(view, model, self._adapter)
+        return PassFunction(view, calls, kind.base, self._cache_name, self._config, kind.masked, kind.entering)
 
     def _view(self, path: Path, head: DraftHead | None) -> GatedModel:
         if (path, head) not in self._gated:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from selfspec.cache import Slots
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.masks import attention_mask
+from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.slot_cache import SlotCache
 
 
@@ -60,6 +61,7 @@ class PassFunction:
 
     Attributes:
         view: runs the path.
+        layers: calls that stand in for some of its layers.
         base: attribute of the view that holds all but the head; None: the pass ends with the head.
         cache_name: what the model calls its cache.
         config: of the text model.
@@ -68,6 +70,7 @@ class PassFunction:
     """
 
     view: GatedModel
+    layers: tuple[LayerCall, ...]
     base: str | None
     cache_name: str
     config: PreTrainedConfig
@@ -94,7 +97,7 @@ class PassFunction:
         if self.masked:
             mask = attention_mask(self.config, written, tokens.shape[0], visible.shape[0], rest[0].dtype)
         inputs = {
-            self.cache_name: SlotCache(Slots(written, positions, visible, tuple(rest))),
+            self.cache_name: SlotCache.of_slots(Slots(written, positions, visible, tuple(rest))),
             **model_inputs(tokens, positions, mask),
         }
         return run_view(self.view, self.base, entering, inputs)

@@ -191,7 +191,7 @@ class Programs:
     def _make(self, tensors: PassTensors, function: PassFunction) -> _Program:
         flat = tensors.flat()
         left = run_watched(lambda: function.result(flat)).states
-        program = self._runtime.program(function, flat)
+        program = self._runtime.program(function, flat, function.layers)
         return _Program(program, function.base is None, None if left is None else tuple(left.attention))
 
 

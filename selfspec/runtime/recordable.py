@@ -59,8 +59,12 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
 
 
 def frozen_twin(module: nn.Module) -> nn.Module:
-    """A twin whose weights, the same memory, ask for no gradient: others cannot be part of a recording."""
+    """A twin whose weights, the same memory, ask for no gradient: others cannot be part of a recording.
+
+    What holds its weights and buffers is its own, so others may be put in their place.
+    """
     twin = copied(module)
+    twin.__dict__["_buffers"] = dict(module._buffers)
     twin.__dict__["_parameters"] = {
         name: None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
         for name, weight in module._parameters.items()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.runtime.layer_calls import LayerCall, alike
 
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A pass as a function of tensors alone."""
@@ -31,14 +33,15 @@ class Runtime(ABC):
         """Passes of a kind that the stock modules run before a program takes over; None: all."""
 
     @abstractmethod
-    def program(self, function: Function, example: tuple[Tensor, ...]) -> Function:
+    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
         """What computes the same as `function`, for other tensors of the same shapes, and faster.
 
         Shapes may differ where the number of visible slots enters.
 
         Args:
             function: the pass.
-            example: what it may be run on.
+            example: what it was run on.
+            layers: calls in it that may be given functions to run, each noted in that run.
         """
 
 
@@ -50,7 +53,7 @@ class Eager(Runtime):
     def after(self) -> int | None:
         return None
 
-    def program(self, function: Function, example: tuple[Tensor, ...]) -> Function:
+    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
         return function
 
 
@@ -73,22 +76,19 @@ class Traced(Runtime):
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
             raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
 
-    def program(self, function: Function, example: tuple[Tensor, ...]) -> Function:
-        names = [f"tensor{number}" for number in range(len(example))]
+    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
         # Of its own: what torch.jit.trace makes stays in a unit of the process, and every weight with it, for good.
         unit = torch._C.CompilationUnit()
         with _RECORDING, warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
             # It warns of every decision taken on a shape; the shapes are the same next time.
             warnings.simplefilter("ignore")
-            # Every node keeps the call stack it came from, which is shortest in a thread of its own.
+            # Every node notes the call stack it comes from, which is shortest in a thread of its own.
             inference = torch.is_inference_mode_enabled()
-            graph = thread.submit(_graph, function, example, names, inference).result()
-        traced = unit.create_function("program", graph, True)
+            traced = thread.submit(_traced, unit, function, example, layers, inference).result()
 
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            # Without its own optimiser, which would fuse kernels on some devices, and so round differently.
             try:
-                with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+                with _as_written():
                     outputs: tuple[Tensor, ...] = traced(*tensors)
             except RuntimeError as error:
                 # All errors of kernels come out as this one.
@@ -100,16 +100,46 @@ class Traced(Runtime):
         return run
 
 
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Without an optimiser, which would fuse kernels or exchange them, and so round differently."""
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        yield
+
+
 @torch.no_grad()
-def _graph(function: Function, example: tuple[Tensor, ...], names: list[str], inference: bool) -> Any:
+def _traced(
+    unit: Any, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall], inference: bool
+) -> Any:
+    """The pass as a function of a unit; layers that are alike are calls of one more function each."""
+    with torch.inference_mode(inference), _as_written():
+        try:
+            for number, group in enumerate(alike(layers)):
+                # What can be compared from outside is not all that a layer may do.
+                first, last = (_graph(call.run, call.example) for call in (group[0], group[-1]))
+                if str(first) == str(last):
+                    shared = unit.create_function(f"layer{number}", first, True)
+                    for call in group:
+                        call.function = shared
+            return unit.create_function("program", _graph(function, example), True)
+        finally:
+            for call in layers:
+                call.function = None
+
+
+def _graph(function: Function, example: tuple[Tensor, ...]) -> Any:
     """What `function` does with tensors like those of the example, less what no kernel needs."""
-    with torch.inference_mode(inference):
-        graph, _ = torch._C._create_graph_by_tracing(
-            lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
-        )
+    names = [f"tensor{number}" for number in range(len(example))]
+    graph, _ = torch._C._create_graph_by_tracing(
+        lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
+    )
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_constant_propagation(graph)
     torch._C._jit_pass_cse(graph)
     torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_dce(graph)
+    # Where nodes come from takes more memory than all else in them.
+    nowhere: Any = torch._C.Graph()
+    for node in graph.nodes():
+        node.copyMetadata(nowhere.create("prim::Constant"))
     return graph

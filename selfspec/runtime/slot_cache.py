@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +16,44 @@ class SlotCache(Cache):
     """What a stock model takes as its cache in such a pass.
 
     Args:
-        slots: of the pass.
+        written: slots of the pass's tokens, `[1 or batch, width]`.
+        visible: numbers of the slots that the pass looks at, `[visible]`.
+        buffers: keys and values, `[batch, heads, capacity, head_dim]` each, by layer.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, written: Tensor, visible: Tensor, buffers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__(layers=[])
-        self._slots = slots
+        self._written = written
+        self._visible = visible
+        self._buffers = buffers
+
+    @classmethod
+    def of_slots(cls, slots: Slots) -> SlotCache:
+        """The cache of a whole pass."""
+        pairs = zip(slots.buffers[::2], slots.buffers[1::2], strict=True)
+        return cls(slots.written, slots.visible, dict(enumerate(pairs)))
+
+    @classmethod
+    def of_layer(cls, layer: int, tensors: Sequence[Tensor]) -> SlotCache:
+        """The cache of one layer, from what `tensors_of_layer` gave."""
+        written, visible, *buffers = tensors
+        return cls(written, visible, {layer: (buffers[0], buffers[1])} if buffers else {})
+
+    def tensors_of_layer(self, layer: int) -> list[Tensor]:
+        """What one layer needs of it; without buffers if it has none of its own."""
+        return [self._written, self._visible, *self._buffers.get(layer, ())]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all the pass may look at."""
-        keys, values = self._slots.buffers[2 * layer_idx : 2 * layer_idx + 2]
+        keys, values = self._buffers[layer_idx]
         return self._updated(keys, key_states), self._updated(values, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of slots before the pass's tokens."""
         # A number and no part of the recording: models ask for it where they need no mask at all.
-        return int(self._slots.visible.shape[0]) - int(self._slots.written.shape[1])
+        return int(self._visible.shape[0]) - int(self._written.shape[1])
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Slot of the pass's first token."""
@@ -40,13 +61,13 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of slots the pass looks at, and the first of them."""
-        return int(self._slots.visible.shape[0]), 0
+        return int(self._visible.shape[0]), 0
 
     def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:
-        written = self._slots.written.to(buffer.device)
+        written = self._written.to(buffer.device)
         if written.shape[0] == 1:
             buffer.index_copy_(2, written[0], states.to(buffer.dtype))
         else:
             rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
             buffer[rows, :, written] = states.transpose(1, 2)
-        return buffer[:, :, : self._slots.visible.shape[0]]
+        return buffer[:, :, : self._visible.shape[0]]

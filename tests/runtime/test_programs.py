@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,6 +19,7 @@ import selfspec
 import tiny
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.programs import Programs
 from selfspec.runtime.recordable import frozen_twin, run_watched
 from selfspec.runtime.runtime import Function
@@ -206,7 +207,7 @@ class _Planted(Traced):
     runs: int = 0
     does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
 
-    def program(self, function: Function, example: tuple[Tensor, ...]) -> Function:
+    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
         calls = count()
         return lambda tensors: (self.does if next(calls) >= self.runs else tuple)(function(tensors))
 
@@ -234,7 +235,9 @@ def test_what_gives_other_bits_or_fails_is_never_used(
 def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) -> None:
     @dataclass(frozen=True)
     class Scribbling(Traced):
-        def program(self, function: Function, example: tuple[Tensor, ...]) -> Function:
+        def program(
+            self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()
+        ) -> Function:
             def scribble(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 outputs = function(tensors)
                 for buffer in tensors[4:]:

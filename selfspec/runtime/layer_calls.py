@@ -1,0 +1,222 @@
+"""Decoder layers as functions of tensors, their weights among them, so that a program holds alike layers only once.
+
+A program of a whole pass would else repeat the same kernels for every layer: a model has dozens of layers, and nothing
+differs between most of them but what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from selfspec.adapter import Adapter
+from selfspec.gate import GatedModel
+from selfspec.runtime.slot_cache import SlotCache
+from selfspec.twin import has_other_forward, twin_running, twin_with_layers
+
+_TENSOR = "a tensor"
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+# Weights are arguments, children are looked at by their names, and what a layer does with its number is seen when the
+# first and the last of those alike are recorded.
+_NOT_COMPARED = ("_parameters", "_buffers", "_modules", "layer_idx")
+
+
+@dataclass(frozen=True)
+class _CacheOf:
+    """Stands for a cache, of which a layer needs so many tensors."""
+
+    tensors: int
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is the same in all calls of a layer, and in those of layers like it: everything but tensors.
+
+    Attributes:
+        tree: of arguments or results.
+        leaves: in its order; what is a tensor, or a cache, is only said to be one.
+    """
+
+    tree: TreeSpec
+    leaves: tuple[object, ...]
+
+    def filled(self, tensors: Sequence[Tensor], index: int) -> Any:
+        """Arguments or results again.
+
+        Args:
+            tensors: as many as there were.
+            index: the layer that a cache among them is for.
+        """
+        rest = iter(tensors)
+        leaves: list[object] = []
+        for leaf in self.leaves:
+            if leaf is _TENSOR:
+                leaves.append(next(rest))
+            elif isinstance(leaf, _CacheOf):
+                leaves.append(SlotCache.of_layer(index, [next(rest) for _ in range(leaf.tensors)]))
+            else:
+                leaves.append(leaf)
+        return tree_unflatten(leaves, self.tree)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Arguments or results of one call: what is always the same in them, and the tensors."""
+
+    form: _Form
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, things: Any, index: int) -> _Given:
+        leaves, tree = tree_flatten(things)
+        tensors: list[Tensor] = []
+        kept: list[object] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                kept.append(_TENSOR)
+                tensors.append(leaf)
+            elif isinstance(leaf, SlotCache):
+                needed = leaf.tensors_of_layer(index)
+                kept.append(_CacheOf(len(needed)))
+                tensors += needed
+            else:
+                kept.append(leaf)
+        return cls(_Form(tree, tuple(kept)), tuple(tensors))
+
+
+class LayerCall:
+    """Stands in for the `forward` of one layer of a view.
+
+    As long as no function was given, it runs the layer and remembers what it was called with.
+
+    Args:
+        layer: with weights of its own, which nothing else looks at while the layer is recorded.
+        index: which it is.
+
+    Attributes:
+        index: which it is.
+        function: computes what the layer does from `example`'s tensors; None: the layer itself runs.
+    """
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        self.index = index
+        self.function: Callable[..., Any] | None = None
+        self._layer = layer
+        self._arguments: _Given | None = None
+        self._results: _Form | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = _Given.of((args, kwargs), self.index)
+        known = self._arguments is not None and given.form == self._arguments.form
+        if self.function is not None and self._results is not None and known:
+            results = self.function(*given.tensors, *self._weights())
+            return self._results.filled(results, self.index)
+        output = self._layer(*args, **kwargs)
+        self._arguments, self._results = given, _Given.of(output, self.index).form
+        return output
+
+    @property
+    def example(self) -> tuple[Tensor, ...]:
+        """What the layer was called with last, and its weights."""
+        assert self._arguments is not None
+        return (*self._arguments.tensors, *self._weights())
+
+    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The layer as a function of what `example` gives."""
+        assert self._arguments is not None
+        count = len(self._arguments.tensors)
+        args, kwargs = self._arguments.form.filled(tensors[:count], self.index)
+        with self._reading(tensors[count:]):
+            return _Given.of(self._layer(*args, **kwargs), self.index).tensors
+
+    @property
+    def likeness(self) -> object:
+        """The same for layers that seem to differ in weights alone; None of one that no function can stand for."""
+        if self._arguments is None or self._results is None:
+            return None
+        if any(leaf is not _TENSOR and leaf is not None for leaf in self._results.leaves):
+            return None
+        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in self.example)
+        return (self._arguments.form.tree, tuple(map(repr, self._arguments.form.leaves)), shapes, self._structure())
+
+    def _structure(self) -> tuple[object, ...]:
+        return tuple((name, _likeness(module)) for name, module in self._layer.named_modules())
+
+    def _holders(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Where the layer finds its weights and buffers."""
+        seen = set()
+        for module in self._layer.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and (id(held), name) not in seen:
+                        seen.add((id(held), name))
+                        yield held, name
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        return tuple(held[name] for held, name in self._holders())
+
+    @contextmanager
+    def _reading(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Let the layer read these weights for a while."""
+        places = list(self._holders())
+        before = [held[name] for held, name in places]
+        try:
+            for (held, name), weight in zip(places, weights, strict=True):
+                held[name] = weight
+            yield
+        finally:
+            for (held, name), weight in zip(places, before, strict=True):
+                held[name] = weight
+
+
+def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+    """Let calls stand in for those layers of a view that it runs as they are.
+
+    Args:
+        view: of a model.
+        model: which; its weights are looked at by this view alone.
+        adapter: where its layers are.
+    """
+    layers = adapter.decoder_layers(view.module)
+    calls = tuple(
+        LayerCall(layer, index)
+        for index, (layer, own) in enumerate(zip(layers, adapter.decoder_layers(model), strict=True))
+        if layer is own and not has_other_forward(layer)
+    )
+    for call in calls:
+        layers[call.index] = twin_running(layers[call.index], call)
+    view.module = twin_with_layers(view.module, adapter.path(view.module), layers)
+    return calls
+
+
+def alike(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:
+    """The calls of layers that seem to differ in their weights alone, two or more together."""
+    groups: dict[object, list[LayerCall]] = {}
+    for call in calls:
+        groups.setdefault(call.likeness, []).append(call)
+    return [group for likeness, group in groups.items() if likeness is not None and len(group) > 1]
+
+
+def _likeness(value: Any) -> object:
+    """What can be compared of an attribute."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), tuple(map(_likeness, value)))
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(map(_likeness, value)))
+    if isinstance(value, dict):
+        return (type(value), tuple((name, _likeness(each)) for name, each in value.items()))
+    if isinstance(value, partial):
+        return (id(value.func), _likeness(value.args), _likeness(value.keywords))
+    if isinstance(value, nn.Module):
+        others = {name: each for name, each in vars(value).items() if name not in _NOT_COMPARED}
+        return (type(value), _likeness(others))
+    return id(value)
