@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from survey import MODEL_TYPES, checks, declared, rows, subject, table
 import selfspec
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.anatomy import Weights, describe
+from selfspec.runtime import Eager, Traced
+from selfspec.runtime.programs import Programs
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 
@@ -54,6 +57,11 @@ QUICK = [
 ]
 
 
+def _types() -> list[object]:
+    working = [name for name in MODEL_TYPES if (declared(name) or "").startswith("works")]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in working]
+
+
 def _cases() -> list[object]:
     cases: list[object] = []
     for name in MODEL_TYPES:
@@ -79,6 +87,23 @@ def test_contract(model_type: str, check: str) -> None:
 def test_greedy_text_in_float32(model_type: str, seed: int) -> None:
     tested = Subject(shrunken(model_type, torch.float32, seed), ADAPTERS[model_type], tolerance=1e-4)
     CHECKS["greedy"](tested)
+
+
+@pytest.mark.parametrize("model_type", _types())
+def test_programs_say_what_the_modules_say(model_type: str) -> None:
+    tested = _subject(model_type)
+    prompts = tested.tokens(12, tested.batch, seed=5)
+    texts = []
+    for runtime in (Eager(), Traced(after=0)):
+        spec = selfspec.wrap(
+            tested.model, selfspec.EarlyExit(tested.depth - 1), draft_length=2, adapter=tested.adapter, runtime=runtime
+        )
+        # By this clock whatever comes later took less time.
+        ticks = count(1)
+        spec.programs = Programs(runtime, lambda ticks=ticks: 1.0 - 1.0 / next(ticks))
+        texts.append(spec.generate(prompts, max_new_tokens=24, do_sample=False).sequences.tolist())
+    assert texts[0] == texts[1]
+    assert not [reason for reason in spec.programs.refusals.values() if "depends on values" not in reason]
 
 
 @pytest.mark.parametrize("model_type", QUICK)
