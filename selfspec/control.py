@@ -260,14 +260,19 @@ class _CostAware(Controller):
 
 
 class _Acceptance:
-    """How often tokens of each confidence were accepted, beginning with as often as they were confident."""
+    """How often tokens of each confidence were accepted, beginning with what a fair draft shows.
+
+    That is more often than it is confident where it is unsure: the target is then unsure as well, and two flat
+    distributions overlap.
+    """
 
     _BINS = 10
     _PRIOR = 4.0
+    _UNSURE, _SURE = 0.35, 0.95
 
     def __init__(self) -> None:
         middles = [(index + 0.5) / self._BINS for index in range(self._BINS)]
-        self._accepted = [self._PRIOR * middle for middle in middles]
+        self._accepted = [self._PRIOR * (self._UNSURE + (self._SURE - self._UNSURE) * middle) for middle in middles]
         self._judged = [self._PRIOR] * self._BINS
         self._all_accepted, self._all_judged = self._PRIOR * 0.6, self._PRIOR
 
