@@ -85,7 +85,7 @@ def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
 
 def test_sure_drafts_go_on_and_doubtful_ones_stop() -> None:
     assert drafted(CostAware(6).begin(CHEAP), [0.99] * 6) == 6
-    assert drafted(CostAware(6).begin(CHEAP), [0.05] * 6) == 1
+    assert drafted(CostAware(6).begin(selfspec.Costs(draft=0.3)), [0.05] * 6) == 1
     # The dearer a step, the sooner it stops.
     assert drafted(CostAware(6).begin(DEAR), [0.7] * 6) == 1
     assert drafted(CostAware(6).begin(CHEAP), [0.7] * 6) > 1
