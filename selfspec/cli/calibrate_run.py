@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers.utils import logging
 
 from selfspec.calibrate import Calibration, Chosen, Settings, calibrate
@@ -121,7 +121,8 @@ def _print(job: Job, found: Calibration, file: Path, seconds: float) -> None:
     console.print(
         f"c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps of "
         f"{found.costs.step_seconds.value * 1000:.2f} ms, medians. alpha: acceptance rate, teacher-forced on the "
-        "model's own text. predicted: by the formula, at the best draft length.",
+        "model's own text. speed-up: by the formula, at the best draft length; below, measured in turns with plain "
+        "decoding.",
         style="dim",
     )
     for title, kind in (("greedy", found.greedy), (f"temperature {job.settings.temperature:g}", found.sampled)):
@@ -138,10 +139,10 @@ def _costs(found: Calibration) -> Table:
     kinds = (found.greedy, found.sampled)
     predictions = [{each.name: each for each in kind.predictions} for kind in kinds]
     widths = sorted({width for name, by_width in costs.verify.items() if name != PLAIN for width in by_width})
-    table = Table("draft")
+    table = Table(Column("draft", no_wrap=True))
     columns = ["c", *(f"V({width})" for width in widths), "o"]
     for kind in kinds:
-        columns += [f"alpha, T={kind.temperature:g}", "predicted"]
+        columns += [f"alpha, T={kind.temperature:g}", "speed-up"]
     for column in columns:
         table.add_column(column, justify="right")
     for name in costs.draft:
@@ -158,8 +159,8 @@ def _costs(found: Calibration) -> Table:
 
 def _confirmed(title: str, kind: Kind) -> Table:
     predicted = {each.name: each.best.speedup for each in kind.predictions}
-    table = Table(title)
-    for column in ("against plain decoding", "interval", "predicted", "acceptance rate", "tokens a pass"):
+    table = Table(Column(title, no_wrap=True))
+    for column in ("speed-up", "interval", "predicted", "acceptance rate", "tokens a pass"):
         table.add_column(column, justify="right")
     for each in kind.confirmed:
         table.add_row(

@@ -55,6 +55,8 @@ _SHARED_CACHE = "selfspec/cache.py"
 _CONTROL = "selfspec/control.py"
 _MASKS = "selfspec/masks.py"
 _PROGRAMS = "selfspec/runtime/programs.py"
+_RUNTIME = "selfspec/runtime/runtime.py"
+_LAYER_CALLS = "selfspec/runtime/layer_calls.py"
 _PASSES = "selfspec/passes.py"
 _GROUPED = "selfspec/grouped_queries.py"
 _PATH = "selfspec/path.py"
@@ -533,6 +535,20 @@ CATALOGUE = (
         "windowed = self._window is not None and",
         "windowed = self._window == 0 and",
         ("tests/runtime/test_programs.py::test_greedy_text_is_the_stock_models",),
+    ),
+    Mutation(
+        "layers share a function though one of them uses its number",
+        _RUNTIME,
+        "if str(first) == str(last):",
+        "if True:",
+        ("tests/runtime/test_layer_calls.py::test_a_layer_that_uses_its_number_is_no_others",),
+    ),
+    Mutation(
+        "layers that attend otherwise share a function",
+        _LAYER_CALLS,
+        "shapes, self._structure())",
+        "shapes)",
+        ("tests/runtime/test_layer_calls.py::test_layers_that_attend_otherwise_are_not",),
     ),
     Mutation(
         "attention with shared key heads forgets its mask",
