@@ -68,6 +68,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument(
+        "--no-assistant", action="store_true", help="without transformers' own early exit, which is slow"
+    )
     parser.add_argument("--name", default="planted", help="folder of the results")
     options = parser.parse_args()
 
@@ -84,7 +87,8 @@ def main() -> None:
     file = ResultsFile(RESULTS / options.name)
     cells = grid(["random"], [options.temperature], options.batch, options.context, options.max_new_tokens)
     prompts = {cell: _prompts(shape["vocabulary"], options, cell.batch, cell.context) for cell in cells}
-    kinds = [Kind.EARLY_EXIT, Kind.DRAFT] + ([Kind.STATIC] if options.device != "cpu" else [])
+    kinds = [Kind.DRAFT] + ([Kind.STATIC] if options.device != "cpu" else [])
+    kinds += [] if options.no_assistant else [Kind.EARLY_EXIT]
     specs = arm_specs(kinds, [f"exit:{exit_layer}"], None, [None], exit_layer, options.draft_length)
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         if not options.no_memory:

@@ -64,8 +64,10 @@ class Warping:
             return scores
         flat = scores.flatten(0, 1)
         no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        warped: Tensor = self.warpers(no_prefix, flat)
-        return warped.reshape(scores.shape)
+        # One by one: the list would look at the signature of each anew, which takes longer than what they do.
+        for warper in self.warpers:
+            flat = warper(no_prefix, flat)
+        return flat.reshape(scores.shape)
 
 
 @dataclass(frozen=True)

@@ -123,15 +123,37 @@ class Sampling:
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     """One draw from each of the given distributions, without a host synchronisation.
 
-    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i
-    (the exponential race), so the weights need not be normalised.
-
     Args:
-        weights: `[..., vocab]`, non-negative, each with a positive entry.
+        weights: `[..., vocab]`, non-negative, each with a positive entry; they need not be normalised.
         generator: the source of randomness, on the device of `weights`.
 
     Returns:
         `[...]`, the indices drawn.
+    """
+    # A CPU takes longer for a logarithm of each entry than for all passes over a small model's head; on a GPU sums in
+    # turn would be the slow part, and not reproducible.
+    by = drawn_by_inversion if weights.device.type == "cpu" else drawn_by_race
+    return by(weights, generator)
+
+
+def drawn_by_inversion(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """`draw` by one uniform number for each distribution, looked up in its cumulative sums.
+
+    Both are double, so what rounding does to a probability is less than the 2^-24 that a float32 p is rounded by.
+    """
+    sums = weights.double().cumsum(-1)
+    total = sums[..., -1:]
+    places = torch.rand(total.shape, generator=generator, dtype=sums.dtype, device=sums.device) * total
+    # The product may be rounded up to the total itself, behind which nothing stands.
+    places = torch.minimum(places, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(sums, places, right=True)[..., 0]
+    return found.clamp(max=weights.shape[-1] - 1)
+
+
+def drawn_by_race(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """`draw` by the exponential race.
+
+    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i.
     """
     noise = torch.empty_like(weights).exponential_(generator=generator)
     # exponential_ may return 0, and 0 / 0 would win the race as NaN.

@@ -253,8 +253,8 @@ CATALOGUE = (
     Mutation(
         "all rows draw with the same noise",
         _SAMPLING,
-        "noise = torch.empty_like(weights).exponential_(generator=generator)",
-        "noise = torch.empty_like(weights[:1]).exponential_(generator=generator).expand_as(weights).clone()",
+        "torch.rand(total.shape, generator=generator, dtype=sums.dtype, device=sums.device) * total",
+        "torch.rand((), generator=generator, dtype=sums.dtype, device=sums.device) * total",
         (_ROWS,),
     ),
     Mutation(
@@ -269,6 +269,13 @@ CATALOGUE = (
         _SAMPLING,
         "torch.empty_like(weights).exponential_(generator=generator)",
         "torch.empty_like(weights).uniform_(generator=generator)",
+        ("tests/test_sampling.py",),
+    ),
+    Mutation(
+        "a draw may fall on what has no weight",
+        _SAMPLING,
+        "torch.searchsorted(sums, places, right=True)",
+        "torch.searchsorted(sums, places)",
         ("tests/test_sampling.py",),
     ),
     Mutation(
