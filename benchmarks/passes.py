@@ -61,8 +61,16 @@ def main() -> None:
         for name in names:
             for arm, runs in arms.items():
                 seconds[arm, name].append(_timed(runs[name]))
+    milliseconds = {key: [1000 * each for each in found] for key, found in seconds.items()}
     rows = [
-        _Row(name, *([1000 * each for each in seconds[arm, name]] for arm in arms), bench.made[name]) for name in names
+        _Row(
+            name,
+            stock=milliseconds["stock", name],
+            programs=milliseconds["programs", name],
+            products=milliseconds["products", name],
+            made=bench.made[name],
+        )
+        for name in names
     ]
     settings = vars(options) | {"model": "embedded" if options.model is None else options.model}
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "passes": list(map(asdict, rows))}

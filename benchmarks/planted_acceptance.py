@@ -68,9 +68,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument(
-        "--no-assistant", action="store_true", help="without transformers' own early exit, which is slow"
-    )
+    parser.add_argument("--no-assistant", action="store_true", help="without transformers' early exit, which is slow")
     parser.add_argument("--name", default="planted", help="folder of the results")
     options = parser.parse_args()
 
