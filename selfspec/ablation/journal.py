@@ -66,6 +66,11 @@ def storage_errors(place: object) -> Iterator[None]:
         root: BaseException = error
         while root.__cause__ is not None or root.__context__ is not None:
             root = root.__cause__ or root.__context__ or root
+        if isinstance(root, ModuleNotFoundError):
+            raise StorageError(
+                f"the storage {shown} needs the Python package {root.name}, which is not installed: pip install "
+                f"{root.name}, or name another driver in the URL, such as postgresql+psycopg2://"
+            ) from error
         reason = " ".join(str(getattr(root, "strerror", None) or root).split()) or type(root).__name__
         raise StorageError(
             f"the storage {shown} cannot be used ({reason}); what was finished before is kept there. Repeat the "

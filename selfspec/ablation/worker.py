@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _POINTS, _RESULTS, _WORKER, _INTERRUPTED = "points", "results", "worker", "interrupted"
 # A unit that killed so many workers is given up.
 _MOST_DEATHS = 3
-# A claimed trial whose worker never said who it is counts as a dead one's after so many seconds.
+# A claimed trial whose worker does not say who it is counts as a dead one's after so many seconds.
 _NAMELESS = 60.0
 _PAUSE = 0.25
 
@@ -49,16 +49,28 @@ class Board:
         import optuna
 
         self.place = place
-        storage = open_storage(place)
+        self._storage = open_storage(place)
         with quiet_optuna(), storage_errors(place):
             self.study = optuna.create_study(
-                storage=storage, study_name=name, load_if_exists=True, sampler=optuna.samplers.RandomSampler(seed=0)
+                storage=self._storage,
+                study_name=name,
+                load_if_exists=True,
+                sampler=optuna.samplers.RandomSampler(seed=0),
             )
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """All trials, in order."""
         with storage_errors(self.place):
             return self.study.get_trials(deepcopy=False)
+
+    def claim(self, trial: optuna.Trial, worker: str) -> None:
+        """Say whose a trial is, once it will be noticed if the worker dies."""
+        import optuna
+
+        # Optuna's own thread gives heartbeats; a worker killed before the first of them would never be missed.
+        if isinstance(self._storage, optuna.storages.RDBStorage):
+            self._storage.record_heartbeat(trial._trial_id)
+        trial.set_user_attr(_WORKER, worker)
 
     def results(self) -> dict[str, Result]:
         """What was found so far, by key; the first of a point counts."""
@@ -124,6 +136,7 @@ class _Worker:
     ) -> None:
         self._board, self._plan, self._load = board, plan, load
         self._alive, self._told = alive, told
+        self._nameless_since: dict[int, float] = {}
 
     def finish(self, stage: int) -> dict[str, Result]:
         """Work until a stage is over."""
@@ -195,7 +208,7 @@ class _Worker:
         if given is None:
             # Someone else was quicker, and optuna made a trial of its own.
             raise optuna.TrialPruned
-        trial.set_user_attr(_WORKER, self._alive.name)
+        self._board.claim(trial, self._alive.name)
         taken = self._taken_by_others(trial.number)
         points = [point for point in map(Point.from_dict, given) if point.key not in taken]
         if not points:
@@ -220,23 +233,26 @@ class _Worker:
         return taken
 
     def _fail_dead(self, running: Sequence[optuna.trial.FrozenTrial]) -> None:
-        """Fail the trials of workers that are no more, on a journal file."""
+        """Fail the trials of workers that are no more, as far as optuna does not."""
         import optuna
         from optuna.trial import TrialState
 
-        if "://" in str(self._board.place):
-            return
         for trial in running:
-            worker = trial.user_attrs.get(_WORKER)
-            begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-            dead = time.time() - begun > _NAMELESS if worker is None else self._alive.is_dead(worker)
-            if not dead:
+            if not self._is_dead(trial):
                 continue
             try:
                 with storage_errors(self._board.place):
                     self._board.study.tell(trial.number, state=TrialState.FAIL)
             except optuna.exceptions.UpdateFinishedTrialError:
                 continue
+
+    def _is_dead(self, trial: optuna.trial.FrozenTrial) -> bool:
+        worker = trial.user_attrs.get(_WORKER)
+        if worker is None:
+            # By this worker's clock, since those of others may tell another time.
+            now = time.monotonic()
+            return now - self._nameless_since.setdefault(trial.number, now) > _NAMELESS
+        return "://" not in str(self._board.place) and self._alive.is_dead(worker)
 
 
 def _failed(point: Point, error: str) -> Result:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+import sqlite3
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -239,6 +241,47 @@ def test_a_database_serves_as_well(alone: Finding, load: Load, tmp_path: Path) -
     url = f"sqlite:///{tmp_path}/study.db"
     assert work_on(declared(), load, tmp_path, url).table == alone.table
     assert set(_completed(url).values()) == {1}
+
+
+@pytest.mark.parametrize("kept", ["journal", "database"])
+def test_a_worker_killed_before_it_said_who_it_is_is_missed(
+    alone: Finding, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    place = f"sqlite:///{tmp_path}/study.db" if kept == "database" else None
+    monkeypatch.setattr(worker, "_NAMELESS", 0.5)
+    # Nor did it live to give a heartbeat.
+    monkeypatch.setattr(optuna.storages.RDBStorage, "record_heartbeat", lambda *_: None)
+    claim = Board.claim
+    deaths: list[int] = []
+
+    def mortal(board: Board, trial: Any, name: str) -> None:
+        if not deaths:
+            deaths.append(trial.number)
+            raise SystemExit
+        claim(board, trial, name)
+
+    monkeypatch.setattr(Board, "claim", mortal)
+    with pytest.raises(SystemExit):
+        work_on(declared(), load, tmp_path, place)
+    assert work_on(declared(), load, tmp_path, place).table == alone.table
+    assert set(_completed(place or tmp_path).values()) == {1}
+
+
+def test_a_claimed_trial_has_a_heartbeat(tmp_path: Path) -> None:
+    board = Board(f"sqlite:///{tmp_path}/study.db", "study")
+    # Without the thread that would give heartbeats.
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        trial = board.study.ask()
+    board.claim(trial, "somebody")
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        assert database.execute("select count(*) from trial_heartbeats").fetchone() == (1,)
+    database.close()
+
+
+def test_a_driver_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg2", None)
+    with pytest.raises(StorageError, match="pip install psycopg2"):
+        open_storage("postgresql+psycopg2://user@host/name")
 
 
 def test_a_storage_of_another_study_is_refused(load: Load, tmp_path: Path) -> None:
