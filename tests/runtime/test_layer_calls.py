@@ -143,10 +143,10 @@ def test_calls_read_the_weights_of_their_own_layer() -> None:
 
 def test_a_layer_that_uses_its_number_is_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama()
-    kind = type(model.model.layers[0])
+    kind: Any = type(model.model.layers[0])
     forward = kind.forward
 
-    def numbered(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def numbered(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs) * (1.0 + layer.self_attn.layer_idx / 8)
 
     monkeypatch.setattr(kind, "forward", numbered)
