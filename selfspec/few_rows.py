@@ -1,9 +1,10 @@
 """Linear layers of a block of few tokens on a CPU: the same product with the weight on the left.
 
-torch computes x W^T for one row as a matrix times a vector, at the speed of memory, and falls off a cliff from there:
-two to eight rows take 1.4 to 3 times as long, which alone kills speculation. With the weight as the left factor,
-(W x^T)^T, the same kernels read it once for all rows. Weights are neither packed nor copied. The figures are those of
-benchmarks/few_rows.py.
+torch computes x W^T for one row as a matrix times a vector, at the speed of memory, and on processors without AVX-512
+falls off a cliff from there: two to eight rows take 1.4 to 3 times as long, which alone kills speculation. With the
+weight as the left factor, (W x^T)^T, the same kernels read it once for all rows. With AVX-512 the cliff comes after
+three rows and the weight on the left only makes it higher; there packed weights help (`selfspec.pack`). Weights are
+neither packed nor copied here. The figures are those of benchmarks/few_rows.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ def for_few_rows(module: nn.Module) -> nn.Module:
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
     """
+    # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
+    if "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return module
     return view_of(module, _in_few_rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,6 +14,17 @@ import selfspec
 import tiny
 from selfspec.few_rows import for_few_rows
 from snapshot import Snapshot
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """The processor is one without AVX-512, or whatever a test says."""
+
+    def is_now(capability: str) -> None:
+        monkeypatch.setattr("selfspec.few_rows.torch.backends.cpu.get_cpu_capability", lambda: capability)
+
+    is_now("AVX2")
+    return is_now
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -90,6 +102,14 @@ def _holding_a_shadowed_parent() -> nn.Module:
 )
 def test_what_it_does_not_know_is_left_alone(module: nn.Module) -> None:
     assert for_few_rows(module) is module
+
+
+def test_processors_whose_own_products_are_faster_keep_them(processor: Callable[[str], None]) -> None:
+    model = tiny.llama()
+    processor("AVX512")
+    assert for_few_rows(model) is model
+    processor("AVX2")
+    assert for_few_rows(model) is not model
 
 
 def test_verification_computes_blocks_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
