@@ -1,13 +1,15 @@
-"""Linear layers of a block of few tokens on a CPU: torch's own, and selfspec's with the weight on the left.
+"""Linear layers of a block of few tokens on a CPU: torch's own, selfspec's view of them, and packed ones.
 
     python benchmarks/few_rows.py
 
 For each shape and number of rows: time of a block against torch's own for one row, median over interleaved repeats.
+What selfspec's view does depends on the processor, so each kind has a file of results of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from selfspec.few_rows import for_few_rows
 from selfspec.measure.environment import environment
+from selfspec.packed import PackedLinear
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
 _ROWS = (1, 2, 3, 4, 6, 8, 16)
@@ -32,28 +35,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     figures = [
         figure
         for threads in options.threads
         for width, outputs in track(_SHAPES, f"{threads} threads", transient=True)
-        for figure in _measured(width, outputs, threads, options.repeats)
+        for figure in _measured(width, outputs, threads, options)
     ]
     record = {"settings": vars(options), "environment": environment(torch.device("cpu")), "figures": figures}
-    (RESULTS / "few_rows.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / "few_rows.md").write_text(_table(figures))
+    kind = "" if options.dtype == "float32" else f"_{options.dtype}"
+    name = f"few_rows_{torch.backends.cpu.get_cpu_capability().lower()}{kind}"
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(_table(figures))
     print(_table(figures))
 
 
 @torch.no_grad()
-def _measured(width: int, outputs: int, threads: int, repeats: int) -> list[dict[str, object]]:
+def _measured(width: int, outputs: int, threads: int, options: argparse.Namespace) -> list[dict[str, object]]:
     torch.set_num_threads(threads)
-    layers = [nn.Linear(width, outputs, bias=False) for _ in range(max(2, _BYTES // (4 * width * outputs)))]
-    ways: dict[str, Sequence[nn.Module]] = {"torch": layers, "selfspec": [for_few_rows(layer) for layer in layers]}
+    dtype = getattr(torch, options.dtype)
+    number = max(2, _BYTES // (dtype.itemsize * width * outputs))
+    layers = [nn.Linear(width, outputs, bias=False, dtype=dtype) for _ in range(number)]
+    packed = copy.deepcopy(layers)
+    for layer in packed:
+        PackedLinear.take(layer)
+    ways: dict[str, Sequence[nn.Module]] = {
+        "torch": layers,
+        "selfspec": [for_few_rows(layer) for layer in layers],
+        "packed": packed,
+    }
     cases = [(way, rows) for rows in _ROWS for way in ways]
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    states = {rows: torch.randn(1, rows, width) for rows in _ROWS}
-    for repeat in range(repeats + 1):
+    states = {rows: torch.randn(1, rows, width, dtype=dtype) for rows in _ROWS}
+    for repeat in range(options.repeats + 1):
         for way, rows in cases:
             spent = _seconds(lambda: [layer(states[rows]) for layer in ways[way]])  # noqa: B023 - called at once
             if repeat:
@@ -84,7 +99,7 @@ def _table(figures: list[dict[str, object]]) -> str:
     groups = dict.fromkeys((figure["threads"], str(figure["shape"])) for figure in figures)
     for threads, shape in groups:
         own = [figure for figure in figures if (figure["threads"], str(figure["shape"])) == (threads, shape)]
-        for way in ("torch", "selfspec"):
+        for way in ("torch", "selfspec", "packed"):
             cells = " | ".join(f"{figure[way]:.2f}" for figure in own)
             lines.append(f"| {threads} | {shape[1:-1].replace(', ', ' to ')} | {way} | {cells} |")
     return "\n".join(lines) + "\n"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from selfspec.generation import Generation
     from selfspec.output import GenerateOutput, Round, RowRound
+    from selfspec.packed import pack, unpack
     from selfspec.runtime import Eager, Traced
     from selfspec.stats import Stats
     from selfspec.wrapped import SelfSpeculative, wrap
@@ -86,6 +87,8 @@ __all__ = [
     "UnsupportedOptionError",
     "__version__",
     "ablate",
+    "pack",
+    "unpack",
     "wrap",
 ]
 
@@ -110,6 +113,7 @@ _HOMES = {
     "errors": [name for name in __all__ if name.endswith("Error")],
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],
+    "packed": ["pack", "unpack"],
     "runtime": ["Eager", "Traced"],
     "stats": ["Stats"],
     "wrapped": ["SelfSpeculative", "wrap"],

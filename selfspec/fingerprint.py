@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
+from selfspec.packed import plain
+
 # Values looked at in each tensor. Another training moves nearly all values, so a sample sees it, and the weights of a
 # large model are not read through each time it is wrapped.
 _SAMPLE = 65_536
@@ -25,7 +27,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, weight in sorted(model.named_parameters()):
         if weight.is_meta:
             raise ValueError(f"{name} is not in memory")
-        flat = weight.detach().reshape(-1)
+        flat = plain(weight.detach()).reshape(-1)
         sample = flat[:: -(-flat.numel() // _SAMPLE)] if flat.numel() else flat
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())

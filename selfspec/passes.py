@@ -17,6 +17,7 @@ from selfspec.few_rows import for_few_rows
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.grouped_queries import for_grouped_queries
 from selfspec.masks import sees_all_without_mask, smallest_window
+from selfspec.packed import packed_layers
 from selfspec.path import Path
 from selfspec.runtime.layer_calls import put_calls
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
@@ -65,6 +66,7 @@ class Passes:
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
         recordable = self._takes_positions and adapter.publishes is None
         self._programs = programs if programs and recordable and programs.ready_for(model) else None
+        self._packed = tuple(layer.weight for layer in packed_layers(model))
 
     def logits(
         self, path: Path, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
@@ -113,7 +115,7 @@ class Passes:
         kind = self._kind(path, head, base, tokens, entering, slots)
         return self._programs.run(
             kind,
-            PassTensors(tokens, entering, slots),
+            PassTensors(tokens, entering, slots, self._packed),
             stock=lambda: self._run_stock(self._view(path, head), base, tokens, entering),
             function=lambda: self._function(kind),
         )
@@ -147,10 +149,11 @@ class Passes:
         return run_view(view, base, entering, self._inputs(tokens))
 
     def _function(self, kind: PassKind) -> PassFunction:
-        model = _fast(frozen_twin(self._stock_model))
+        twin = frozen_twin(self._stock_model)
+        packed, model = tuple(packed_layers(twin)), _fast(twin)
         view = self._gated_view(model, kind.path, kind.head)
         calls = put_calls(view, model, self._adapter)
-        return PassFunction(view, calls, kind.base, self._cache_name, self._config, kind.masked, kind.entering)
+        return PassFunction(view, calls, kind.base, self._cache_name, self._config, kind.masked, kind.entering, packed)
 
     def _view(self, path: Path, head: DraftHead | None) -> GatedModel:
         if (path, head) not in self._gated:

@@ -38,6 +38,7 @@ class ArmSpec:
         exit_layer: of `model.generate` with an early exit.
         length: tokens drafted each round; None: as the arm itself decides.
         accept: acceptance rule, by name; None: selfspec's default.
+        packed: whether it runs a model whose weights are packed.
     """
 
     kind: Kind
@@ -45,12 +46,14 @@ class ArmSpec:
     exit_layer: int | None = None
     length: int | None = None
     accept: str | None = None
+    packed: bool = False
 
     @property
     def name(self) -> str:
         """What reports call it."""
         length = "" if self.length is None else f", length {self.length}"
         rule = "" if self.accept is None else f", {self.accept}"
+        packed = ", packed" if self.packed else ""
         match self.kind:
             case Kind.GENERATE:
                 return "model.generate"
@@ -61,9 +64,9 @@ class ArmSpec:
             case Kind.EARLY_EXIT:
                 return f"model.generate, assistant_early_exit={self.exit_layer}{length}"
             case Kind.PLAIN:
-                return "selfspec plain"
+                return f"selfspec plain{packed}"
             case Kind.DRAFT:
-                return f"selfspec {self.draft}{length}{rule}"
+                return f"selfspec {self.draft}{length}{rule}{packed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

@@ -20,6 +20,7 @@ def arm_specs(
     rules: Sequence[str | None],
     exit_layer: int,
     exit_length: int,
+    packed: bool = False,
 ) -> list[ArmSpec]:
     """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
 
@@ -31,6 +32,7 @@ def arm_specs(
         rules: acceptance rules, each draft is there with each of them; None: selfspec's default.
         exit_layer: of transformers' own early exit.
         exit_length: tokens that it drafts each round.
+        packed: whether selfspec's own run a model whose weights are packed.
     """
     specs = [ArmSpec(Kind.GENERATE)]
     if Kind.STATIC in kinds:
@@ -39,16 +41,24 @@ def arm_specs(
         specs.append(ArmSpec(Kind.LOOK_UP))
     if Kind.EARLY_EXIT in kinds:
         specs.append(ArmSpec(Kind.EARLY_EXIT, exit_layer=exit_layer, length=exit_length))
-    specs.append(ArmSpec(Kind.PLAIN))
+    specs.append(ArmSpec(Kind.PLAIN, packed=packed))
     if Kind.EARLY_EXIT in kinds:
-        specs.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
+        specs.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length, packed=packed))
     if Kind.DRAFT in kinds:
-        specs += [ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
+        specs += [
+            ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule, packed=packed)
+            for draft in drafts
+            for rule in rules
+        ]
     return list(dict.fromkeys(specs))
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
     """The arm that a spec names.
+
+    Args:
+        spec: which.
+        model: stock; packed, if the spec says so.
 
     Raises:
         SelfSpecError: it does not fit the model.

@@ -15,6 +15,7 @@ from selfspec.bench.arms import make_arm
 from selfspec.bench.cell import Cell
 from selfspec.bench.memory import Memory, MemoryJob
 from selfspec.demo.peak_memory import peak_memory, resident_bytes
+from selfspec.packed import pack, plain
 
 # Tokens enough for every kind of pass.
 _FEW = 16
@@ -29,11 +30,14 @@ def probe(job: MemoryJob) -> Memory | None:
     before = _in_use(device)
     dtype = getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=dtype).to(device).eval()
+    spec = ArmSpec.from_dict(job.arm)
+    if spec.packed:
+        pack(model)
     # Weights may be mapped from their file, and are not in memory before they are read.
     for weight in model.parameters():
-        weight.sum()
+        plain(weight).sum()
     weights = _in_use(device) - before
-    arm = make_arm(ArmSpec.from_dict(job.arm), model)
+    arm = make_arm(spec, model)
     prompts = torch.tensor(job.prompts, device=device)
     cell = Cell.from_dict(job.cell)
     arm.decode(prompts[:, :_FEW], replace(cell, max_new_tokens=_FEW), seed=0)

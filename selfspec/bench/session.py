@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from selfspec.bench.memory import Memory, measure_memory
 from selfspec.bench.record import Settings, record_of
 from selfspec.bench.results_file import MeasuredCell, ResultsFile
 from selfspec.measure.environment import environment
+from selfspec.packed import pack
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Session:
     def __init__(self, subject: Subject, specs: Sequence[ArmSpec], plan: Plan, file: ResultsFile) -> None:
         self._subject = subject
         self._specs = list(specs)
-        self._arms: list[Arm] = [make_arm(spec, subject.model) for spec in specs]
+        self._own_model = _packed(subject.model) if any(spec.packed for spec in specs) else subject.model
+        self._arms: list[Arm] = [make_arm(spec, self._own_model if spec.packed else subject.model) for spec in specs]
         self._plan = plan
         self._file = file
         self._run = uuid.uuid4().hex[:12]
@@ -132,7 +135,7 @@ class Session:
         return MeasuredCell(cell, settings, tuple(records))
 
     def _timed(self, cell: Cell) -> list[PassCosts | None]:
-        return costs_of(self._subject.model, cell, self._arms) if self._plan.costs else [None] * len(self._arms)
+        return costs_of(self._own_model, cell, self._arms) if self._plan.costs else [None] * len(self._arms)
 
     def _weighed(self, spec: ArmSpec, cell: Cell, prompts: Tensor) -> Memory | None:
         model = self._subject.model
@@ -160,6 +163,13 @@ class Session:
             prompts=sum(len(batch) for batch in prompts),
             prompts_digest=digest[:12],
         )
+
+
+def _packed(model: PreTrainedModel) -> PreTrainedModel:
+    """A packed copy: what it is compared with runs plain weights."""
+    packed = copy.deepcopy(model)
+    pack(packed)
+    return packed
 
 
 def _dtype(model: PreTrainedModel) -> str:

@@ -27,7 +27,8 @@ def default_file(setting: Setting) -> Path:
     """Where the profile of a setting lies. Versions are not in its name: a new one takes the place of an old one."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
     threads = f"_{setting.threads}-threads" if setting.threads else ""
-    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}.json"
+    packed = "_packed" if setting.packed else ""
+    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{packed}.json"
 
 
 def find_profile(setting: Setting) -> Profile:
@@ -49,6 +50,7 @@ def find_profile(setting: Setting) -> Profile:
     raise ProfileError(
         f"draft='auto' needs a calibration profile of these weights for {setting.device}, {setting.dtype}"
         + (f", {setting.threads} CPU threads" if setting.threads else "")
+        + (", packed weights" if setting.packed else "")
         + f", and {file.parent} has none.{others} Write one: {remedy(setting)}"
     )
 

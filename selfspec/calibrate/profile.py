@@ -19,11 +19,12 @@ from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.plan import Choice, Plan
 
-FORMAT = 1
+FORMAT = 2
 _WHAT_DIFFERS = {
     "fingerprint": "weights",
     "model": "model class",
     "threads": "CPU threads",
+    "packed": "packed weights",
     "selfspec": "selfspec version",
     "torch": "torch version",
     "transformers": "transformers version",
@@ -161,10 +162,13 @@ def described(differences: Mapping[str, tuple[str | int, str | int]]) -> str:
 def remedy(setting: Setting) -> str:
     """The command that calibrates for a setting."""
     threads = f" --threads {setting.threads}" if setting.threads else ""
-    return f"selfspec calibrate MODEL --dtype {setting.dtype}{threads}"
+    packed = " --packed" if setting.packed else ""
+    return f"selfspec calibrate MODEL --dtype {setting.dtype}{threads}{packed}"
 
 
 def _short(value: str | int) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     text = str(value)
     return text[:12] if len(text) == 64 else text
 
@@ -182,11 +186,11 @@ class _Reader:
         return value
 
     def setting(self, content: Mapping[str, Any]) -> Setting:
-        kinds = {each.name: int if each.name == "threads" else str for each in fields(Setting)}
-        for name, kind in kinds.items():
-            if type(content.get(name)) is not kind:
-                raise self._wrong(f"setting.{name}")
-        return Setting(**{name: content[name] for name in kinds})
+        kinds = {"str": str, "int": int, "bool": bool}
+        for each in fields(Setting):
+            if type(content.get(each.name)) is not kinds[str(each.type)]:
+                raise self._wrong(f"setting.{each.name}")
+        return Setting(**{each.name: content[each.name] for each in fields(Setting)})
 
     def chosen(self, content: Mapping[str, Any], name: str) -> Chosen:
         draft, longest, speedup = content.get("draft"), content.get("longest"), content.get("speedup")

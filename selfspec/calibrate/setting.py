@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.errors import ProfileError
 from selfspec.fingerprint import fingerprint
 from selfspec.measure.environment import device_name
+from selfspec.packed import packed_layers
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Setting:
         device: the device's own name.
         dtype: what is computed in.
         threads: of the CPU; 0 on other devices, where they hardly matter.
+        packed: whether weights are laid out for oneDNN.
         selfspec: version.
         torch: version.
         transformers: version.
@@ -33,6 +35,7 @@ class Setting:
     device: str
     dtype: str
     threads: int
+    packed: bool
     selfspec: str
     torch: str
     transformers: str
@@ -59,6 +62,7 @@ class Setting:
             device=device_name(device),
             dtype=str(model.dtype).removeprefix("torch."),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
+            packed=any(True for _ in packed_layers(model)),
             selfspec=__version__,
             torch=str(torch.__version__),
             transformers=transformers.__version__,

@@ -104,6 +104,10 @@ def bench(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    packed: Annotated[
+        bool,
+        typer.Option("--packed", help="Let selfspec's arms run packed weights; model.generate runs the plain ones."),
+    ] = False,
     output: Output = "text",
 ) -> None:
     """Measure ways to decode side by side: `model.generate` with its own helps, and selfspec with each draft.
@@ -151,6 +155,7 @@ def bench(
             dtype=dtype,
             device=device,
             threads=threads,
+            packed=packed,
             output=output,
         )
     )

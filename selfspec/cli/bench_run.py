@@ -56,6 +56,7 @@ class Job:
         dtype: what to compute in.
         device: where.
         threads: CPU threads; None: torch's own choice.
+        packed: whether selfspec's arms run packed weights.
         output: what stdout gets.
     """
 
@@ -78,6 +79,7 @@ class Job:
     dtype: DtypeName
     device: str
     threads: int | None
+    packed: bool
     output: OutputFormat
 
 
@@ -137,7 +139,7 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
             f"--exit {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
         )
     drafts = [draft.strip() for draft in drafts]
-    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length)
+    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length, job.packed)
     for spec in specs:
         if spec.draft is None:
             continue

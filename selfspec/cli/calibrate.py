@@ -9,7 +9,7 @@ import typer
 
 from selfspec.cli.calibrate_prompts import read_prompts
 from selfspec.cli.draft_option import parse_drafter
-from selfspec.cli.options import Device, Dtype, Output, Threads
+from selfspec.cli.options import Device, Dtype, Output, Packed, Threads
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def calibrate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    packed: Packed = False,
     output: Output = "text",
 ) -> None:
     """Measure on this machine which draft decodes fastest, greedily and sampling, and write a profile for `auto`.
@@ -76,7 +77,7 @@ def calibrate(
     from selfspec.cli.calibrate_run import Job, run
 
     settings = Settings(max_new_tokens, temperature, repeats, batch, longest_draft, seed)
-    run(Job(model, drafters, texts, settings, to, dtype, device, threads, output))
+    run(Job(model, drafters, texts, settings, to, dtype, device, threads, packed, output))
 
 
 def _parsed(text: str) -> PathDrafter:

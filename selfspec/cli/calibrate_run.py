@@ -28,6 +28,7 @@ from selfspec.draft.named import PLAIN
 from selfspec.errors import ProfileError
 from selfspec.measure import Estimate
 from selfspec.measure.environment import versions
+from selfspec.packed import pack
 from selfspec.verify import PROMPTS
 
 
@@ -44,6 +45,7 @@ class Job:
         dtype: what to compute in.
         device: where.
         threads: CPU threads; None: torch's own choice.
+        packed: whether weights are laid out for oneDNN.
         output: what stdout gets.
     """
 
@@ -55,6 +57,7 @@ class Job:
     dtype: DtypeName
     device: str
     threads: int | None
+    packed: bool
     output: OutputFormat
 
 
@@ -73,6 +76,8 @@ def run(job: Job) -> None:
     # Weights may take minutes to load: what the configuration can tell is told before.
     considered(read_config(job.model).get_text_config(decoder=True).num_hidden_layers, job.drafters)
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
+    if job.packed:
+        pack(checkpoint.model)
     texts = job.prompts or _built_in(job.model)
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:

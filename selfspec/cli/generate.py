@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.options import Device, DraftLength, DraftText, Dtype, Output, Threads
+from selfspec.cli.options import Device, DraftLength, DraftText, Dtype, Output, Packed, Threads
 from selfspec.cli.prompt_option import read_prompt
 from selfspec.cli.sampling_option import read_sampling
 from selfspec.cli.shaping_option import read_shaping
@@ -62,6 +62,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    packed: Packed = False,
     show_drafts: Annotated[
         bool,
         typer.Option(
@@ -99,6 +100,7 @@ def generate(
         dtype=dtype,
         device=device,
         threads=threads,
+        packed=packed,
         show_drafts=show_drafts,
         stats=stats,
         output=output,

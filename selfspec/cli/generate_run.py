@@ -26,6 +26,7 @@ from selfspec.errors import NonFiniteLogitsError
 from selfspec.generation import Generation
 from selfspec.measure.environment import versions
 from selfspec.output import RowRound
+from selfspec.packed import pack
 from selfspec.plan import Plan
 from selfspec.wrapped import SelfSpeculative, wrap
 
@@ -47,6 +48,7 @@ class Job:
         dtype: what to compute in.
         device: where.
         threads: CPU threads; None: torch's own choice.
+        packed: whether weights are laid out for oneDNN.
         show_drafts: whether drafts are shown, rejected tokens included.
         stats: whether counts are printed on stderr.
         output: what stdout gets.
@@ -64,6 +66,7 @@ class Job:
     dtype: DtypeName
     device: str
     threads: int | None
+    packed: bool
     show_drafts: bool
     stats: bool
     output: OutputFormat
@@ -87,6 +90,8 @@ def run(job: Job) -> None:
         job.drafter.check(config.num_hidden_layers)
 
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
+    if job.packed:
+        pack(checkpoint.model)
     spec = wrap(checkpoint.model, draft=job.drafter, draft_length=job.draft_length, accept=rule)
     prompt = checkpoint.encode(job.prompt)
     generation = _begin(spec, checkpoint, prompt, job)

@@ -22,6 +22,13 @@ Device = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads of torch; default: as many as torch chooses.")
 ]
+Packed = Annotated[
+    bool,
+    typer.Option(
+        "--packed",
+        help="Lay weights out for oneDNN, in place of the plain ones: faster on CPUs with AVX-512, in bfloat16 most.",
+    ),
+]
 DraftText = Annotated[
     str,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.options import Device, Dtype, FixedDraftLength, Output, Threads
+from selfspec.cli.options import Device, Dtype, FixedDraftLength, Output, Packed, Threads
 from selfspec.cli.verify_prompts import read_prompts
 from selfspec.errors import DraftConfigError
 
@@ -57,6 +57,7 @@ def verify(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    packed: Packed = False,
     output: Output = "text",
 ) -> None:
     """Verify that self-speculation leaves this model's output as it is: its tokens, and what it samples from.
@@ -75,7 +76,7 @@ def verify(
 
     given = Settings(max_new_tokens=max_new_tokens, draft_length=draft_length, samples=samples, level=level, seed=seed)
     settings = given if accept is None else replace(given, rules=tuple(accept))
-    run(Job(model, drafters, texts, settings, dtype, device, threads, output))
+    run(Job(model, drafters, texts, settings, dtype, device, threads, packed, output))
 
 
 def _parsed(text: str) -> Drafter | Profile | str:

@@ -22,6 +22,7 @@ from selfspec.cli.verify_tables import print_report
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.measure.environment import versions
+from selfspec.packed import pack
 from selfspec.plan import Plan
 from selfspec.verify import PROMPTS, Report, Settings, default_drafts, verify
 from selfspec.wrapped import find_adapter
@@ -39,6 +40,7 @@ class Job:
         dtype: what to compute in.
         device: where.
         threads: CPU threads; None: torch's own choice.
+        packed: whether weights are laid out for oneDNN.
         output: what stdout gets.
     """
 
@@ -49,6 +51,7 @@ class Job:
     dtype: DtypeName
     device: str
     threads: int | None
+    packed: bool
     output: OutputFormat
 
 
@@ -71,6 +74,8 @@ def run(job: Job) -> None:
             drafter.check(depth)
 
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
+    if job.packed:
+        pack(checkpoint.model)
     drafters = _drafters(checkpoint, given)
     texts = job.prompts or PROMPTS
     started = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedConfig
 from selfspec.cache import Slots
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.masks import attention_mask
+from selfspec.packed import PackedLinear
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.slot_cache import SlotCache
 
@@ -23,17 +26,20 @@ class PassTensors:
         tokens: `[rows, width]`.
         entering: what enters at the start of the path; None: nothing.
         slots: where keys and values are.
+        packed: weights that are packed, in the order of the model's layers: a recording cannot hold them.
     """
 
     tokens: Tensor
     entering: ExactStates | None
     slots: Slots
+    packed: tuple[Tensor, ...] = ()
 
     def flat(self) -> tuple[Tensor, ...]:
         """All of them, in an order that `PassFunction` knows."""
         slots = self.slots
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
-        return (self.tokens, slots.written, slots.positions, slots.visible, *entering, *slots.buffers)
+        places = (slots.written, slots.positions, slots.visible)
+        return (*self.packed, self.tokens, *places, *entering, *slots.buffers)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class PassFunction:
         config: of the text model.
         masked: whether the pass needs a mask.
         entering: names of the attentions whose outputs enter; None: no states enter.
+        packed: the packed layers of the view, which nothing else runs.
     """
 
     view: GatedModel
@@ -76,6 +83,7 @@ class PassFunction:
     config: PreTrainedConfig
     masked: bool
     entering: tuple[str, ...] | None
+    packed: tuple[PackedLinear, ...] = ()
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.result(tensors).flat()
@@ -86,6 +94,11 @@ class PassFunction:
         Args:
             tensors: those of `PassTensors.flat`.
         """
+        count = len(self.packed)
+        with _reading(self.packed, tensors[:count]):
+            return self._result(tensors[count:])
+
+    def _result(self, tensors: tuple[Tensor, ...]) -> PassResult:
         tokens, written, positions, visible, *rest = tensors
         entering = None
         if self.entering is not None:
@@ -101,6 +114,21 @@ class PassFunction:
             **model_inputs(tokens, positions, mask),
         }
         return run_view(self.view, self.base, entering, inputs)
+
+
+@contextmanager
+def _reading(layers: Sequence[PackedLinear], weights: Sequence[Tensor]) -> Iterator[None]:
+    """Let packed layers read these weights for a while."""
+    # What is traced is no parameter, and need not be one here.
+    holders: list[dict[str, Any]] = [layer.__dict__["_parameters"] for layer in layers]
+    before = [holder["weight"] for holder in holders]
+    try:
+        for holder, weight in zip(holders, weights, strict=True):
+            holder["weight"] = weight
+        yield
+    finally:
+        for holder, weight in zip(holders, before, strict=True):
+            holder["weight"] = weight
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from selfspec.demo import checkpoint_folder
 CELL = Cell("w", 0.0, 2, 8, 16)
 
 
-def test_a_process_of_its_own_weighs_an_arm() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_process_of_its_own_weighs_an_arm(packed: bool) -> None:
     prompts = [list(range(10, 18)), list(range(20, 28))]
-    found = measure_memory(ArmSpec(Kind.DRAFT, "exit:4"), CELL, prompts, str(checkpoint_folder()), "float32", "cpu", 1)
+    arm = ArmSpec(Kind.DRAFT, "exit:4", packed=packed)
+    found = measure_memory(arm, CELL, prompts, str(checkpoint_folder()), "float32", "cpu", 1)
     if found is None:
         pytest.skip("this system does not tell")
     # 9.9M weights in float32, and not much more than what a library or two takes.

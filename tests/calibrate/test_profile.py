@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import tiny
 from calibrate.profiles import COSTS, GREEDY, SAMPLED, profile_of
-from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup
+from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, pack
 from selfspec.calibrate import Setting
 from selfspec.calibrate.place import VARIABLE, default_file, find_profile, folder
 from selfspec.control import CostAware
@@ -50,7 +50,7 @@ def test_plain_decoding_may_be_the_fastest(tmp_path: Path, llama: PreTrainedMode
 
 Damage = Callable[[dict[str, Any]], object]
 DAMAGES: dict[str, Damage] = {
-    "format": lambda content: content.update(format=2),
+    "format": lambda content: content.update(format=1),
     "setting": lambda content: content.pop("setting"),
     "setting.threads": lambda content: content["setting"].update(threads="2"),
     "setting.torch": lambda content: content["setting"].pop("torch"),
@@ -115,6 +115,18 @@ def test_a_setting_knows_what_it_is(llama: PreTrainedModel) -> None:
     assert setting.device
     other = Setting.of(tiny.llama(seed=1, dtype=torch.float32))
     assert set(setting.differences(other)) == {"fingerprint", "dtype"}
+
+
+def test_packed_weights_are_another_setting(profiles: Path) -> None:
+    model = tiny.llama(dtype=torch.float32)
+    there = Setting.of(model)
+    profile_of(model).save(default_file(there))
+    pack(model)
+    here = Setting.of(model)
+    assert there.differences(here) == {"packed": (False, True)}
+    assert default_file(here) != default_file(there)
+    with pytest.raises(ProfileError, match=r"packed weights no there, yes here.* --packed"):
+        find_profile(here)
 
 
 @pytest.fixture

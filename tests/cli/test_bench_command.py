@@ -38,6 +38,17 @@ def texts(tmp_path: Path) -> str:
     return f"stories={file}"
 
 
+def test_packed_arms_stand_beside_plain_generate(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
+    to = tmp_path / "results"
+    words = ("bench", folder, "--workload", texts, *QUICK, *ARMS, "--to", str(to), "--dtype", "float32")
+    ending = invoke(*words, "--temperature", "0", "--no-plots", "--packed", "--output", "json")
+    assert ending.status == 0, ending.stderr
+    arms = {arm["name"]: arm for arm in json.loads(ending.stdout)["cells"][0]["arms"]}
+    own = ["selfspec plain, packed", "selfspec exit:2, packed"]
+    assert list(arms) == ["model.generate", "model.generate, prompt look-up", *own]
+    assert all(arms[name]["agreement"]["equal"] == 2 for name in own)
+
+
 def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
     words = ("bench", folder, "--workload", texts, *QUICK, *ARMS, "--to", str(to), "--dtype", "float64")

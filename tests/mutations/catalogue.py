@@ -695,4 +695,26 @@ CATALOGUE = (
         "        product += 0\n",
         ("tests/test_few_rows.py",),
     ),
+    # Packed weights.
+    Mutation(
+        "packed layers lose the bias",
+        "selfspec/packed.py",
+        "_linear_pointwise(states, weight, bias, ",
+        "_linear_pointwise(states, weight, None, ",
+        ("tests/test_packed.py",),
+    ),
+    Mutation(
+        "programs keep the packed weights of another pass",
+        "selfspec/runtime/pass_function.py",
+        '            holder["weight"] = weight\n        yield',
+        "            pass\n        yield",
+        ("tests/test_packed.py",),
+    ),
+    Mutation(
+        "unpacked weights ask for no gradient",
+        "selfspec/packed.py",
+        "self._put(self.weight.to_dense(), needed)",
+        "self._put(self.weight.to_dense())",
+        ("tests/test_packed.py",),
+    ),
 )
