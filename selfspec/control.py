@@ -30,13 +30,15 @@ class RowOutcome:
 
     Attributes:
         judged: draft tokens the target judged.
-        accepted: draft tokens committed.
+        accepted: draft tokens that stood, whether or not they were committed.
         committed: tokens committed, the target's own included.
+        dropped: tokens that stood as well, and were dropped to keep rows in step.
     """
 
     judged: int
     accepted: int
     committed: int
+    dropped: int = 0
 
 
 class Controller(ABC):
@@ -80,6 +82,14 @@ class Controller(ABC):
             scores: what that token was drawn from, `[rows, 1, vocab]`.
         """
         return True
+
+    def keeps_step(self) -> bool:
+        """Whether rows that stand alike are to stay so in the round at hand: all then commit as many as the worst.
+
+        Asked in every round whose rows stand alike, before its verdict is told: the answer must depend neither on that
+        nor on the draft in hand.
+        """
+        return False
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         """Take in what became of a round.
@@ -153,6 +163,10 @@ class CostAware(Control):
     token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft have lost more
     plain steps than a few, and one for each hundred rounds, draft length is 0 until there is something to lose again.
 
+    In a batch, rows are kept in step to begin with: each commits as many tokens of a round as the worst does, since
+    passes over rows at different places take longer, those without a draft among them. Once a draft has shown what pays
+    for that, each row goes its own way, to the end.
+
     Attributes:
         longest: the most tokens of a draft.
         costs: what the parts of a round cost here; None: an estimate from the weights a draft step reads.
@@ -212,6 +226,7 @@ class _CostAware(Controller):
         self._acceptance = _Acceptance()
         self._model = _Gate()
         self._look_ups: dict[int, _Gate] = {}
+        self._in_step = True
         self._live: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
@@ -242,6 +257,9 @@ class _CostAware(Controller):
         # What a plain step would commit in the time of a draft step, at the speed of the rounds so far.
         return promised > max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening)
 
+    def keeps_step(self) -> bool:
+        return self._in_step
+
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         outcomes = [row for row in rows if row is not None]
         if not draft.length or not outcomes:
@@ -250,8 +268,12 @@ class _CostAware(Controller):
             for row, confidence in zip(rows, confidences, strict=True):
                 if row is not None and position < row.judged:
                     self._acceptance.count(confidence, position < row.accepted)
-        tokens = sum(row.committed for row in outcomes) / len(outcomes)
-        self._gate(draft.match).count(tokens, self._costs.of_round(draft.steps, draft.length))
+        committed = sum(row.committed for row in outcomes) / len(outcomes)
+        dropped = sum(row.dropped for row in outcomes) / len(outcomes)
+        gate = self._gate(draft.match)
+        gate.count(committed, dropped, self._costs.of_round(draft.steps, draft.length))
+        if not gate.is_new and gate.rate > self._costs.out_of_step:
+            self._in_step = False
 
     def _gate(self, match: int) -> _Gate:
         if match == 0:
@@ -315,7 +337,7 @@ class _Gate:
 
     @property
     def rate(self) -> float:
-        """Tokens per plain step that rounds with a draft have committed lately; 1 before the first."""
+        """Tokens per plain step that rounds with a draft have gained lately, were none dropped; 1 before the first."""
         return self._tokens / self._cost if self._cost else 1.0
 
     @property
@@ -328,13 +350,16 @@ class _Gate:
         self._asked += 1
         return self._lost <= self._MAY_LOSE + self._FOR_EACH_ROUND * self._asked
 
-    def count(self, tokens: float, cost: float) -> None:
-        """Take in a round with a draft."""
-        self._rounds += 1
-        self._tokens = self._MEMORY * self._tokens + tokens
+    def count(self, committed: float, dropped: float, cost: float) -> None:
+        """Take in a round with a draft: tokens of a row, and plain steps."""
+        self._tokens = self._MEMORY * self._tokens + committed + dropped
         self._cost = self._MEMORY * self._cost + cost
+        # What is dropped while a draft is tried out is the price of the trial. It would shut out the good ones of large
+        # batches, where the worst row commits next to nothing, before they have shown that they are good.
+        gained = committed + dropped if self.is_new else committed
         # Gains of long ago do not pay for losses without end.
-        self._lost = max(self._lost + cost - tokens, -self._MAY_LOSE)
+        self._lost = max(self._lost + cost - gained, -self._MAY_LOSE)
+        self._rounds += 1
 
 
 def _confidences(scores: Tensor) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -165,8 +165,10 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         for row, numbers in zip(state.text.rows, table, strict=True)
         if state.live[row]
     }
-    runs = [judgements[row].run if row in judgements else [] for row in range(len(state.live))]
-    runs = request.stopping.shortened(state.text, runs)
+    most = most_committed(state, draft, [judged.run for judged in judgements.values()])
+    stood = [judgements[row].run if row in judgements else [] for row in range(len(state.live))]
+    stood = request.stopping.shortened(state.text, stood)
+    runs = [run[:most] for run in stood]
     ends = request.stopping.judged(state.text, runs, state.record(accepted.scores, accepted.logits, runs))
     rows = [RowRound((), (), 0)] * len(runs)
     doubted: list[int] = []
@@ -178,21 +180,50 @@ def commit(state: State, request: Request, draft: Draft, accepted: Accepted, sta
         if end is None and not judged.finite:
             (doubted if draft.length else state.failed).append(row)
         state.live[row] = end is None and row not in state.failed
-        stands = min(judged.count, len(kept))
-        # The target judged one token more than it accepted, unless it had accepted all or the row was over.
-        seen = min(stands + 1, draft.length) if len(kept) > stands else stands
+        # Counted is what was committed, so that a place counts by whether the cut lies behind it, not by the verdict on
+        # it. The control is told of the verdict on what was cut off too: what comes there is drawn afresh.
+        seen, stands = judged.of_draft(len(kept))
         stats.count_row(draft.length, seen, stands, len(kept), sum(judged.overlap[:seen]))
-        outcomes[row] = RowOutcome(seen, stands, len(kept))
+        told = len(kept) if end is not None else len(stood[row])
+        outcomes[row] = RowOutcome(*judged.of_draft(told), len(kept), told - len(kept))
         rows[row] = RowRound(tuple(kept), tuple(judged.drafted), stands)
     state.control.learn(draft, [outcomes.get(row) for row in state.text.rows])
     stats.rounds += 1
     state.cache.commit([len(rows[row].tokens) for row in state.text.rows])
     state.doubted = doubted
-    # A row in doubt has no token of the target's own after what stands.
-    stood = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count[:, None])
-    state.last = torch.where(accepted.finite[:, None], accepted.token[:, None], stood)
+    # A row in doubt has no token of the target's own after what stands, nor has a row that was cut.
+    own = accepted.finite & (accepted.count < most)
+    standing = torch.cat([state.last, draft.tokens], 1).gather(1, accepted.count.clamp(max=most)[:, None])
+    state.last = torch.where(own[:, None], accepted.token[:, None], standing)
     state.leave_out_ended()
     return Round(tuple(rows), draft.steps)
+
+
+def most_committed(state: State, draft: Draft, runs: Iterable[list[int]]) -> int:
+    """The most tokens that a row commits of this round: the shortest run's, where rows are to be kept in step.
+
+    A pass over rows at different places needs a mask and scattered writes. So where rows stand alike, and the control
+    wants them to, what stands in some rows beyond the others is dropped.
+
+    That leaves the output exact. Let T be the number of tokens that stand in a row, and M what the other rows allow it.
+    After k tokens and given T > k, the next one is distributed as p: over all T it is, and given T <= k it is drawn
+    afresh. M comes of other drafts and other coins, so it says nothing about that token: given T > k and M > k it is
+    distributed as p too, and else drawn afresh. Rows share the length of their drafts, which may hang on the tokens of
+    this row as well; but with the rules here the chance that k tokens of a draft stand does not depend on how it goes
+    on, so what the other rows allow does not either. To drop tokens for what they are, or for what stands in their own
+    row, would bias the output.
+
+    Args:
+        state: before the round is committed.
+        draft: of the round.
+        runs: of each live row, the tokens that stand and the target's own after them. One in doubt may have none, which
+            must not stall the others.
+    """
+    places = {place for row, place in zip(state.text.rows, state.cache.lengths, strict=True) if state.live[row]}
+    whole = draft.length + 1
+    if len(places) > 1 or not state.control.keeps_step():
+        return whole
+    return min((len(run) for run in runs if run), default=whole)
 
 
 @dataclass(frozen=True)
@@ -215,3 +246,11 @@ class _Judgement:
     def run(self) -> list[int]:
         """The tokens that stand, and the target's own after them."""
         return self.drafted[: self.count] + [self.token] * self.finite
+
+    def of_draft(self, tokens: int) -> tuple[int, int]:
+        """How many draft tokens were judged, and how many accepted, where so many tokens of the run are committed.
+
+        The target judged one more than it accepted, unless it had accepted all or the run ends before.
+        """
+        accepted = min(self.count, tokens)
+        return min(accepted + 1, len(self.drafted)) if tokens > accepted else accepted, accepted

@@ -16,7 +16,8 @@ class RowRound:
 
     Attributes:
         tokens: committed tokens, final: accepted draft tokens and then one of the target's own. Empty for a row that
-            had ended before. A row that ends inside its accepted draft has no token of the target's after it.
+            had ended before. A row that ends inside its accepted draft has no token of the target's after it, nor has
+            one that is cut there to stay in step with the other rows.
         draft: the draft tokens that were proposed.
         accepted: how many of them are among `tokens`.
     """

@@ -20,7 +20,8 @@ class Stats:
         row_rounds: the same counted for each row while it was live; equals `rounds` for a batch of one.
         new_tokens: tokens committed.
         drafted: draft tokens of live rows, whether or not the target came to judge them.
-        judged: draft tokens the target judged. A token after a rejected one, or after the end of its row, is not.
+        judged: draft tokens the target judged. A token after a rejected one, or after the end of its row, is not; nor
+            is one behind the place where a row was cut to stay in step with others, which goes by the others alone.
         accepted: draft tokens committed.
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_position: `judged` by position in the draft, first token first.

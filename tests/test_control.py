@@ -155,6 +155,47 @@ def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
     assert not controller.prefers(2)
 
 
+@pytest.mark.parametrize("match", [0, 5])
+def test_rows_are_kept_in_step_until_a_draft_pays_for_being_out_of_it_and_never_again(match: int) -> None:
+    controller = CostAware(4).begin(CHEAP)
+    for accepted in (4, 4, 4, 4):
+        # Three rounds may be luck.
+        assert controller.keeps_step()
+        told(controller, 4, accepted, match)
+    assert not controller.keeps_step()
+    for _ in range(100):
+        told(controller, 4, 0, match)
+    assert not controller.keeps_step()
+
+
+def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cost() -> None:
+    for out_of_step, stays in ((1.7, True), (1.6, False)):
+        # Three tokens a round, at 1.8 plain steps.
+        controller = CostAware(2).begin(selfspec.Costs(draft=0.4, out_of_step=out_of_step))
+        for _ in range(50):
+            told(controller, 2, accepted=2)
+        assert controller.keeps_step() == stays
+
+
+def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_after_the_trial() -> None:
+    draft = Draft(torch.zeros(2, 4, dtype=torch.long), steps=4)
+    for first, goes_on in ((RowOutcome(4, 4, 5), True), (RowOutcome(4, 4, 1, dropped=4), False)):
+        # Three tokens a row stand, at 2.6 plain steps.
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.4, out_of_step=1.1))
+        for _ in range(4):
+            assert controller.tries(0)
+            controller.learn(draft, [first, RowOutcome(1, 0, 1)])
+        for _ in range(4):
+            controller.learn(draft, [first, RowOutcome(1, 0, 1)])
+        assert controller.tries(0) == goes_on
+        assert not controller.keeps_step()
+
+
+@pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop()], ids=str)
+def test_other_controls_let_each_row_go_its_own_way(control: Control) -> None:
+    assert not control.begin(CHEAP).keeps_step()
+
+
 @dataclass
 class Toggling(Control, Controller):
     """Lets every other round draft, and stops after one token or two by turns."""

@@ -43,6 +43,7 @@ _ENDED = "tests/test_ended_rows.py::test_greedy_rows_are_what_they_are_alone"
 _NOISE = "tests/test_ended_rows.py::test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "tests/test_past.py::test_a_left_padded_batch_goes_on_from_its_cache"
 _CONTROLLED = "tests/test_control.py::test_greedy_text_is_stock_text"
+_IN_STEP = "tests/test_in_step.py"
 _TOKEN_PROOF = "tests/accept/test_token_level.py"
 _BLOCK_PROOF = "tests/accept/test_block.py"
 
@@ -661,8 +662,51 @@ CATALOGUE = (
     Mutation(
         "useless drafts are never given up",
         _CONTROL,
-        "self._lost = max(self._lost + cost - tokens,",
-        "self._lost = min(self._lost + cost - tokens,",
+        "self._lost = max(self._lost + cost - gained,",
+        "self._lost = min(self._lost + cost - gained,",
+        ("tests/test_control.py",),
+    ),
+    # Rows that are kept in step.
+    Mutation(
+        "a row that was cut goes on from the token that was cut off last",
+        _LOOP,
+        "accepted.count.clamp(max=most)[:, None]",
+        "accepted.count[:, None]",
+        (_IN_STEP,),
+    ),
+    Mutation(
+        "a row that was cut goes on from the target's token after what was cut off",
+        _LOOP,
+        "own = accepted.finite & (accepted.count < most)",
+        "own = accepted.finite",
+        (_IN_STEP,),
+    ),
+    Mutation(
+        "a row that ends is not cut: ends come too often",
+        _LOOP,
+        "runs = [run[:most] for run in stood]",
+        "runs = [run if set(run) & request.stopping.eos else run[:most] for run in stood]",
+        (f"{_IN_STEP}::test_samples_follow_the_exact_joint",),
+    ),
+    Mutation(
+        "a row in doubt that has no token stalls the others",
+        _LOOP,
+        "for run in runs if run), default=whole)",
+        "for run in runs), default=whole)",
+        (f"{_IN_STEP}::test_a_row_that_is_not_finite_does_not_stall_the_others",),
+    ),
+    Mutation(
+        "rows are in step for ever",
+        _CONTROL,
+        "            self._in_step = False\n",
+        "            self._in_step = True\n",
+        ("tests/test_control.py", _IN_STEP),
+    ),
+    Mutation(
+        "what was dropped to stay in step counts as gained",
+        _CONTROL,
+        "gained = committed + dropped if self.is_new else committed",
+        "gained = committed + dropped",
         ("tests/test_control.py",),
     ),
     Mutation(

@@ -1,0 +1,91 @@
+"""A row that is cut to what other rows commit still commits exactly the target's joint: shown in closed form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from accept.chains import Case, cases
+from accept.exact import Chain, committed, committed_in_step, committed_when_cut
+from selfspec.accept import Block, Rule, TokenLevel
+
+RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
+
+
+def conditionals(vocab: int, lengths: range, generator: torch.Generator) -> Chain:
+    return Chain(
+        tuple(
+            (2 * torch.randn([vocab] * length, generator=generator, dtype=torch.float64)).softmax(-1)
+            for length in lengths
+        )
+    )
+
+
+@RULES
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(), st.integers(0, 2**32))
+def test_a_cut_that_is_drawn_on_its_own_commits_the_target_joint_exactly(rule: Rule, case: Case, seed: int) -> None:
+    drafted = len(case.p.tables) - 1
+    assume(drafted > 0)
+    generator = torch.Generator().manual_seed(seed)
+    chances = torch.rand(drafted + 1, generator=generator, dtype=torch.float64).to(case.p.tables[0].dtype)
+    result = committed_when_cut(rule, case.p, case.q, (chances / chances.sum()).expand(case.p.vocab**drafted, -1))
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+    assert result.length <= committed(rule, case.p, case.q).length + case.tolerance * drafted
+
+
+@RULES
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(2, 3), st.integers(2, 3), st.integers(0, 2**32))
+def test_two_rows_that_share_the_length_of_their_drafts_are_cut_exactly(
+    rule: Rule, vocab: int, beside: int, seed: int
+) -> None:
+    # What the other row commits depends on where drafts end, and so on what this row drafted.
+    generator, longest = torch.Generator().manual_seed(seed), 3 if vocab * beside < 9 else 2
+    rows = [
+        (conditionals(size, range(1, longest + 2), generator), conditionals(size, range(1, longest + 1), generator))
+        for size in (vocab, beside)
+    ]
+    goes_on = [torch.rand(vocab**tokens, beside**tokens, generator=generator) < 0.6 for tokens in range(1, longest)]
+    result = committed_in_step(rule, rows[0], rows[1], goes_on)
+    torch.testing.assert_close(result.joint, rows[0][0].joint(), atol=1e-12, rtol=0)
+
+
+class ByTheDraftsLength(TokenLevel):
+    """Lossless at each length: drafts of two tokens are judged one by one, others as a block."""
+
+    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
+        return self._rule(tokens).heads(tokens, q, p, logits)
+
+    def accepted(self, coins: Tensor) -> Tensor:
+        return self._rule(coins).accepted(coins)
+
+    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        return self._rule(tokens).next(tokens, q, p, accepted)
+
+    @staticmethod
+    def _rule(tokens: Tensor) -> Rule:
+        return TokenLevel() if tokens.shape[1] == 2 else Block()
+
+
+def test_the_proof_sees_a_cut_by_what_the_row_itself_drafted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = conditionals(3, range(1, 4), generator), conditionals(3, range(1, 3), generator)
+    # One token where the second draft token is 0, else all.
+    second = torch.arange(9) % 3
+    chances = torch.stack([second == 0, torch.zeros(9), second != 0], -1).double()
+    for rule in (TokenLevel(), Block()):
+        assert (committed_when_cut(rule, p, q, chances).joint - p.joint()).abs().max() > 1e-3
+
+
+def test_the_proof_sees_a_rule_by_which_a_beginning_stands_as_the_draft_goes_on() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [(conditionals(2, range(1, 5), generator), conditionals(2, range(1, 4), generator)) for _ in range(2)]
+    goes_on = [torch.ones(2, 2, dtype=torch.bool), torch.rand(4, 4, generator=generator) < 0.5]
+    for chain, draft in rows:
+        assert (committed(ByTheDraftsLength(), chain, draft).joint - chain.joint()).abs().max() < 1e-12
+    result = committed_in_step(ByTheDraftsLength(), rows[0], rows[1], goes_on)
+    assert (result.joint - rows[0][0].joint()).abs().max() > 1e-3
