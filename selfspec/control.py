@@ -222,7 +222,7 @@ class _Confident(Controller):
 class _CostAware(Controller):
     def __init__(self, longest: int, costs: Costs) -> None:
         self.longest = longest
-        self._costs = costs
+        self._measured = self._costs = costs
         self._acceptance = _Acceptance()
         self._model = _Gate()
         self._look_ups: dict[int, _Gate] = {}
@@ -233,6 +233,7 @@ class _CostAware(Controller):
 
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
         self._live = live
+        self._costs = self._measured.in_batch(len(live))
         self._reached = [1.0] * len(live)
         self._confidences = []
         return min(self.longest, remaining - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class Costs:
         overhead: o, all else in a round that drafts.
         out_of_step: how long a pass takes over rows of a batch that stand at different places, in passes over rows that
             stand alike. 1.2 was measured on a model of 2M parameters; the larger the model, the less it is.
+        rows: of the batch that all this is about.
     """
 
     draft: float
@@ -35,11 +36,24 @@ class Costs:
     widening: float = 0.0
     overhead: float = 0.0
     out_of_step: float = 1.2
+    rows: int = 1
 
     @classmethod
     def assumed(cls, draft: float) -> Costs:
         """Where only c is known: what a target pass and all else cost on the machines that were looked at."""
         return cls(draft, verify=1.1, widening=0.03, overhead=0.05)
+
+    def in_batch(self, rows: int) -> Costs:
+        """The same for another number of rows, on the footing that a pass takes longer in proportion to its tokens.
+
+        Each further token of a block is one more in every row, so blocks widen a pass the more the larger the batch.
+
+        Args:
+            rows: of the batch, at least 1.
+        """
+        each = self.widening / self.rows
+        step = max(1 + each * (rows - self.rows), each * rows)
+        return replace(self, widening=each * rows / step, overhead=self.overhead / step, rows=rows)
 
     def of_round(self, steps: int, drafted: int) -> float:
         """The cost of a round.

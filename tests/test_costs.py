@@ -46,3 +46,28 @@ def test_a_head_counts_with_the_rows_it_reads_and_the_adapter_before_it() -> Non
 def test_a_round_costs_the_sum_of_its_parts() -> None:
     costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.02, overhead=0.05)
     assert costs.of_round(steps=3, drafted=4) == pytest.approx(0.75 + 1.1 + 0.08 + 0.05)
+
+
+def test_in_a_batch_a_pass_takes_longer_in_proportion_to_its_tokens() -> None:
+    costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.1, overhead=0.05)
+    four = costs.in_batch(4)
+    # A plain step of four rows takes 1.3 times as long, and each token more in every row 0.4 of a plain one.
+    assert four.widening == pytest.approx(0.4 / 1.3)
+    assert four.overhead == pytest.approx(0.05 / 1.3)
+    assert (four.draft, four.verify, four.rows) == (costs.draft, costs.verify, 4)
+    assert costs.in_batch(1) == costs
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 100])
+def test_costs_of_a_batch_hold_for_other_batches_too(rows: int) -> None:
+    costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.04, overhead=0.05)
+    again = costs.in_batch(rows).in_batch(1)
+    assert again.widening == pytest.approx(costs.widening)
+    assert again.overhead == pytest.approx(costs.overhead)
+    assert costs.in_batch(rows).widening < 1
+
+
+def test_what_a_noisy_measure_says_of_a_batch_stays_possible() -> None:
+    # Measured with 16 rows, each further token in all of them as dear as a whole pass and a half.
+    one = selfspec.Costs(draft=0.25, widening=1.5, rows=16).in_batch(1)
+    assert 0 < one.widening <= 1

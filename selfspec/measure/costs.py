@@ -79,7 +79,7 @@ class MeasuredCosts:
         # A pass over more tokens does not cost less; where it looks so, it is noise.
         widening = max(slope, 0.0)
         verify = intercept + slope if slope > 0 else statistics.mean(values)
-        return Costs(self.draft[name].value, verify, widening, self.overhead[name].value)
+        return Costs(self.draft[name].value, verify, widening, self.overhead[name].value, rows=self.batch)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
