@@ -162,6 +162,8 @@ class CostAware(Control):
     costs that makes a problem of optimal stopping: a draft goes on while the chance that all of it stands, and the next
     token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft have lost more
     plain steps than a few, and one for each hundred rounds, draft length is 0 until there is something to lose again.
+    That holds for the model's drafts, and for look-ups of each length of match; and all together may lose no more than
+    one of them.
 
     In a batch, rows are kept in step to begin with: each commits as many tokens of a round as the worst does, since
     passes over rows at different places take longer, those without a draft among them. Once a draft has shown what pays
@@ -227,19 +229,24 @@ class _CostAware(Controller):
         self._model = _Gate()
         self._look_ups: dict[int, _Gate] = {}
         self._in_step = True
+        self._rounds = 0
         self._live: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
 
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
         self._live = live
+        self._rounds += 1
         self._costs = self._measured.in_batch(len(live))
         self._reached = [1.0] * len(live)
         self._confidences = []
         return min(self.longest, remaining - 1)
 
     def tries(self, match: int) -> bool:
-        return self._gate(match).opens()
+        gate = self._gate(match)
+        # Asked in any case: each counts how often it was.
+        opens = gate.opens()
+        return opens and (gate.gains or self._paid <= may_lose(self._rounds))
 
     def prefers(self, match: int) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
@@ -275,6 +282,11 @@ class _CostAware(Controller):
         gate.count(committed, dropped, self._costs.of_round(draft.steps, draft.length))
         if not gate.is_new and gate.rate > self._costs.out_of_step:
             self._in_step = False
+
+    @property
+    def _paid(self) -> float:
+        """Plain steps that sources of drafts have lost: all together they may lose no more than one alone."""
+        return sum(max(gate.paid, 0.0) for gate in (self._model, *self._look_ups.values()))
 
     def _gate(self, match: int) -> _Gate:
         if match == 0:
@@ -320,6 +332,15 @@ class _Acceptance:
         return min(int(confidence * self._BINS), self._BINS - 1)
 
 
+# Plain steps that drafts may lose at any time, and for each round more.
+_MAY_LOSE, _FOR_EACH_ROUND = 3.0, 0.01
+
+
+def may_lose(rounds: int) -> float:
+    """What drafts may have lost after so many rounds, in plain steps."""
+    return _MAY_LOSE + _FOR_EACH_ROUND * rounds
+
+
 class _Gate:
     """Whether drafting may go on: while what it has lost, in plain steps, stays within what it may lose.
 
@@ -329,11 +350,10 @@ class _Gate:
 
     _TRIALS = 4
     _MEMORY = 0.9  # a round's weight beside the next one's
-    _MAY_LOSE, _FOR_EACH_ROUND = 3.0, 0.01
 
     def __init__(self) -> None:
         self._tokens = self._cost = 0.0
-        self._lost = 0.0
+        self._lost = self.paid = 0.0
         self._rounds = self._asked = 0
 
     @property
@@ -349,7 +369,12 @@ class _Gate:
     def opens(self) -> bool:
         """Whether the round that begins may draft. Asked once a round."""
         self._asked += 1
-        return self._lost <= self._MAY_LOSE + self._FOR_EACH_ROUND * self._asked
+        return self._lost <= may_lose(self._asked)
+
+    @property
+    def gains(self) -> bool:
+        """Whether its drafts have gained at least what they cost, as far as this may be held against them."""
+        return self._rounds > 0 and self._lost <= 0
 
     def count(self, committed: float, dropped: float, cost: float) -> None:
         """Take in a round with a draft: tokens of a row, and plain steps."""
@@ -359,12 +384,13 @@ class _Gate:
         # batches, where the worst row commits next to nothing, before they have shown that they are good.
         gained = committed + dropped if self.is_new else committed
         # Gains of long ago do not pay for losses without end.
-        self._lost = max(self._lost + cost - gained, -self._MAY_LOSE)
+        self._lost = max(self._lost + cost - gained, -_MAY_LOSE)
+        self.paid = max(self.paid + cost - committed, -_MAY_LOSE)
         self._rounds += 1
 
 
 def _confidences(scores: Tensor) -> list[float]:
     """The largest probability of each row, `[rows]`; 0 where there is none. Waits for the device."""
-    largest = (scores[:, 0].amax(-1) - scores[:, 0].logsumexp(-1)).exp()
+    largest = scores[:, 0].softmax(-1).amax(-1)
     confidences: list[float] = largest.nan_to_num(0.0).tolist()
     return confidences

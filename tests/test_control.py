@@ -91,6 +91,16 @@ def test_sure_drafts_go_on_and_doubtful_ones_stop() -> None:
     assert drafted(CostAware(6).begin(CHEAP), [0.7] * 6) > 1
 
 
+def test_the_larger_the_batch_the_sooner_a_draft_stops() -> None:
+    costs = selfspec.Costs(draft=0.1, widening=0.1)
+    lengths = []
+    for rows in (1, 4, 16):
+        controller = CostAware(6).begin(costs)
+        most = controller.choose(100, [True] * rows)
+        lengths.append(next((n for n in range(1, most) if not controller.goes_on(scores_of(*[0.8] * rows))), most))
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
 def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
     controller = CostAware(6).begin(selfspec.Costs(draft=0.3))
     before = drafted(controller, [0.75] * 6)
@@ -116,6 +126,31 @@ def test_useless_drafts_lose_a_few_steps_and_a_hundredth_of_a_step_a_round(costs
     assert gaps[:2] == [1, 1]
     assert min(gaps[-2:]) > 5
     assert drafts[-1] > 400
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_many_useless_sources_lose_no_more_than_one(rows: int) -> None:
+    costs = selfspec.Costs(draft=0.3, verify=1.1, widening=0.05)
+    controller, batch = CostAware(4).begin(costs), costs.in_batch(rows)
+    lost = 0.0
+    for number in range(1, 401):
+        length, match = controller.choose(100, [True] * rows), number % 10
+        if controller.tries(match):
+            draft = Draft(torch.zeros(rows, length, dtype=torch.long), steps=0 if match else length, match=match)
+            controller.learn(draft, [RowOutcome(1, 0, 1)] * rows)
+            lost += batch.of_round(draft.steps, length) - 1
+        assert lost <= 3 + number / 100 + batch.of_round(4, 4)
+    assert lost > 3
+
+
+def test_sources_that_pay_are_not_held_back_by_others_that_do_not() -> None:
+    controller = CostAware(4).begin(selfspec.Costs(draft=0.3, verify=1.1, widening=0.05))
+    for _ in range(8):
+        told(controller, 4, accepted=4, match=6)
+        told(controller, 4, accepted=0, match=0)
+    controller.choose(100, [True])
+    assert not controller.tries(0)
+    assert controller.tries(6)
 
 
 def test_bad_luck_at_the_beginning_does_not_end_what_pays() -> None:

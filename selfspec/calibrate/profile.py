@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,8 @@ class _Reader:
         costs = None
         if content.get("costs") is not None:
             given = self.part(content, "costs")
-            costs = Costs(**{each.name: self._number(given.get(each.name), f"{name}.costs") for each in fields(Costs)})
-            costs = replace(costs, rows=int(costs.rows))
+            numbers = {each.name: self._number(given.get(each.name), f"{name}.costs") for each in fields(Costs)}
+            costs = Costs(rows=int(numbers.pop("rows")), **numbers)
             if costs.rows < 1 or costs.of_round(0, 0) <= 0 or costs.draft < 0 or costs.widening < 0:
                 raise self._wrong(f"{name}.costs")
         temperature = self._number(content.get("temperature"), f"{name}.temperature")
