@@ -1,0 +1,76 @@
+"""On a CUDA device: the same text as `model.generate` there, repeatable, in batches, and the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from selfspec.draft import Drafter
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+NEW = 40
+DRAFTS = [
+    None,
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(attention=[1], mlp=[2]),
+    selfspec.PromptLookup(),
+    selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)),
+]
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=str)
+def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield tiny.llama(dtype=request.param).to("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_greedy_text_is_the_models_own(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
+    prompts = tiny.prompt(7, batch=rows).to("cuda")
+    expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
+    out = selfspec.wrap(model, draft).generate(prompts, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences.device == prompts.device
+    assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_a_seed_gives_the_same_tokens(model: PreTrainedModel, draft: Drafter | None) -> None:
+    spec = selfspec.wrap(model, draft)
+    prompts = tiny.prompt(7, batch=2).to("cuda")
+    first, again = (spec.generate(prompts, max_new_tokens=NEW, do_sample=True, seed=3).sequences for _ in range(2))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
+def test_coupled_drafts_change_no_token(model: PreTrainedModel, draft: Drafter) -> None:
+    prompts = tiny.prompt(7, batch=2).to("cuda")
+    plain, drafted = (
+        selfspec.wrap(model, each, accept="coupled").generate(prompts, max_new_tokens=NEW, do_sample=True, seed=5)
+        for each in (None, draft)
+    )
+    assert torch.equal(plain.sequences, drafted.sequences)
+
+
+def test_the_model_goes_on_by_itself_afterwards(model: PreTrainedModel) -> None:
+    prompts = tiny.prompt(7).to("cuda")
+    before = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2))
+    stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
+    next(stream)
+    stream.close()
+    spec.unwrap()
+    assert torch.equal(model.generate(prompts, max_new_tokens=NEW, do_sample=False), before)
+
+
+def test_weights_on_a_device_are_not_packed(model: PreTrainedModel) -> None:
+    with pytest.raises(selfspec.UnsupportedModelError, match="on a CPU"):
+        selfspec.pack(model)
