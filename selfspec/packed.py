@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.twin import has_other_forward
 
-_DTYPES = (torch.float32, torch.bfloat16)
 # The layout is chosen for blocks of so many rows; it serves others as well.
 _ROWS = 4
 
@@ -99,7 +98,7 @@ def pack(model: PreTrainedModel) -> list[str]:
     embeddings, stay as they are. The model computes the same up to rounding; two layouts round differently.
 
     Args:
-        model: on a CPU, in float32 or bfloat16. It is changed; `unpack` undoes that.
+        model: on a CPU, in float32, or bfloat16 where the processor has AVX-512. It is changed; `unpack` undoes that.
 
     Returns:
         Names of the layers that are packed now.
@@ -119,8 +118,9 @@ def pack(model: PreTrainedModel) -> list[str]:
     }
     if not chosen:
         raise UnsupportedModelError(
-            "this model has no linear layer that can be packed: plain ones, on a CPU, in float32 or bfloat16, with "
-            "weights of their own; leave it out"
+            "this model has no linear layer that can be packed: plain ones, on a CPU, in "
+            f"{' or '.join(str(dtype).removeprefix('torch.') for dtype in packable_dtypes())}, with weights of their "
+            "own; leave it out"
         )
     for module in chosen.values():
         PackedLinear.take(module)
@@ -157,6 +157,12 @@ def packed_layers(model: nn.Module) -> Iterator[PackedLinear]:
             yield module
 
 
+def packable_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes for which oneDNN has kernels here: bfloat16 is among them on processors with AVX-512."""
+    half = (torch.bfloat16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
+    return (torch.float32, *half)
+
+
 def plain(weight: Tensor) -> Tensor:
     """A weight as a plain tensor: itself, or a copy of one that is packed."""
     return weight.to_dense() if weight.is_mkldnn else weight
@@ -167,7 +173,7 @@ def _can_be_packed(linear: nn.Linear) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
-        and weight.dtype in _DTYPES
+        and weight.dtype in packable_dtypes()
         and weight.is_contiguous()
         and weight.numel() > 0
         and not has_other_forward(linear)

@@ -14,10 +14,10 @@ import selfspec
 import tiny
 from selfspec import pack, unpack
 from selfspec.fingerprint import fingerprint
-from selfspec.packed import PackedLinear, packed_layers, plain
+from selfspec.packed import PackedLinear, packable_dtypes, packed_layers, plain
 from snapshot import Snapshot
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = packable_dtypes()
 
 
 def _model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -135,7 +135,7 @@ def test_moved_to_another_dtype_it_is_packed_anew_where_it_can_be() -> None:
     pack(model)
     model.to(torch.bfloat16)
     assert all(layer.weight.dtype == torch.bfloat16 for layer in packed_layers(model))
-    assert any(True for _ in packed_layers(model))
+    assert any(True for _ in packed_layers(model)) == (torch.bfloat16 in DTYPES)
     model.to(torch.float64)
     assert not any(True for _ in packed_layers(model))
     model.generate(tiny.prompt(4), max_new_tokens=2, do_sample=False)
@@ -155,6 +155,12 @@ def test_models_without_a_layer_to_pack_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(selfspec.UnsupportedModelError, match="no linear layer"):
         pack(model)
     before.assert_same(model)
+
+
+def test_bfloat16_is_refused_where_the_processor_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.packed.packable_dtypes", lambda: (torch.float32,))
+    with pytest.raises(selfspec.UnsupportedModelError, match="in float32, with"):
+        pack(_model(torch.bfloat16))
 
 
 def test_a_model_that_reads_weights_itself_is_refused_and_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
