@@ -37,14 +37,15 @@ def report(cells: Sequence[MeasuredCell]) -> str:
 
 
 def overview(cells: Sequence[MeasuredCell]) -> str:
-    """Decoding speed against `model.generate`, an arm a line and a cell a column."""
-    arms = dict.fromkeys(record.arm for measured in cells for record in measured.arms)
-    rows = []
-    for arm in arms:
-        found = [_found(measured, arm) for measured in cells]
-        shown = [_against(record, measured) for record, measured in zip(found, cells, strict=True)]
-        rows.append([arm.name, *shown])
-    return _table(["decoding, against model.generate", *(_short(measured) for measured in cells)], rows)
+    """Decoding speed against `model.generate`: an arm a line and a cell a column, or the narrower way about."""
+    title = "decoding, against model.generate"
+    arms = list(dict.fromkeys(record.arm for measured in cells for record in measured.arms))
+    names, places = [arm.name for arm in arms], [_short(measured) for measured in cells]
+    by_arm = [[_against(_found(measured, arm), measured) for measured in cells] for arm in arms]
+    if len(cells) <= len(arms):
+        return _table([title, *places], [[name, *shown] for name, shown in zip(names, by_arm, strict=True)])
+    by_cell = zip(*by_arm, strict=True)
+    return _table([title, *names], [[place, *shown] for place, shown in zip(places, by_cell, strict=True)])
 
 
 def speeds(measured: MeasuredCell) -> str:

@@ -15,7 +15,7 @@ from selfspec.bench.costs import PassCosts
 from selfspec.bench.memory import Memory
 from selfspec.bench.prediction import prediction, round_cost
 from selfspec.bench.record import Counts, Record
-from selfspec.bench.report import report
+from selfspec.bench.report import overview, report
 from selfspec.bench.results_file import MeasuredCell
 from selfspec.bench.timing import DraftShape
 
@@ -132,3 +132,14 @@ def test_plots_of_all_and_of_little(tmp_path: Path) -> None:
     little = MeasuredCell(CELL, SETTINGS, (STOCK, PLAIN))
     assert plots.draw([little], tmp_path) == [plots.SPEED]
     assert not (tmp_path / plots.PREDICTION).exists()
+
+
+def test_the_overview_is_as_narrow_as_it_can_be() -> None:
+    measured = cell()
+    arms = len(measured.arms)
+    wide, long = (overview([measured] * cells).splitlines() for cells in (arms, arms + 1))
+    assert len(wide) == 2 + arms
+    assert len(long) == 2 + arms + 1
+    assert long[0].count("|") == wide[0].count("|")
+    # The same figures, the other way about.
+    assert wide[2].split("|")[2] == long[2].split("|")[2]
