@@ -53,7 +53,8 @@ def twin_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
         UnsupportedModelError: its `forward` was replaced by a function that would run the old children.
     """
     twin = copied(module)
-    for name, value in module.__dict__.items():
+    # Of a copy: in another thread `transformers` may hang something of its own on the module meanwhile.
+    for name, value in module.__dict__.copy().items():
         twin.__dict__[name] = _rebound(value, module, twin)
     if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
         raise UnsupportedModelError(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
+from selfspec.twin import twin_with
 from snapshot import Snapshot
 
 PROMPT, NEW = 7, 7
@@ -266,3 +267,23 @@ def test_a_thread_that_fails_leaves_the_others_alone(llama: PreTrainedModel) -> 
 
     alone = [good(1), good(2)]
     assert _together([lambda: good(1), bad, lambda: good(2)]) == [alone[0], 8, alone[1]]
+
+
+def test_a_twin_is_made_while_something_is_hung_on_the_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+    class Late:
+        """Hangs something on the module as soon as it is looked at."""
+
+        @property
+        def __class__(self) -> type:
+            module.__dict__[f"late_{len(module.__dict__)}"] = 1
+            return Late
+
+        @__class__.setter
+        def __class__(self, value: type) -> None:
+            raise AssertionError
+
+    module.__dict__["looked_at"] = Late()
+    twin = twin_with(module, {"0": torch.nn.Identity()})
+    assert isinstance(twin.get_submodule("0"), torch.nn.Identity)

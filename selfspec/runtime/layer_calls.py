@@ -217,6 +217,6 @@ def _likeness(value: Any) -> object:
     if isinstance(value, partial):
         return (id(value.func), _likeness(value.args), _likeness(value.keywords))
     if isinstance(value, nn.Module):
-        others = {name: each for name, each in vars(value).items() if name not in _NOT_COMPARED}
+        others = {name: each for name, each in vars(value).copy().items() if name not in _NOT_COMPARED}
         return (type(value), _likeness(others))
     return id(value)
