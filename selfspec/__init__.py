@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from selfspec.generation import Generation
     from selfspec.output import GenerateOutput, Round, RowRound
     from selfspec.packed import pack, unpack
-    from selfspec.runtime import Eager, Traced
+    from selfspec.runtime import CudaGraphs, Eager, Traced
     from selfspec.stats import Stats
     from selfspec.wrapped import SelfSpeculative, wrap
 
@@ -56,6 +56,7 @@ __all__ = [
     "CorpusError",
     "CostAware",
     "Costs",
+    "CudaGraphs",
     "Draft",
     "DraftConfigError",
     "Drafter",
@@ -114,7 +115,7 @@ _HOMES = {
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],
     "packed": ["pack", "unpack"],
-    "runtime": ["Eager", "Traced"],
+    "runtime": ["CudaGraphs", "Eager", "Traced"],
     "stats": ["Stats"],
     "wrapped": ["SelfSpeculative", "wrap"],
 }

@@ -50,16 +50,18 @@ class Cursors:
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
         aligned: on which side passes find the rows of a ragged batch aligned.
+        bucket: passes of a round look at a multiple of so many slots, or at all there are.
     """
 
     def __init__(
-        self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"]
+        self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"], bucket: int
     ) -> None:
         self.lengths = [0] * batch
         self.ahead = 0
         self.limit = limit
         self.device = device
         self.aligned = aligned
+        self.bucket = bucket
         self._slack = slack
         self._room = min(_SMALLEST_ROOM, limit)
 
@@ -91,7 +93,14 @@ class Cursors:
 
     def visible(self, width: int) -> int:
         """Number of slots, from the first, that a pass over `width` tokens looks at."""
-        return max(self.lengths) + width
+        needed = max(self.lengths) + width
+        if not self.padded(width):
+            return needed
+        return min(-(-needed // self.bucket) * self.bucket, self.capacity)
+
+    def padded(self, width: int) -> bool:
+        """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
+        return self.bucket > 1 and width <= self._slack + 1
 
     def slots(self, width: int) -> Tensor:
         """Slots that a pass over `width` tokens writes: `[1, width]` for equal cursors, else `[batch, width]`."""
@@ -122,6 +131,8 @@ class SharedCache(Cache):
         aligned: "left": passes find the slots of a ragged batch as they are, and need a 4-D mask. "right": they find a
             copy that is padded on the left, for models that read nothing but a padding mask.
         recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
+        bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of so
+            many slots, so that many passes have one shape. What stands past a row's end there is masked.
     """
 
     def __init__(
@@ -133,10 +144,12 @@ class SharedCache(Cache):
         device: torch.device,
         aligned: Literal["left", "right"] = "left",
         recurrent: Mapping[int, LinearAttentionCacheLayerMixin] = MappingProxyType({}),
+        bucket: int = 1,
     ) -> None:
+        bucket = bucket if aligned == "left" and not recurrent else 1
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
-        self._cursors = Cursors(batch, limit, slack, device, aligned)
+        self._cursors = Cursors(batch, limit, slack, device, aligned, bucket)
         self._most_bytes = 0
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
@@ -235,6 +248,15 @@ class SharedCache(Cache):
         """Whether all cursors are equal."""
         return self._cursors.uniform
 
+    @property
+    def bucket(self) -> int:
+        """Passes of a round look at a multiple of so many slots, or at all there are."""
+        return self._cursors.bucket
+
+    def padded(self, width: int) -> bool:
+        """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
+        return self._cursors.padded(width)
+
     def slots(self, width: int) -> Slots | None:
         """All that a pass over `width` tokens needs to know of this cache, ready to be written to.
 
@@ -255,12 +277,13 @@ class SharedCache(Cache):
     def attention_mask(self, config: PreTrainedConfig, width: int, dtype: torch.dtype) -> Any:
         """What a stock model takes as `attention_mask` for a pass over `width` tokens.
 
-        None where all cursors are equal: the stock model then derives the mask from the cursor by itself, through
-        `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask `[batch, 1, width, slots]` in the form of the
-        model's attention kernel, or a dict of one per layer type where the config has layer types; or a padding mask
-        `[batch, slots]` where rows are aligned on the right.
+        None where all cursors are equal and nothing past the last token is seen: the stock model then derives the mask
+        from the cursor by itself, through `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask
+        `[batch, 1, width, slots]` in the form of the model's attention kernel, or a dict of one per layer type where
+        the config has layer types; or a padding mask `[batch, slots]` where rows are aligned on the right.
         """
-        if self._cursors.uniform or not self._slotted:
+        padded = self._cursors.padded(width)
+        if (self._cursors.uniform and not padded) or not self._slotted:
             return None
         if self._cursors.aligned == "right":
             return (self._cursors.right_aligned(width) >= 0).long()
@@ -271,6 +294,7 @@ class SharedCache(Cache):
             self._cursors.visible(width),
             dtype,
             recurrent=not self.rolls_back_by_cursor,
+            padded=padded,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -58,6 +58,7 @@ class Generation(Iterator[Round]):
             device=device,
             aligned="right" if adapter.ragged == "padding" else "left",
             recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
+            bucket=1 if programs is None else programs.bucket,
         )
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())

@@ -32,25 +32,32 @@ def sees_all_without_mask(config: PreTrainedConfig) -> bool:
 
 
 def attention_mask(
-    config: PreTrainedConfig, slots: Tensor, rows: int, visible: int, dtype: torch.dtype, *, recurrent: bool = False
+    config: PreTrainedConfig,
+    slots: Tensor,
+    rows: int,
+    visible: int,
+    dtype: torch.dtype,
+    *,
+    recurrent: bool = False,
+    padded: bool = False,
 ) -> Any:
     """What a stock model takes as `attention_mask` for tokens that stand in slots of their own rows.
 
     Args:
         config: of the text model.
-        slots: of each token, `[rows, tokens]`, or `[1, tokens]` where all rows have the same and the last that is
-            visible is the last token's; slot i holds position i.
+        slots: of each token, `[rows, tokens]`, or `[1, tokens]` where all rows have the same; slot i holds position i.
         rows: number of rows.
         visible: number of slots, from the first, that the pass looks at.
         dtype: of additive masks.
         recurrent: whether some layers have states in place of keys and values.
+        padded: whether slots past the last token may be visible even where all rows have the same.
 
     Returns:
         A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
         stands where nothing is masked: for the one last token of every row, in full attention.
     """
     tokens = slots.shape[1]
-    is_last = slots.shape == (1, 1) and sees_all_without_mask(config)
+    is_last = not padded and slots.shape == (1, 1) and sees_all_without_mask(config)
     slots = slots.expand(rows, tokens)
 
     def mask(pattern: Callable[..., Tensor]) -> Tensor | None:

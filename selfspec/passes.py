@@ -19,7 +19,6 @@ from selfspec.grouped_queries import for_grouped_queries
 from selfspec.masks import sees_all_without_mask, smallest_window
 from selfspec.packed import packed_layers
 from selfspec.path import Path
-from selfspec.runtime.layer_calls import put_calls
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
 from selfspec.runtime.programs import PassKind, Programs
 from selfspec.runtime.recordable import frozen_twin, is_watched
@@ -64,7 +63,9 @@ class Passes:
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self._window = smallest_window(self._config)
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
-        recordable = self._takes_positions and adapter.publishes is None
+        # A runtime that needs passes of few shapes can do nothing for others.
+        shaped = programs is None or programs.bucket == cache.bucket
+        recordable = shaped and self._takes_positions and adapter.publishes is None
         self._programs = programs if programs and recordable and programs.ready_for(model) else None
         self._packed = tuple(layer.weight for layer in packed_layers(model))
 
@@ -131,6 +132,7 @@ class Passes:
     ) -> PassKind:
         rows, width = tokens.shape
         windowed = self._window is not None and slots.visible.shape[0] >= self._window
+        padded = self._cache.padded(width)
         return PassKind(
             path=path,
             head=head,
@@ -138,8 +140,13 @@ class Passes:
             rows=rows,
             width=width,
             uniform=self._cache.uniform,
-            masked=windowed or width > 1 or not self._cache.uniform or not sees_all_without_mask(self._config),
+            masked=padded
+            or windowed
+            or width > 1
+            or not self._cache.uniform
+            or not sees_all_without_mask(self._config),
             windowed=windowed,
+            padded=padded,
             entering=None if entering is None else tuple(entering.attention),
         )
 
@@ -152,8 +159,19 @@ class Passes:
         twin = frozen_twin(self._stock_model)
         packed, model = tuple(packed_layers(twin)), _fast(twin)
         view = self._gated_view(model, kind.path, kind.head)
-        calls = put_calls(view, model, self._adapter)
-        return PassFunction(view, calls, kind.base, self._cache_name, self._config, kind.masked, kind.entering, packed)
+        assert self._programs is not None
+        calls = self._programs.put_calls(view, model, self._adapter)
+        return PassFunction(
+            view,
+            calls,
+            kind.base,
+            self._cache_name,
+            self._config,
+            kind.masked,
+            kind.padded,
+            kind.entering,
+            packed,
+        )
 
     def _view(self, path: Path, head: DraftHead | None) -> GatedModel:
         if (path, head) not in self._gated:

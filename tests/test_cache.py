@@ -52,6 +52,7 @@ class AnyMoves(RuleBasedStateMachine):
     architecture = "llama"
     limit = 76
     slack = 3
+    bucket = 1
 
     @initialize(
         kernel=st.sampled_from(["sdpa", "eager"]),
@@ -62,7 +63,7 @@ class AnyMoves(RuleBasedStateMachine):
         self.kernel = kernel
         self.model = _model(self.architecture, kernel)
         self.noise = torch.Generator().manual_seed(seed)
-        self.cache = SharedCache(tiny.DEPTH, len(lengths), self.limit, self.slack, CPU)
+        self.cache = SharedCache(tiny.DEPTH, len(lengths), self.limit, self.slack, CPU, bucket=self.bucket)
         self.passes = Passes(self.model, ADAPTERS[self.architecture], self.cache)
         self.full = Path.full(tiny.DEPTH)
         self.rows: list[list[int]] = [[] for _ in lengths]
@@ -179,6 +180,15 @@ class AnyMovesGPT2(AnyMoves):
     architecture = "gpt2"
 
 
+class AnyMovesInBuckets(AnyMoves):
+    bucket = 16
+
+
+class AnyMovesInBucketsMistral(AnyMoves):
+    architecture = "mistral"
+    bucket = 16
+
+
 _ANY_MOVES = settings(
     derandomize=True,
     database=None,
@@ -192,11 +202,15 @@ AnyMoves.TestCase.settings = _ANY_MOVES
 AnyMovesMistral.TestCase.settings = _ANY_MOVES
 AnyMovesQwen2.TestCase.settings = _ANY_MOVES
 AnyMovesGPT2.TestCase.settings = _ANY_MOVES
+AnyMovesInBuckets.TestCase.settings = _ANY_MOVES
+AnyMovesInBucketsMistral.TestCase.settings = _ANY_MOVES
 
 TestAnyMoves = AnyMoves.TestCase
 TestAnyMovesMistral = AnyMovesMistral.TestCase
 TestAnyMovesQwen2 = AnyMovesQwen2.TestCase
 TestAnyMovesGPT2 = AnyMovesGPT2.TestCase
+TestAnyMovesInBuckets = AnyMovesInBuckets.TestCase
+TestAnyMovesInBucketsMistral = AnyMovesInBucketsMistral.TestCase
 
 
 def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
 import tiny
 from selfspec.draft import Drafter
+from selfspec.runtime.programs import Programs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -40,6 +45,58 @@ def test_greedy_text_is_the_models_own(model: PreTrainedModel, draft: Drafter | 
     out = selfspec.wrap(model, draft).generate(prompts, max_new_tokens=NEW, do_sample=False)
     assert out.sequences.device == prompts.device
     assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_graphs_give_the_models_own_text(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.CudaGraphs(after=0, bucket=16))
+    # Timed by the clock of the wall a graph could lose on a busy device.
+    ticks = count(1)
+    spec.programs = Programs(spec.runtime, lambda: 1.0 - 1.0 / next(ticks))
+    for seed in range(3):
+        prompts = tiny.prompt(7, seed=seed, batch=rows).to("cuda")
+        expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected)
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+def test_threads_on_streams_of_their_own_share_graphs(model: PreTrainedModel) -> None:
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3, runtime=selfspec.CudaGraphs(after=0, bucket=16))
+    prompts = [tiny.prompt(7, seed=seed).to("cuda") for seed in range(4)]
+    expected = [model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
+
+    def generated(prompt: Tensor) -> list[list[int]]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tokens: list[list[int]] = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist()
+        return tokens
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(generated, prompts)) == expected
+
+
+@pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced(after=0), selfspec.CudaGraphs(after=0)], ids=str)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_round_waits_for_the_device_when_it_commits_and_not_before(
+    model: PreTrainedModel, do_sample: bool, runtime: selfspec.runtime.Runtime
+) -> None:
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3, runtime=runtime)
+    prompts = tiny.prompt(7).to("cuda")
+    for _ in range(3):
+        # Until programs are proved: to prove one means to wait.
+        spec.generate(prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
+    generation = spec.stream(prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
+    next(generation)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            next(generation)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)

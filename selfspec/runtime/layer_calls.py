@@ -33,6 +33,7 @@ class _CacheOf:
     """Stands for a cache, of which a layer needs so many tensors."""
 
     tensors: int
+    padded: bool
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Form:
             if leaf is _TENSOR:
                 leaves.append(next(rest))
             elif isinstance(leaf, _CacheOf):
-                leaves.append(SlotCache.of_layer(index, [next(rest) for _ in range(leaf.tensors)]))
+                leaves.append(SlotCache.of_layer(index, [next(rest) for _ in range(leaf.tensors)], leaf.padded))
             else:
                 leaves.append(leaf)
         return tree_unflatten(leaves, self.tree)
@@ -84,7 +85,7 @@ class _Given:
                 tensors.append(leaf)
             elif isinstance(leaf, SlotCache):
                 needed = leaf.tensors_of_layer(index)
-                kept.append(_CacheOf(len(needed)))
+                kept.append(_CacheOf(len(needed), leaf.padded))
                 tensors += needed
             else:
                 kept.append(leaf)

@@ -72,6 +72,7 @@ class PassFunction:
         cache_name: what the model calls its cache.
         config: of the text model.
         masked: whether the pass needs a mask.
+        padded: whether it may look at slots past its last token.
         entering: names of the attentions whose outputs enter; None: no states enter.
         packed: the packed layers of the view, which nothing else runs.
     """
@@ -82,6 +83,7 @@ class PassFunction:
     cache_name: str
     config: PreTrainedConfig
     masked: bool
+    padded: bool
     entering: tuple[str, ...] | None
     packed: tuple[PackedLinear, ...] = ()
 
@@ -108,9 +110,10 @@ class PassFunction:
             entering, rest = ExactStates(hidden, attention), rest[count:]
         mask = None
         if self.masked:
-            mask = attention_mask(self.config, written, tokens.shape[0], visible.shape[0], rest[0].dtype)
+            rows, seen, dtype = tokens.shape[0], visible.shape[0], rest[0].dtype
+            mask = attention_mask(self.config, written, rows, seen, dtype, padded=self.padded)
         inputs = {
-            self.cache_name: SlotCache.of_slots(Slots(written, positions, visible, tuple(rest))),
+            self.cache_name: SlotCache.of_slots(Slots(written, positions, visible, tuple(rest)), self.padded),
             **model_inputs(tokens, positions, mask),
         }
         return run_view(self.view, self.base, entering, inputs)

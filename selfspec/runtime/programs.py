@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import PreTrainedModel
 
+from selfspec.adapter import Adapter
 from selfspec.draft.draft_head import DraftHead
-from selfspec.gate import ExactStates
+from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
+from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
 from selfspec.runtime.recordable import run_watched, state_of, why_not
-from selfspec.runtime.runtime import Function, Runtime
+from selfspec.runtime.runtime import Function, RecordingError, Runtime, equal
 
-# Passes in which a program has to give what the stock modules give, over different numbers of slots.
-_TRIALS = 3
 # Kinds of passes that are kept count of. Batches that shrink row by row bring new ones with each row.
 _MOST_KINDS = 256
 
@@ -36,6 +37,7 @@ class PassKind:
         uniform: whether all rows write the same slots.
         masked: whether they need a mask.
         windowed: whether some layer sees less than all slots.
+        padded: whether slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
     """
 
@@ -47,6 +49,7 @@ class PassKind:
     uniform: bool
     masked: bool
     windowed: bool
+    padded: bool
     entering: tuple[str, ...] | None
 
 
@@ -71,7 +74,7 @@ class _Candidate:
 
     passes: int = 0
     program: _Program | None = None
-    lengths: set[int] = field(default_factory=set)
+    lengths: list[int] = field(default_factory=list)
     stock_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     proved: bool = False
@@ -79,7 +82,7 @@ class _Candidate:
     making: threading.Lock = field(default_factory=threading.Lock)
 
     def refuse(self, reason: str) -> None:
-        self.program, self.refused = None, reason
+        self.program, self.proved, self.refused = None, False, reason
 
 
 class Programs:
@@ -101,6 +104,15 @@ class Programs:
         return Programs, (self._runtime,)
 
     @property
+    def bucket(self) -> int:
+        """Passes of a round look at a multiple of so many slots."""
+        return self._runtime.bucket
+
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        """Let calls stand in for layers of a view, where the runtime can make something of that: see `Runtime`."""
+        return self._runtime.put_calls(view, model, adapter)
+
+    @property
     def refusals(self) -> dict[PassKind, str]:
         """Kinds that the stock modules run for good, and why."""
         return {kind: each.refused for kind, each in self._candidates.items() if each.refused is not None}
@@ -110,8 +122,13 @@ class Programs:
         """Kinds that programs run."""
         return [kind for kind, each in self._candidates.items() if each.proved]
 
-    def ready_for(self, model: nn.Module) -> bool:
-        """Whether programs may run passes of a generation that begins. All are forgotten if the model has changed."""
+    def ready_for(self, model: PreTrainedModel) -> bool:
+        """Whether programs may run passes of a generation that begins. All are forgotten if the model has changed.
+
+        Raises:
+            UnsupportedOptionError: the model has moved to where the runtime cannot run it.
+        """
+        self._runtime.check(model.get_input_embeddings().weight.device)
         if self._runtime.after is None or why_not(model) is not None:
             return False
         state = state_of(model)
@@ -141,7 +158,11 @@ class Programs:
                 return stock()
             candidate = self._candidates.setdefault(kind, _Candidate())
         if candidate.proved and candidate.program is not None:
-            return candidate.program.run(tensors)
+            try:
+                return candidate.program.run(tensors)
+            except RecordingError as error:
+                candidate.refuse(str(error))
+                return stock()
         candidate.passes += 1
         after = self._runtime.after
         # Another thread may be making the program.
@@ -173,15 +194,15 @@ class Programs:
         except Exception as error:
             candidate.refuse(f"{type(error).__name__}: {error}")
             return stock()
-        if not _equal(given.flat(), expected.flat()):
+        if not equal(given.flat(), expected.flat()):
             candidate.refuse("it gave other bits than the stock modules")
             return stock()
         if candidate.lengths:
             # The first run also prepares the program.
             candidate.stock_seconds.append(stock_seconds)
             candidate.seconds.append(seconds)
-        candidate.lengths.add(tensors.slots.visible.shape[0])
-        if len(candidate.lengths) >= _TRIALS:
+        candidate.lengths.append(tensors.slots.visible.shape[0])
+        if len(candidate.lengths) > 1 and self._runtime.is_tried(candidate.lengths):
             if min(candidate.seconds) < min(candidate.stock_seconds):
                 candidate.proved = True
             else:
@@ -191,7 +212,7 @@ class Programs:
     def _make(self, tensors: PassTensors, function: PassFunction) -> _Program:
         flat = tensors.flat()
         left = run_watched(lambda: function.result(flat)).states
-        program = self._runtime.program(function, flat, function.layers)
+        program = self._runtime.program(function, flat, function.layers, held=len(tensors.slots.buffers))
         return _Program(program, function.base is None, None if left is None else tuple(left.attention))
 
 
@@ -208,11 +229,3 @@ class _Stopwatch:
             torch.cuda.synchronize(self._device)
         started, self._started = self._started, self._clock()
         return self._started - started
-
-
-def _equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    # NaN is no number but may be what both give.
-    return len(given) == len(expected) and all(
-        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
-        for one, other in zip(given, expected, strict=True)
-    )

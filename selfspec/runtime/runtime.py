@@ -12,16 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from selfspec.adapter import Adapter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime.layer_calls import LayerCall, alike
+from selfspec.gate import GatedModel
+from selfspec.runtime.layer_calls import LayerCall, alike, put_calls
 
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A pass as a function of tensors alone."""
 
+# Numbers of visible slots over which a traced program has to give what the stock modules give.
+_TRIALS = 3
 # Warnings are filtered for a whole process: one recording at a time may do that.
 _RECORDING = threading.Lock()
+
+
+class RecordingError(RuntimeError):
+    """A pass cannot be recorded, or not any more. The stock modules run it."""
 
 
 class Runtime(ABC):
@@ -32,8 +40,40 @@ class Runtime(ABC):
     def after(self) -> int | None:
         """Passes of a kind that the stock modules run before a program takes over; None: all."""
 
+    @property
+    def bucket(self) -> int:
+        """Passes of a round look at a multiple of so many slots."""
+        return 1
+
+    def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
+        """Refuse a device that passes cannot be run on so.
+
+        Raises:
+            UnsupportedOptionError: naming the remedy.
+        """
+
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        """Let calls stand in for layers of a view, where programs can make something of that.
+
+        Args:
+            view: of a model.
+            model: which; its weights are looked at by this view alone.
+            adapter: where its layers are.
+        """
+        return ()
+
     @abstractmethod
-    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
+    def is_tried(self, lengths: Sequence[int]) -> bool:
+        """Whether a program has been compared with the stock modules often enough.
+
+        Args:
+            lengths: the number of visible slots in each comparison.
+        """
+
+    @abstractmethod
+    def program(
+        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+    ) -> Function:
         """What computes the same as `function`, for other tensors of the same shapes, and faster.
 
         Shapes may differ where the number of visible slots enters.
@@ -42,6 +82,10 @@ class Runtime(ABC):
             function: the pass.
             example: what it was run on.
             layers: calls in it that may be given functions to run, each noted in that run.
+            held: how many of the last tensors are memory to be read and written where it is.
+
+        Raises:
+            RecordingError: it cannot be made; what was made may raise it as well.
         """
 
 
@@ -53,7 +97,12 @@ class Eager(Runtime):
     def after(self) -> int | None:
         return None
 
-    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
+    def is_tried(self, lengths: Sequence[int]) -> bool:
+        return True
+
+    def program(
+        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+    ) -> Function:
         return function
 
 
@@ -76,7 +125,15 @@ class Traced(Runtime):
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
             raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
 
-    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        return put_calls(view, model, adapter)
+
+    def is_tried(self, lengths: Sequence[int]) -> bool:
+        return len(set(lengths)) >= _TRIALS
+
+    def program(
+        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+    ) -> Function:
         # Of its own: what torch.jit.trace makes stays in a unit of the process, and every weight with it, for good.
         unit = torch._C.CompilationUnit()
         with _RECORDING, warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
@@ -143,3 +200,12 @@ def _graph(function: Function, example: tuple[Tensor, ...]) -> Any:
     for node in graph.nodes():
         node.copyMetadata(nowhere.create("prim::Constant"))
     return graph
+
+
+def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    """Whether two passes gave the same bits."""
+    # NaN is no number but may be what both give.
+    return len(given) == len(expected) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(given, expected, strict=True)
+    )

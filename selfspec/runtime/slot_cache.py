@@ -19,25 +19,29 @@ class SlotCache(Cache):
         written: slots of the pass's tokens, `[1 or batch, width]`.
         visible: numbers of the slots that the pass looks at, `[visible]`.
         buffers: keys and values, `[batch, heads, capacity, head_dim]` each, by layer.
+        padded: whether slots past the pass's tokens may be visible.
     """
 
-    def __init__(self, written: Tensor, visible: Tensor, buffers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, written: Tensor, visible: Tensor, buffers: Mapping[int, tuple[Tensor, Tensor]], padded: bool
+    ) -> None:
         super().__init__(layers=[])
         self._written = written
         self._visible = visible
         self._buffers = buffers
+        self.padded = padded
 
     @classmethod
-    def of_slots(cls, slots: Slots) -> SlotCache:
+    def of_slots(cls, slots: Slots, padded: bool) -> SlotCache:
         """The cache of a whole pass."""
         pairs = zip(slots.buffers[::2], slots.buffers[1::2], strict=True)
-        return cls(slots.written, slots.visible, dict(enumerate(pairs)))
+        return cls(slots.written, slots.visible, dict(enumerate(pairs)), padded)
 
     @classmethod
-    def of_layer(cls, layer: int, tensors: Sequence[Tensor]) -> SlotCache:
+    def of_layer(cls, layer: int, tensors: Sequence[Tensor], padded: bool) -> SlotCache:
         """The cache of one layer, from what `tensors_of_layer` gave."""
         written, visible, *buffers = tensors
-        return cls(written, visible, {layer: (buffers[0], buffers[1])} if buffers else {})
+        return cls(written, visible, {layer: (buffers[0], buffers[1])} if buffers else {}, padded)
 
     def tensors_of_layer(self, layer: int) -> list[Tensor]:
         """What one layer needs of it; without buffers if it has none of its own."""
@@ -50,12 +54,14 @@ class SlotCache(Cache):
         keys, values = self._buffers[layer_idx]
         return self._updated(keys, key_states), self._updated(values, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of slots before the pass's tokens."""
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Number of slots before the pass's tokens; a tensor of one where the device alone knows."""
+        if self.padded:
+            return self._written[:, 0].amax()
         # A number and no part of the recording: models ask for it where they need no mask at all.
         return int(self._visible.shape[0]) - int(self._written.shape[1])
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Slot of the pass's first token."""
         return self.get_seq_length()
 

@@ -43,6 +43,7 @@ _ENDED = "tests/test_ended_rows.py::test_greedy_rows_are_what_they_are_alone"
 _NOISE = "tests/test_ended_rows.py::test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "tests/test_past.py::test_a_left_padded_batch_goes_on_from_its_cache"
 _CONTROLLED = "tests/test_control.py::test_greedy_text_is_stock_text"
+_GRAPHS = "tests/runtime/test_cuda_graphs.py"
 _IN_STEP = "tests/test_in_step.py"
 _TOKEN_PROOF = "tests/accept/test_token_level.py"
 _BLOCK_PROOF = "tests/accept/test_block.py"
@@ -58,6 +59,7 @@ _MASKS = "selfspec/masks.py"
 _PROGRAMS = "selfspec/runtime/programs.py"
 _RUNTIME = "selfspec/runtime/runtime.py"
 _LAYER_CALLS = "selfspec/runtime/layer_calls.py"
+_CUDA_GRAPHS = "selfspec/runtime/cuda_graphs.py"
 _PASSES = "selfspec/passes.py"
 _GROUPED = "selfspec/grouped_queries.py"
 _PATH = "selfspec/path.py"
@@ -519,7 +521,7 @@ CATALOGUE = (
     Mutation(
         "a program is trusted whatever bits it gives",
         _PROGRAMS,
-        "if not _equal(given.flat(), expected.flat()):",
+        "if not equal(given.flat(), expected.flat()):",
         "if False:",
         ("tests/runtime/test_programs.py::test_what_gives_other_bits_or_fails_is_never_used",),
     ),
@@ -557,6 +559,48 @@ CATALOGUE = (
         "shapes, self._structure())",
         "shapes)",
         ("tests/runtime/test_layer_calls.py::test_layers_that_attend_otherwise_are_not",),
+    ),
+    Mutation(
+        "a graph reads the tokens it was captured with",
+        _CUDA_GRAPHS,
+        "            static.copy_(tensor)\n",
+        "            pass\n",
+        (f"{_GRAPHS}::test_greedy_text_is_the_stock_models",),
+    ),
+    Mutation(
+        "a graph's outputs are handed out as they lie",
+        _CUDA_GRAPHS,
+        "tuple(output.clone() for output in self.recording.outputs)",
+        "tuple(self.recording.outputs)",
+        (f"{_GRAPHS}::test_greedy_text_is_the_stock_models",),
+    ),
+    Mutation(
+        "a graph is used for a cache that lies elsewhere",
+        _CUDA_GRAPHS,
+        "(tensor.data_ptr(), tensor.shape) for tensor in memory",
+        "(0, tensor.shape) for tensor in memory",
+        (f"{_GRAPHS}::test_another_generation_has_a_cache_elsewhere",),
+    ),
+    Mutation(
+        "a graph is trusted whatever bits it gives",
+        _CUDA_GRAPHS,
+        "if not equal(graph.run(inputs), expected):",
+        "if False:",
+        (f"{_GRAPHS}::test_what_cannot_be_captured_is_run_by_the_stock_modules",),
+    ),
+    Mutation(
+        "a graph keeps the cache it was captured on",
+        _CUDA_GRAPHS,
+        "self._graphs[key] = graph\n",
+        "self._graphs[key] = graph\n            self._memory = memory\n",
+        (f"{_GRAPHS}::test_a_cache_is_free_when_its_generation_ends",),
+    ),
+    Mutation(
+        "the last token sees what stands behind it in its bucket",
+        _MASKS,
+        "is_last = not padded and ",
+        "is_last = ",
+        (f"{_GRAPHS}::test_greedy_text_is_the_stock_models",),
     ),
     Mutation(
         "attention with shared key heads forgets its mask",

@@ -18,6 +18,7 @@ from selfspec.path import Part, Path, Sublayer
 from selfspec.runtime import Traced
 from selfspec.runtime.layer_calls import alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.programs import Programs
 from selfspec.runtime.recordable import frozen_twin
 from selfspec.wrapped import find_adapter
 
@@ -36,7 +37,7 @@ class Bench:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Bench:
         cache = SharedCache(tiny.DEPTH, 1, 64, 16, torch.device("cpu"))
-        passes = Passes(model, find_adapter(model), cache)
+        passes = Passes(model, find_adapter(model), cache, Programs(Traced(after=0)))
         with torch.no_grad():
             cache.reserve(PROMPT)
             passes.prefill(tiny.prompt(PROMPT), [PROMPT])

@@ -207,7 +207,9 @@ class _Planted(Traced):
     runs: int = 0
     does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
 
-    def program(self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
+    def program(
+        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+    ) -> Function:
         calls = count()
         return lambda tensors: (self.does if next(calls) >= self.runs else tuple)(function(tensors))
 
@@ -236,7 +238,7 @@ def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) 
     @dataclass(frozen=True)
     class Scribbling(Traced):
         def program(
-            self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()
+            self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
         ) -> Function:
             def scribble(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 outputs = function(tensors)

@@ -1,0 +1,191 @@
+"""CUDA graphs: the kernels of a pass captured once and launched together, without Python or a launch for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.runtime import Function, RecordingError, Runtime, equal
+
+# Graphs of one kind of pass: one for every bucket of slots, and again for every cache that lies elsewhere.
+_MOST_GRAPHS = 32
+_TRIALS = 3
+
+Launch = Callable[[], tuple[Tensor, ...]]
+"""Runs a pass over tensors that stay where they are; gives its outputs."""
+
+
+@dataclass(frozen=True)
+class CudaGraphs(Runtime):
+    """CUDA graphs of passes, for models on a CUDA device.
+
+    A graph repeats kernels on the memory it was captured on. Tokens, positions and states are copied to where it reads
+    them; keys and values it finds in the cache itself, so it serves as long as the cache lies where it lay. Passes look
+    at a multiple of `bucket` slots, and what stands past a row's end is masked: so one graph serves for many lengths,
+    and a short text does not attend over the room of a long one. Every graph is used only if it gave, bit by bit, what
+    the modules gave.
+
+    Attributes:
+        after: passes of a kind that run without a graph first.
+        bucket: slots.
+    """
+
+    after: int = 8
+    bucket: int = 64
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("after", self.after, 0), ("bucket", self.bucket, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UnsupportedOptionError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+    def check(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise UnsupportedOptionError(
+                f"CudaGraphs runs models on a CUDA device, and this one is on {device}; move it there, or leave the "
+                "runtime out"
+            )
+
+    def is_tried(self, lengths: Sequence[int]) -> bool:
+        return len(lengths) >= _TRIALS
+
+    def program(
+        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+    ) -> Function:
+        return _Graphs(function, held, self.recorder(example[0].device))
+
+    def recorder(self, device: torch.device) -> Recorder:
+        """Captures what is launched on a device."""
+        return Recorder(device)
+
+
+class Recorder:
+    """Captures the passes of one kind, which share the memory of what they compute on the way.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
+            self._done = torch.cuda.Event()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is launched within begins when the last turn's work is done, whichever stream that was on."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            current.wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done.record(current)
+
+    def warmed(self, launch: Launch) -> tuple[Tensor, ...]:
+        """Launch once on the stream that captures, where kernels set up what a capture may not."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = launch()
+        current.wait_stream(self._stream)
+        # They were made on the other stream, and are looked at on this one.
+        torch.cuda.synchronize(self._device)
+        return outputs
+
+    def record(self, launch: Launch) -> Recording:
+        """Capture what is launched. Nothing runs before the first replay."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Other threads may go on with work of their own meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = launch()
+            finally:
+                graph.capture_end()
+        return Recording(graph.replay, outputs)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Kernels on certain memory.
+
+    Attributes:
+        replay: launches them.
+        outputs: where they leave what they give.
+    """
+
+    replay: Callable[[], None]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recording, and where it reads what a pass takes."""
+
+    recording: Recording
+    inputs: tuple[Tensor, ...]
+
+    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for static, tensor in zip(self.inputs, tensors, strict=True):
+            static.copy_(tensor)
+        self.recording.replay()
+        # The next replay writes to the same memory.
+        return tuple(output.clone() for output in self.recording.outputs)
+
+
+class _Graphs:
+    """The graphs of one kind of pass, called like the pass.
+
+    Args:
+        function: the pass.
+        held: how many of its last tensors are memory that it reads and writes where it is.
+        recorder: captures it.
+    """
+
+    def __init__(self, function: Function, held: int, recorder: Recorder) -> None:
+        self._function = function
+        self._held = held
+        self._recorder = recorder
+        self._graphs: dict[object, _Graph] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs, memory = tensors[: len(tensors) - self._held], tensors[len(tensors) - self._held :]
+        # Elsewhere in memory, of other shapes, or among more slots, it is another graph.
+        key = (*(tensor.shape for tensor in inputs), *((tensor.data_ptr(), tensor.shape) for tensor in memory))
+        with self._lock, self._turn():
+            graph = self._graphs.pop(key, None) or self._recorded(inputs, memory)
+            self._graphs[key] = graph
+            if len(self._graphs) > _MOST_GRAPHS:
+                # The one that has not been asked for the longest.
+                del self._graphs[next(iter(self._graphs))]
+            return graph.run(inputs)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return self._recorder.turn()
+
+    def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> _Graph:
+        if len({tensor.device for tensor in (*inputs, *memory)}) > 1:
+            raise RecordingError("the model is on several devices, and a graph is of one")
+        # What comes later may be made in inference mode or not.
+        with torch.inference_mode(False):
+            static = tuple(torch.empty_like(tensor) for tensor in inputs)
+            for each, tensor in zip(static, inputs, strict=True):
+                each.copy_(tensor)
+        try:
+            expected = self._recorder.warmed(lambda: self._function((*static, *memory)))
+            graph = _Graph(self._recorder.record(lambda: self._function((*static, *memory))), static)
+        except RuntimeError as error:
+            raise RecordingError(f"capturing it failed: {error}") from error
+        if not equal(graph.run(inputs), expected):
+            raise RecordingError("its graph gave other bits than its modules")
+        return graph

@@ -1,0 +1,91 @@
+"""A stand-in for CUDA graphs on a CPU: operations are noted with the very tensors they ran on, and run on those again.
+
+What makes graphs hard to use is true of it too: a replay reads and writes where the capture did, whatever came since;
+numbers that were read from tensors, and decisions taken on them, are those of the capture; the capture itself leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from selfspec.runtime import CudaGraphs
+from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
+
+
+class _Noted(TorchDispatchMode):
+    """Notes every operation, and what stood in the memory that it wrote to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._before.append((value, value.clone()))
+        outputs = func(*args, **kwargs)
+        self._calls.append((func, args, kwargs, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]))
+        return outputs
+
+    def undo(self) -> None:
+        """Leave the memory as it was before."""
+        for tensor, before in reversed(self._before):
+            tensor.copy_(before)
+        self._before = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, outputs in self._calls:
+                again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+                for old, new in zip(outputs, again, strict=True):
+                    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                        old.copy_(new)
+
+
+class StandInRecorder(Recorder):
+    """Captures on a CPU."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        yield
+
+    def warmed(self, launch: Launch) -> tuple[Tensor, ...]:
+        return launch()
+
+    def record(self, launch: Launch) -> Recording:
+        self.captured += 1
+        noted = _Noted()
+        with noted:
+            outputs = launch()
+        noted.undo()
+        for output in outputs:
+            output.fill_(-1)
+        return Recording(noted.replay, outputs)
+
+
+@dataclass(frozen=True)
+class StandIn(CudaGraphs):
+    """The same runtime with stand-ins for graphs."""
+
+    recorders: list[StandInRecorder] = field(default_factory=list, compare=False)
+
+    def check(self, device: torch.device) -> None:
+        return
+
+    def recorder(self, device: torch.device) -> Recorder:
+        self.recorders.append(StandInRecorder())
+        return self.recorders[-1]

@@ -1,0 +1,246 @@
+"""Graphs of passes, by a stand-in for CUDA's that runs on a CPU: the same tokens, for every cache and every length."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from captures import StandIn, StandInRecorder
+from selfspec.cache import Slots
+from selfspec.errors import UnsupportedOptionError
+from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
+from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
+from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.programs import Programs
+from selfspec.runtime.runtime import Function
+from selfspec.runtime.slot_cache import SlotCache
+from snapshot import Snapshot
+
+PROMPT, NEW, BUCKET = 5, 20, 8
+DRAFTS = {
+    "plain": None,
+    "exit": selfspec.EarlyExit(1),
+    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.LayerSkip(layers=[0, 2]),
+    "look-up": selfspec.PromptLookup(),
+}
+
+
+def _ticking() -> Callable[[], float]:
+    """A clock by which what is timed later always takes a little less."""
+    ticks: Iterator[int] = count(1)
+    return lambda: 1.0 - 1.0 / next(ticks)
+
+
+def _wrapped(
+    model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
+) -> selfspec.SelfSpeculative:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or StandIn(0, BUCKET))
+    spec.programs = Programs(spec.runtime, _ticking())
+    return spec
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: selfspec.Drafter | None) -> None:
+    model = tiny.BUILDERS[architecture](attention=kernel)
+    before = Snapshot(model)
+    spec = _wrapped(model, draft)
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert spec.programs.proved
+    assert all(kind.padded for kind in spec.programs.proved)
+    assert not spec.programs.refusals
+    before.assert_same(model)
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(
+    architecture: str, draft: selfspec.Drafter | None
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    prompts = torch.cat([tiny.prompt(PROMPT, seed=seed) for seed in range(3)])
+    mask = torch.ones_like(prompts)
+    mask[1, :3] = 0
+    mask[2, :1] = 0
+    tokens: list[list[list[int]]] = []
+    for runtime in (Eager(), StandIn(0, BUCKET)):
+        spec = _wrapped(model, draft, runtime)
+        output = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=1)
+        tokens.append(output.sequences.tolist())
+    assert tokens[0] == tokens[1]
+    assert any(not kind.uniform for kind in spec.programs.proved)
+
+
+def test_a_graph_serves_for_a_bucket_of_lengths(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    runtime = spec.runtime
+    assert isinstance(runtime, StandIn)
+    # The last pass looks at 24 slots.
+    assert [recorder.captured for recorder in runtime.recorders] == [3]
+
+
+def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama, DRAFTS["exit"])
+    others = []
+    for seed in range(3):
+        prompt = tiny.prompt(PROMPT, seed=seed)
+        others.append(spec.stream(prompt, max_new_tokens=NEW, do_sample=False))
+        next(others[-1])
+        found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+        assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    for seed, generation in enumerate(others):
+        expected = llama.generate(tiny.prompt(PROMPT, seed=seed), max_new_tokens=NEW, do_sample=False)
+        assert generation.finish().sequences.tolist() == expected.tolist()
+
+
+def test_only_so_many_graphs_are_kept(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 2
+    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", most)
+    spec = _wrapped(llama)
+    prompt = tiny.prompt(PROMPT)
+    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    for _ in range(2):
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+    (candidate,) = spec.programs._candidates.values()
+    assert candidate.program is not None
+    graphs = candidate.program.function
+    assert isinstance(graphs, cuda_graphs._Graphs)
+    assert len(graphs._graphs) == most
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
+    spec = _wrapped(llama, DRAFTS["exit"])
+    prompt = tiny.prompt(PROMPT)
+    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+    assert spec.programs.proved
+
+
+def test_threads_share_graphs(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama, DRAFTS["exit"])
+    prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
+    expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
+    found: dict[int, list[list[int]]] = {}
+
+    def run(number: int) -> None:
+        output = spec.generate(prompts[number], max_new_tokens=NEW, do_sample=False)
+        found[number] = output.sequences.tolist()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(3)] == expected
+
+
+class _Failing(StandInRecorder):
+    """Fails, or gives other bits, from some capture on."""
+
+    def __init__(self, good: int, fails: bool) -> None:
+        super().__init__()
+        self._good, self._fails = good, fails
+
+    def record(self, launch: Launch) -> Recording:
+        if self.captured < self._good:
+            return super().record(launch)
+        if self._fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        recording = super().record(launch)
+
+        def replay() -> None:
+            recording.replay()
+            recording.outputs[0].add_(1e-12)
+
+        return Recording(replay, recording.outputs)
+
+
+@dataclass(frozen=True)
+class _FailingGraphs(StandIn):
+    good: int = 0
+    fails: bool = True
+
+    def recorder(self, device: torch.device) -> Recorder:
+        return _Failing(self.good, self.fails)
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"), [(True, "not permitted when stream is capturing"), (False, "other bits than its modules")]
+)
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_what_cannot_be_captured_is_run_by_the_stock_modules(
+    llama: PreTrainedModel, good: int, fails: bool, reason: str
+) -> None:
+    spec = _wrapped(llama, runtime=_FailingGraphs(0, BUCKET, good=good, fails=fails))
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert not spec.programs.proved
+    (refusal,) = spec.programs.refusals.values()
+    assert reason in refusal
+
+
+def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Forgetful(StandInRecorder):
+        """Keeps nothing but outputs, as a graph does, which holds addresses and no tensors."""
+
+        def record(self, launch: Launch) -> Recording:
+            return Recording(lambda: None, launch())
+
+    @dataclass(frozen=True)
+    class Graphs(StandIn):
+        def program(
+            self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+        ) -> Function:
+            seen.extend(weakref.ref(tensor) for tensor in example[-held:])
+            return super().program(function, example, layers, held)
+
+        def recorder(self, device: torch.device) -> Recorder:
+            return Forgetful()
+
+    spec = _wrapped(llama, runtime=Graphs(0, BUCKET))
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=1, do_sample=False)
+    assert len(seen) == 2 * tiny.DEPTH
+    assert [candidate.program is not None for candidate in spec.programs._candidates.values()] == [True]
+    assert [ref for ref in seen if ref() is not None] == []
+
+
+def test_the_length_of_the_past_is_for_the_device_to_know() -> None:
+    written = torch.tensor([[5, 6], [3, 4]])
+    slots = Slots(written, written, torch.arange(16), (torch.zeros(2, 1, 16, 1), torch.zeros(2, 1, 16, 1)))
+    length = SlotCache.of_slots(slots, padded=True).get_seq_length()
+    assert isinstance(length, Tensor)
+    assert length == 5
+
+
+def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:
+    with pytest.raises(UnsupportedOptionError, match="CUDA device, and this one is on cpu"):
+        selfspec.wrap(llama, runtime=CudaGraphs())
+    spec = selfspec.wrap(llama)
+    spec.programs = Programs(CudaGraphs())
+    with pytest.raises(UnsupportedOptionError, match="move it there"):
+        spec.generate(tiny.prompt(PROMPT), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("after", "bucket"), [(-1, 64), (True, 64), (1.5, 64), (0, 1), (0, 0), (0, False), (0, 8.0)])
+def test_numbers_are_checked(after: int, bucket: int) -> None:
+    with pytest.raises(UnsupportedOptionError, match="must be an integer of at least"):
+        CudaGraphs(after, bucket)
