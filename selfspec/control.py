@@ -161,9 +161,9 @@ class CostAware(Control):
     The chance that a token is accepted is learnt as the generation goes, by the draft's confidence in it. With the
     costs that makes a problem of optimal stopping: a draft goes on while the chance that all of it stands, and the next
     token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft have lost more
-    plain steps than a few, and one for each hundred rounds, draft length is 0 until there is something to lose again.
-    That holds for the model's drafts, and for look-ups of each length of match; and all together may lose no more than
-    one of them.
+    plain steps than a few, and one for each two hundred rounds, draft length is 0 until there is something to lose
+    again. That holds for the model's drafts, and for look-ups of each length of match; and all together may lose no
+    more than one of them. Where not even a good draft would pay, as in large batches, the first few are not spent.
 
     In a batch, rows are kept in step to begin with: each commits as many tokens of a round as the worst does, since
     passes over rows at different places take longer, those without a draft among them. Once a draft has shown what pays
@@ -245,8 +245,23 @@ class _CostAware(Controller):
     def tries(self, match: int) -> bool:
         gate = self._gate(match)
         # Asked in any case: each counts how often it was.
-        opens = gate.opens()
+        opens = gate.opens(0.0 if self._promises(match) else self._at_risk(match))
         return opens and (gate.gains or self._paid <= may_lose(self._rounds))
+
+    def _promises(self, match: int) -> bool:
+        """Whether a draft that is accepted as often as good ones are would gain anything in a batch like this."""
+        rows = len(self._live)
+        # In step only what stands in every row counts; out of step passes take longer.
+        in_step, out_of_step = _GOOD**rows, self._costs.out_of_step if rows > 1 else 1.0
+        return any(
+            cost < _expected(in_step, length) or cost * out_of_step < _expected(_GOOD, length)
+            for length in range(1, self.longest + 1)
+            for cost in (self._costs.of_round(0 if match else length, length),)
+        )
+
+    def _at_risk(self, match: int) -> float:
+        """What the shortest round with a draft loses if nothing of it stands, in plain steps."""
+        return self._costs.of_round(0 if match else 1, 1) - 1
 
     def prefers(self, match: int) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
@@ -333,7 +348,9 @@ class _Acceptance:
 
 
 # Plain steps that drafts may lose at any time, and for each round more.
-_MAY_LOSE, _FOR_EACH_ROUND = 3.0, 0.01
+_MAY_LOSE, _FOR_EACH_ROUND = 3.0, 0.005
+# How often tokens of a good draft are accepted.
+_GOOD = 0.85
 
 
 def may_lose(rounds: int) -> float:
@@ -344,8 +361,8 @@ def may_lose(rounds: int) -> float:
 class _Gate:
     """Whether drafting may go on: while what it has lost, in plain steps, stays within what it may lose.
 
-    That is a few steps to begin with, and a hundredth of a step for each round since: so a draft is given time to show
-    what it is worth, one that is worth nothing is tried again now and then, and all of it costs about a percent.
+    That is a few steps to begin with, and half a hundredth of a step for each round since: so a draft is given time to
+    show what it is worth, one that is worth nothing is tried again now and then, and all of it costs about a percent.
     """
 
     _TRIALS = 4
@@ -366,9 +383,15 @@ class _Gate:
         """Whether too few rounds have been seen to judge by."""
         return self._rounds < self._TRIALS
 
-    def opens(self) -> bool:
-        """Whether the round that begins may draft. Asked once a round."""
+    def opens(self, at_risk: float) -> bool:
+        """Whether the round that begins may draft. Asked once a round.
+
+        Args:
+            at_risk: what it may lose, of a draft that promises nothing: it has to be saved up first. Else 0.
+        """
         self._asked += 1
+        if at_risk > 0 and not self.gains:
+            return self._lost + at_risk <= may_lose(self._asked) - _MAY_LOSE
         return self._lost <= may_lose(self._asked)
 
     @property
@@ -387,6 +410,11 @@ class _Gate:
         self._lost = max(self._lost + cost - gained, -_MAY_LOSE)
         self.paid = max(self.paid + cost - committed, -_MAY_LOSE)
         self._rounds += 1
+
+
+def _expected(chance: float, length: int) -> float:
+    """Tokens that a round commits on average if each token drafted stands with the same chance."""
+    return sum(chance**place for place in range(length + 1))
 
 
 def _confidences(scores: Tensor) -> list[float]:

@@ -15,10 +15,13 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
+from captures import StandIn
 from goodness import holm_rejects, p_value
 from selfspec.accept import TokenLevel
-from selfspec.draft import Drafter
+from selfspec.draft import Draft, Drafter
+from selfspec.runtime import Runtime
 from selfspec.sampling import Sampling
+from selfspec.state import State
 from selfspec.text import Prefixes
 
 VOCAB, EOS, PAD = 5, 4, 0
@@ -427,6 +430,41 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel
     assert caught.value.output.lengths[0] == 0
     if first not in expected[1, 4:]:
         assert torch.equal(caught.value.output.sequences[1], expected[1])
+
+
+@dataclass(frozen=True)
+class Poison(Drafter):
+    """Drafts a token in the first round that no pass can read without overflow, and nothing after that."""
+
+    token: int
+    prompt: int
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: State, length: int) -> Draft:
+        if state.text.length(0) > self.prompt:
+            return state.no_draft()
+        return Draft(torch.full((len(state.live), length), self.token))
+
+
+@pytest.mark.parametrize("runtime", [selfspec.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_rejected_draft_leaves_in_sight_does_no_harm(
+    llama: PreTrainedModel, rows: int, runtime: Runtime
+) -> None:
+    prompts = tiny.prompt(8, batch=rows)
+    # One row is shorter: passes over rows at different places look at what stands behind the shorter one.
+    mask = torch.ones_like(prompts)
+    mask[-1, : 4 * (rows - 1)] = 0
+    expected = llama.generate(prompts, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    poison = next(token for token in range(tiny.VOCABULARY) if token not in expected)
+    with torch.no_grad():
+        llama.get_input_embeddings().weight[poison] = torch.inf
+    spec = selfspec.wrap(llama, Poison(poison, prompt=8), draft_length=3, runtime=runtime)
+    output = spec.generate(prompts, mask, max_new_tokens=12, do_sample=False)
+    assert output.stats.drafted
+    assert torch.equal(output.sequences, expected)
 
 
 def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
