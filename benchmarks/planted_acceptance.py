@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--packed", action="store_true", help="selfspec's arms run packed weights")
+    parser.add_argument("--graphs", action="store_true", help="selfspec's arms run as CUDA graphs")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-assistant", action="store_true", help="without transformers' early exit, which is slow")
     parser.add_argument("--name", default="planted", help="folder of the results")
@@ -88,7 +89,8 @@ def main() -> None:
     prompts = {cell: _prompts(shape["vocabulary"], options, cell.batch, cell.context) for cell in cells}
     kinds = [Kind.DRAFT] + ([Kind.STATIC] if options.device != "cpu" else [])
     kinds += [] if options.no_assistant else [Kind.EARLY_EXIT]
-    specs = arm_specs(kinds, [f"exit:{exit_layer}"], None, [None], exit_layer, options.draft_length, options.packed)
+    drafts, own = [f"exit:{exit_layer}"], (options.packed, options.graphs)
+    specs = arm_specs(kinds, drafts, None, [None], exit_layer, options.draft_length, *own)
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         if not options.no_memory:
             model.save_pretrained(folder)

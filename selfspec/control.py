@@ -224,7 +224,8 @@ class _Confident(Controller):
 class _CostAware(Controller):
     def __init__(self, longest: int, costs: Costs) -> None:
         self.longest = longest
-        self._measured = self._costs = costs
+        self._measured, self._costs = costs, costs.in_batch(costs.rows)
+        self._risks = _Risks.of(self._costs, longest)
         self._acceptance = _Acceptance()
         self._model = _Gate()
         self._look_ups: dict[int, _Gate] = {}
@@ -237,7 +238,9 @@ class _CostAware(Controller):
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
         self._live = live
         self._rounds += 1
-        self._costs = self._measured.in_batch(len(live))
+        if len(live) != self._costs.rows:
+            self._costs = self._measured.in_batch(len(live))
+            self._risks = _Risks.of(self._costs, self.longest)
         self._reached = [1.0] * len(live)
         self._confidences = []
         return min(self.longest, remaining - 1)
@@ -245,23 +248,8 @@ class _CostAware(Controller):
     def tries(self, match: int) -> bool:
         gate = self._gate(match)
         # Asked in any case: each counts how often it was.
-        opens = gate.opens(0.0 if self._promises(match) else self._at_risk(match))
-        return opens and (gate.gains or self._paid <= may_lose(self._rounds))
-
-    def _promises(self, match: int) -> bool:
-        """Whether a draft that is accepted as often as good ones are would gain anything in a batch like this."""
-        rows = len(self._live)
-        # In step only what stands in every row counts; out of step passes take longer.
-        in_step, out_of_step = _GOOD**rows, self._costs.out_of_step if rows > 1 else 1.0
-        return any(
-            cost < _expected(in_step, length) or cost * out_of_step < _expected(_GOOD, length)
-            for length in range(1, self.longest + 1)
-            for cost in (self._costs.of_round(0 if match else length, length),)
-        )
-
-    def _at_risk(self, match: int) -> float:
-        """What the shortest round with a draft loses if nothing of it stands, in plain steps."""
-        return self._costs.of_round(0 if match else 1, 1) - 1
+        risk = self._risks.of_look_up if match else self._risks.of_model
+        return gate.opens(risk) and (gate.gains or self._paid <= may_lose(self._rounds))
 
     def prefers(self, match: int) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
@@ -410,6 +398,35 @@ class _Gate:
         self._lost = max(self._lost + cost - gained, -_MAY_LOSE)
         self.paid = max(self.paid + cost - committed, -_MAY_LOSE)
         self._rounds += 1
+
+
+@dataclass(frozen=True)
+class _Risks:
+    """What the shortest round with a draft may lose, in plain steps; 0 where a good draft would pay.
+
+    Attributes:
+        of_model: where the model drafts.
+        of_look_up: where drafts are looked up.
+    """
+
+    of_model: float
+    of_look_up: float
+
+    @classmethod
+    def of(cls, costs: Costs, longest: int) -> _Risks:
+        """For a batch that costs are of, and drafts of up to `longest` tokens."""
+        # In step only what stands in every row counts; out of step passes take longer.
+        chances = {_GOOD: costs.out_of_step if costs.rows > 1 else 1.0, _GOOD**costs.rows: 1.0}
+
+        def risk(steps: int) -> float:
+            pays = any(
+                costs.of_round(steps * length, length) * slower < _expected(chance, length)
+                for chance, slower in chances.items()
+                for length in range(1, longest + 1)
+            )
+            return 0.0 if pays else costs.of_round(steps, 1) - 1
+
+        return cls(risk(steps=1), risk(steps=0))
 
 
 def _expected(chance: float, length: int) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from selfspec.path import Part, Path, Sublayer
@@ -29,6 +30,8 @@ class Costs:
         out_of_step: how long a pass takes over rows of a batch that stand at different places, in passes over rows that
             stand alike. 1.2 was measured on a model of 2M parameters; the larger the model, the less it is.
         rows: of the batch that all this is about.
+        each_row: what a further row adds to a pass over one token of each, where it is more than a further token of a
+            block does by `widening`: kernels for a few rows in all do not help batches.
     """
 
     draft: float
@@ -37,14 +40,24 @@ class Costs:
     overhead: float = 0.0
     out_of_step: float = 1.2
     rows: int = 1
+    each_row: float = 0.0
 
     @classmethod
-    def assumed(cls, draft: float) -> Costs:
-        """Where only c is known: what a target pass and all else cost on the machines that were looked at."""
-        return cls(draft, verify=1.1, widening=0.03, overhead=0.05)
+    def assumed(cls, draft: float, device: torch.device) -> Costs:
+        """Where only c is known: what a target pass and all else cost on the machines that were looked at.
+
+        Args:
+            draft: c.
+            device: that passes run on.
+        """
+        # Two CPUs were looked at, and no GPU.
+        each_row = 0.08 if device.type == "cpu" else 0.0
+        return cls(draft, verify=1.1, widening=0.03, overhead=0.05, each_row=each_row)
 
     def in_batch(self, rows: int) -> Costs:
         """The same for another number of rows, on the footing that a pass takes longer in proportion to its tokens.
+
+        For more rows than these that is by what a further row adds, for fewer by what a further token does.
 
         Each further token of a block is one more in every row, so blocks widen a pass the more the larger the batch.
 
@@ -52,8 +65,16 @@ class Costs:
             rows: of the batch, at least 1.
         """
         each = self.widening / self.rows
+        if rows > self.rows:
+            each = max(each, self.each_row)
         step = max(1 + each * (rows - self.rows), each * rows)
-        return replace(self, widening=each * rows / step, overhead=self.overhead / step, rows=rows)
+        return replace(
+            self,
+            widening=each * rows / step,
+            overhead=self.overhead / step,
+            rows=rows,
+            each_row=self.each_row / step,
+        )
 
     def of_round(self, steps: int, drafted: int) -> float:
         """The cost of a round.

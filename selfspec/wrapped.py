@@ -351,7 +351,7 @@ class SelfSpeculative:
             return choice
         self._check_depth(draft)
         draft.check_model(self.model, self.adapter)
-        estimated = Costs.assumed(draft.cost(self.model, self.adapter))
+        estimated = Costs.assumed(draft.cost(self.model, self.adapter), self.model.device)
         return replace(choice, costs=choice.costs or estimated)
 
     def _check_depth(self, draft: Drafter) -> None:

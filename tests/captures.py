@@ -2,7 +2,7 @@
 
 What makes graphs hard to use is true of it too: a replay reads and writes where the capture did, whatever came since;
 numbers that were read from tensors, and decisions taken on them, are those of the capture; the capture itself leaves
-nothing behind.
+nothing behind; and it fails where the host would wait for the device.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class _Noted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:
+            raise RuntimeError("operation not permitted when stream is capturing: numbers go to the device")
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._before.append((value, value.clone()))

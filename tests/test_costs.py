@@ -58,6 +58,21 @@ def test_in_a_batch_a_pass_takes_longer_in_proportion_to_its_tokens() -> None:
     assert costs.in_batch(1) == costs
 
 
+def test_more_rows_cost_what_a_further_row_does_and_fewer_what_a_further_token_does() -> None:
+    costs = selfspec.Costs(draft=0.25, widening=0.02, each_row=0.1)
+    # Six rows take 1.5 times as long as one, and a token more in each of them 0.6 as long as one.
+    assert costs.in_batch(6).widening == pytest.approx(0.6 / 1.5)
+    assert costs.in_batch(1) == costs
+    four = selfspec.Costs(draft=0.25, widening=0.08, rows=4, each_row=0.1)
+    assert four.in_batch(2).widening == selfspec.Costs(draft=0.25, widening=0.08, rows=4).in_batch(2).widening
+    assert four.in_batch(8).widening > selfspec.Costs(draft=0.25, widening=0.08, rows=4).in_batch(8).widening
+
+
+def test_rows_that_cost_less_than_tokens_count_as_tokens_do() -> None:
+    costs = selfspec.Costs(draft=0.25, widening=0.1, each_row=0.05)
+    assert costs.in_batch(4).widening == selfspec.Costs(draft=0.25, widening=0.1).in_batch(4).widening
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])
 def test_costs_of_a_batch_hold_for_other_batches_too(rows: int) -> None:
     costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.04, overhead=0.05)

@@ -80,16 +80,15 @@ class OneRow(Drafter):
         chosen = torch.arange(4) == (starts[0] % 4)
         return Draft(torch.where(chosen[:, None], right, wrong), steps=length)
 
-    def cost(self, model: Any, adapter: Any) -> float:
-        # Cheap enough to be tried.
-        return 0.3
-
 
 def test_rows_stay_in_step_where_drafts_are_worth_nothing() -> None:
     model, prompts = tiny.llama(), tiny.prompt(6, batch=4)
     text = model.generate(prompts, do_sample=False, max_new_tokens=NEW)
     for draft in (OneRow(text), selfspec.EarlyExit(1)):
-        stream = selfspec.wrap(model, draft).stream(prompts, max_new_tokens=NEW, do_sample=False)
+        # As cheap as a draft must be to be tried in a batch, and not as cheap as these would have to be to pay.
+        control = selfspec.CostAware(costs=selfspec.Costs(draft=0.3, verify=1.1, widening=0.03))
+        spec = selfspec.wrap(model, draft, draft_length=control)
+        stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
         chunks = list(stream)
         assert any(chunk.rows[0].draft for chunk in chunks)
         assert all(len(committed(chunk)) == 1 for chunk in chunks)

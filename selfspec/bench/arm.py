@@ -39,6 +39,7 @@ class ArmSpec:
         length: tokens drafted each round; None: as the arm itself decides.
         accept: acceptance rule, by name; None: selfspec's default.
         packed: whether it runs a model whose weights are packed.
+        graphs: whether selfspec runs it as CUDA graphs.
     """
 
     kind: Kind
@@ -47,13 +48,14 @@ class ArmSpec:
     length: int | None = None
     accept: str | None = None
     packed: bool = False
+    graphs: bool = False
 
     @property
     def name(self) -> str:
         """What reports call it."""
         length = "" if self.length is None else f", length {self.length}"
         rule = "" if self.accept is None else f", {self.accept}"
-        packed = ", packed" if self.packed else ""
+        how = (", packed" if self.packed else "") + (", CUDA graphs" if self.graphs else "")
         match self.kind:
             case Kind.GENERATE:
                 return "model.generate"
@@ -64,9 +66,9 @@ class ArmSpec:
             case Kind.EARLY_EXIT:
                 return f"model.generate, assistant_early_exit={self.exit_layer}{length}"
             case Kind.PLAIN:
-                return f"selfspec plain{packed}"
+                return f"selfspec plain{how}"
             case Kind.DRAFT:
-                return f"selfspec {self.draft}{length}{rule}{packed}"
+                return f"selfspec {self.draft}{length}{rule}{how}"
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

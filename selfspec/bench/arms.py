@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ def arm_specs(
     exit_layer: int,
     exit_length: int,
     packed: bool = False,
+    graphs: bool = False,
 ) -> list[ArmSpec]:
     """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
 
@@ -33,6 +35,7 @@ def arm_specs(
         exit_layer: of transformers' own early exit.
         exit_length: tokens that it drafts each round.
         packed: whether selfspec's own run a model whose weights are packed.
+        graphs: whether they run as CUDA graphs.
     """
     specs = [ArmSpec(Kind.GENERATE)]
     if Kind.STATIC in kinds:
@@ -41,16 +44,12 @@ def arm_specs(
         specs.append(ArmSpec(Kind.LOOK_UP))
     if Kind.EARLY_EXIT in kinds:
         specs.append(ArmSpec(Kind.EARLY_EXIT, exit_layer=exit_layer, length=exit_length))
-    specs.append(ArmSpec(Kind.PLAIN, packed=packed))
+    own = [ArmSpec(Kind.PLAIN)]
     if Kind.EARLY_EXIT in kinds:
-        specs.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length, packed=packed))
+        own.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
     if Kind.DRAFT in kinds:
-        specs += [
-            ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule, packed=packed)
-            for draft in drafts
-            for rule in rules
-        ]
-    return list(dict.fromkeys(specs))
+        own += [ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
+    return list(dict.fromkeys([*specs, *(replace(spec, packed=packed, graphs=graphs) for spec in own)]))
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:

@@ -19,7 +19,7 @@ from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.plan import Choice, Plan
 
-FORMAT = 2
+FORMAT = 3
 _WHAT_DIFFERS = {
     "fingerprint": "weights",
     "model": "model class",
@@ -206,7 +206,7 @@ class _Reader:
             given = self.part(content, "costs")
             numbers = {each.name: self._number(given.get(each.name), f"{name}.costs") for each in fields(Costs)}
             costs = Costs(rows=int(numbers.pop("rows")), **numbers)
-            if costs.rows < 1 or costs.of_round(0, 0) <= 0 or costs.draft < 0 or costs.widening < 0:
+            if costs.rows < 1 or costs.of_round(0, 0) <= 0 or min(costs.draft, costs.widening, costs.each_row) < 0:
                 raise self._wrong(f"{name}.costs")
         temperature = self._number(content.get("temperature"), f"{name}.temperature")
         chosen = Chosen(draft, longest, costs, temperature, (low, middle, high))

@@ -34,6 +34,8 @@ from selfspec.wrapped import SelfSpeculative, find_adapter, wrap
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7
+# Tokens of a pass that stands for a batch.
+_WIDE = 24
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def calibrate(
         context=max(prompt.shape[1] for prompt in prompts) + asked.max_new_tokens // 2,
         repeats=_REPEATS,
         lengths=[min(length, asked.longest) for length in _LENGTHS],
+        wide=_WIDE,
         batch=asked.batch,
         base=plain,
         watch=told,

@@ -108,6 +108,9 @@ def bench(
         bool,
         typer.Option("--packed", help="Let selfspec's arms run packed weights; model.generate runs the plain ones."),
     ] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Let selfspec's arms run as CUDA graphs; on a CUDA device only.")
+    ] = False,
     output: Output = "text",
 ) -> None:
     """Measure ways to decode side by side: `model.generate` with its own helps, and selfspec with each draft.
@@ -156,6 +159,7 @@ def bench(
             device=device,
             threads=threads,
             packed=packed,
+            graphs=graphs,
             output=output,
         )
     )

@@ -57,6 +57,7 @@ class Job:
         device: where.
         threads: CPU threads; None: torch's own choice.
         packed: whether selfspec's arms run packed weights.
+        graphs: whether they run as CUDA graphs.
         output: what stdout gets.
     """
 
@@ -80,6 +81,7 @@ class Job:
     device: str
     threads: int | None
     packed: bool
+    graphs: bool
     output: OutputFormat
 
 
@@ -139,7 +141,7 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
             f"--exit {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
         )
     drafts = [draft.strip() for draft in drafts]
-    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length, job.packed)
+    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length, job.packed, job.graphs)
     for spec in specs:
         if spec.draft is None:
             continue

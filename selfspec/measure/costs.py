@@ -57,6 +57,8 @@ class MeasuredCosts:
         context: tokens before those that were timed.
         batch: rows.
         lengths: draft lengths at which drafts were timed.
+        each_row: what a further row adds to a target pass over one token of each, by a pass over far more tokens than a
+            draft has; None where none was timed.
     """
 
     step_seconds: Estimate
@@ -66,6 +68,7 @@ class MeasuredCosts:
     context: int
     batch: int
     lengths: tuple[int, ...]
+    each_row: float | None = None
 
     def of(self, name: str) -> Costs:
         """The costs of one draft as the formula and the control want them: V as a line through what was measured.
@@ -79,7 +82,8 @@ class MeasuredCosts:
         # A pass over more tokens does not cost less; where it looks so, it is noise.
         widening = max(slope, 0.0)
         verify = intercept + slope if slope > 0 else statistics.mean(values)
-        return Costs(self.draft[name].value, verify, widening, self.overhead[name].value, rows=self.batch)
+        overhead, each_row = self.overhead[name].value, self.each_row or 0.0
+        return Costs(self.draft[name].value, verify, widening, overhead, rows=self.batch, each_row=each_row)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
@@ -94,6 +98,7 @@ class MeasuredCosts:
             "context": self.context,
             "batch": self.batch,
             "lengths": list(self.lengths),
+            "each_row": self.each_row,
         }
 
 
@@ -106,6 +111,7 @@ def measure_costs(
     repeats: int = 9,
     *,
     lengths: Sequence[int] = LENGTHS,
+    wide: int | None = None,
     batch: int = 1,
     temperature: float = 0.0,
     warm_up: int = 4,
@@ -126,6 +132,7 @@ def measure_costs(
         context: tokens before the first that is timed; less where the model's context has no room for so many.
         repeats: times everything is timed, at least 1.
         lengths: draft lengths at which drafts are timed.
+        wide: tokens of one more target pass, wider than blocks are: it tells what a further row adds in larger batches.
         batch: rows of one length.
         temperature: 0 decodes greedily.
         warm_up: times everything is run before it is timed.
@@ -139,10 +146,13 @@ def measure_costs(
     """
     named = _named(drafters)
     _check(widths, context, repeats, lengths, batch, warm_up)
+    if wide is not None and wide < 2:
+        raise DraftConfigError(f"a wide pass has at least 2 tokens, got {wide}")
     told = watch or Unwatched()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
     told.begin(rounds + _GENERATIONS * (1 + len(named)))
-    longest = max(*lengths, *[width - 1 for width in widths])
+    timed = {1, *widths} if wide is None else {1, *widths, wide}
+    longest = max(*lengths, *[width - 1 for width in timed])
     bench = _Bench(
         base or wrap(bare(model), adapter=adapter, runtime=Traced(after=0)),
         _prompt(model, batch, context, rounds + _ROUNDS * (middle + 1) + longest),
@@ -150,7 +160,7 @@ def measure_costs(
         clock,
         warm_up,
     )
-    probe = Probe(named, sorted({1, *widths}), sorted(set(lengths)), bench.timer)
+    probe = Probe(named, sorted(timed), sorted(set(lengths)), bench.timer)
     samples = bench.probed(probe, longest, rounds, told)
     # A plain round in passes over one token: of these there are several to compare with, of it only one.
     plain = statistics.median(sample.plain / sample.unit for sample in samples)
@@ -164,7 +174,12 @@ def measure_costs(
         }
         for name, by_width in samples[0].verify.items()
     }
-    verify[PLAIN] = {1: Estimate.of_median([1.0]), **verify[PLAIN]}
+    each_row = None
+    if wide is not None:
+        # What tokens of one row cost in the products, as many rows of one token would.
+        each_row = max(verify[PLAIN][wide].value - 1, 0.0) / (wide * batch - batch)
+    by_width = {width: each for width, each in verify[PLAIN].items() if width in widths}
+    verify[PLAIN] = {1: Estimate.of_median([1.0]), **by_width}
     step_seconds = Estimate.of_median([sample.plain for sample in samples])
     overhead = {}
     for name, drafter in {PLAIN: Given(), **named}.items():
@@ -182,6 +197,7 @@ def measure_costs(
         context=bench.prompt.shape[1],
         batch=batch,
         lengths=tuple(sorted(set(lengths))),
+        each_row=each_row,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.layer_calls import LayerCall
-from selfspec.runtime.runtime import Function, RecordingError, Runtime, equal
+from selfspec.runtime.runtime import RECORDING, Function, RecordingError, Runtime, equal
 
 # Graphs of one kind of pass: one for every bucket of slots, and again for every cache that lies elsewhere.
 _MOST_GRAPHS = 32
@@ -182,8 +182,9 @@ class _Graphs:
             for each, tensor in zip(static, inputs, strict=True):
                 each.copy_(tensor)
         try:
-            expected = self._recorder.warmed(lambda: self._function((*static, *memory)))
-            graph = _Graph(self._recorder.record(lambda: self._function((*static, *memory))), static)
+            with RECORDING:
+                expected = self._recorder.warmed(lambda: self._function((*static, *memory)))
+                graph = _Graph(self._recorder.record(lambda: self._function((*static, *memory))), static)
         except RuntimeError as error:
             raise RecordingError(f"capturing it failed: {error}") from error
         if not equal(graph.run(inputs), expected):

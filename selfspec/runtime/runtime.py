@@ -24,8 +24,8 @@ Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 # Numbers of visible slots over which a traced program has to give what the stock modules give.
 _TRIALS = 3
-# Warnings are filtered for a whole process: one recording at a time may do that.
-_RECORDING = threading.Lock()
+RECORDING = threading.Lock()
+"""Held while something is recorded: warnings are filtered for a whole process, and so are graphs captured."""
 
 
 class RecordingError(RuntimeError):
@@ -136,7 +136,7 @@ class Traced(Runtime):
     ) -> Function:
         # Of its own: what torch.jit.trace makes stays in a unit of the process, and every weight with it, for good.
         unit = torch._C.CompilationUnit()
-        with _RECORDING, warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        with RECORDING, warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
             # It warns of every decision taken on a shape; the shapes are the same next time.
             warnings.simplefilter("ignore")
             # Every node notes the call stack it comes from, which is shortest in a thread of its own.

@@ -88,7 +88,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
         each: share_read(model, adapter, full) - share_read(model, adapter, Path.without(depth, [each]))
         for each in sublayers(depth)
     }
-    return Prices(1.0 - sum(shares.values()), shares, Costs.assumed(draft=0.0))
+    return Prices(1.0 - sum(shares.values()), shares, Costs.assumed(0.0, model.device))
 
 
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDrafter], depth: int) -> Prices:

@@ -79,7 +79,9 @@ def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
     assert "calibrate" in str(refused.value) or named == "is not understood"
 
 
-@pytest.mark.parametrize("costs", [{"draft": -0.1}, {"widening": -1.0}, {"verify": -2.0}, {"overhead": float("nan")}])
+@pytest.mark.parametrize(
+    "costs", [{"draft": -0.1}, {"widening": -1.0}, {"each_row": -1.0}, {"verify": -2.0}, {"overhead": float("nan")}]
+)
 def test_costs_that_cannot_be_are_refused(file: Path, costs: dict[str, float]) -> None:
     content = json.loads(file.read_text())
     content["greedy"]["costs"].update(costs)

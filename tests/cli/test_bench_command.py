@@ -49,6 +49,16 @@ def test_packed_arms_stand_beside_plain_generate(invoke: Invoke, folder: str, te
     assert all(arms[name]["agreement"]["equal"] == 2 for name in own)
 
 
+def test_graphs_are_refused_where_there_is_no_such_device(
+    invoke: Invoke, folder: str, texts: str, tmp_path: Path
+) -> None:
+    to = tmp_path / "results"
+    ending = invoke("bench", folder, "--workload", texts, *QUICK, "--to", str(to), "--device", "cpu", "--graphs")
+    assert ending.status == 2
+    assert "CudaGraphs runs models on a CUDA device" in ending.stderr
+    assert not (to / "results.jsonl").exists()
+
+
 def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
     words = ("bench", folder, "--workload", texts, *QUICK, *ARMS, "--to", str(to), "--dtype", "float64")

@@ -93,6 +93,18 @@ def test_the_line_through_planted_passes_is_theirs(planted: PreTrainedModel, clo
     assert exit_costs.widening == pytest.approx(TOKEN * 3.5 / 4.5)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_wide_pass_tells_what_a_further_row_adds(planted: PreTrainedModel, clock: Clock, batch: int) -> None:
+    without = _measured(planted, clock, batch=batch)
+    costs = _measured(planted, clock, batch=batch, wide=24)
+    assert without.each_row is None
+    # The planted clock goes by the tokens of a row.
+    assert costs.each_row == pytest.approx(TOKEN / batch)
+    assert costs.of("exit:1").each_row == costs.each_row
+    assert costs.verify.keys() == without.verify.keys()
+    assert costs.verify["none"].keys() == without.verify["none"].keys()
+
+
 def test_rows_of_a_batch_are_measured_together(planted: PreTrainedModel, clock: Clock) -> None:
     costs = _measured(planted, clock, batch=3, temperature=0.8, lengths=(2,))
     assert costs.batch == 3
