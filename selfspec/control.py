@@ -73,6 +73,10 @@ class Controller(ABC):
         """Whether a look-up with a match of so many tokens promises more than drafting with the model."""
         return True
 
+    def look_up_length(self) -> int:
+        """The most tokens worth looking up at once in the round that begins."""
+        return self.longest
+
     def goes_on(self, scores: Tensor) -> bool:
         """Whether to draft another token after the one just drafted, which is kept in any case.
 
@@ -163,9 +167,13 @@ class CostAware(Control):
     token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft have lost more
     plain steps than a few, and one for each two hundred rounds, draft length is 0 until there is something to lose
     again. That holds for the model's drafts, and for look-ups of each length of match; and all together may lose no
-    more than one of them. Where not even a good draft would pay, as in large batches, the first few are not spent.
+    more than one of them. Of a short text the few are at most a twenty-fifth; and where not even a good draft would pay,
+    as in large batches, they are not spent at all.
 
-    In a batch, rows are kept in step to begin with: each commits as many tokens of a round as the worst does, since
+    A batch is done when its hindmost row is, so in a batch a draft gains what it gains there, in the long run. Look-ups,
+    which draft all they may in a single row, draft as much as pays in one.
+
+    Rows are kept in step to begin with: each commits as many tokens of a round as the worst does, since
     passes over rows at different places take longer, those without a draft among them. Once a draft has shown what pays
     for that, each row goes its own way, to the end.
 
@@ -230,13 +238,17 @@ class _CostAware(Controller):
         self._model = _Gate()
         self._look_ups: dict[int, _Gate] = {}
         self._in_step = True
+        self._committed, self._stood = _Pace(), _Pace()
         self._rounds = 0
+        self._at_once = 0.0
         self._live: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
 
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
         self._live = live
+        if not self._rounds:
+            self._at_once = min(_MAY_LOSE, _OF_ALL * remaining)
         self._rounds += 1
         if len(live) != self._costs.rows:
             self._costs = self._measured.in_batch(len(live))
@@ -249,7 +261,11 @@ class _CostAware(Controller):
         gate = self._gate(match)
         # Asked in any case: each counts how often it was.
         risk = self._risks.of_look_up if match else self._risks.of_model
-        return gate.opens(risk) and (gate.gains or self._paid <= may_lose(self._rounds))
+        opens = gate.opens(self._at_once, risk)
+        return opens and (gate.gains or self._paid <= may_lose(self._at_once, self._rounds))
+
+    def look_up_length(self) -> int:
+        return self._risks.look_up_length
 
     def prefers(self, match: int) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
@@ -279,10 +295,10 @@ class _CostAware(Controller):
             for row, confidence in zip(rows, confidences, strict=True):
                 if row is not None and position < row.judged:
                     self._acceptance.count(confidence, position < row.accepted)
-        committed = sum(row.committed for row in outcomes) / len(outcomes)
-        dropped = sum(row.dropped for row in outcomes) / len(outcomes)
+        committed = self._committed.after([None if row is None else row.committed for row in rows])
+        stood = self._stood.after([None if row is None else row.committed + row.dropped for row in rows])
         gate = self._gate(draft.match)
-        gate.count(committed, dropped, self._costs.of_round(draft.steps, draft.length))
+        gate.count(committed, stood - committed, self._costs.of_round(draft.steps, draft.length))
         if not gate.is_new and gate.rate > self._costs.out_of_step:
             self._in_step = False
 
@@ -295,6 +311,37 @@ class _CostAware(Controller):
         if match == 0:
             return self._model
         return self._look_ups.setdefault(min(match, _LONG_MATCH), _Gate())
+
+
+class _Pace:
+    """How far drafts take a batch, whose end is that of its hindmost row.
+
+    Rows may be alike, and the hindmost of a few rounds catch up; or one may loop and another not, and it falls behind
+    for good. So what each row has gained is drawn towards the mean of all, the less the more rounds there have been.
+    """
+
+    _PRIOR = 8.0  # rounds
+
+    def __init__(self) -> None:
+        self._gained: list[int] = []
+        self._rounds = 0
+        self._place = 0.0
+
+    def after(self, tokens: Sequence[int | None]) -> float:
+        """By how many tokens the batch is further after a round with a draft. Others take all rows equally far.
+
+        Args:
+            tokens: that each row gained; None for a row that had ended. At least one had not.
+        """
+        if len(tokens) != len(self._gained):
+            self._gained, self._rounds, self._place = [0] * len(tokens), 0, 0.0
+        self._rounds += 1
+        self._gained = [gained + (count or 0) for gained, count in zip(self._gained, tokens, strict=True)]
+        going = [gained for gained, count in zip(self._gained, tokens, strict=True) if count is not None]
+        mean = sum(going) / len(going)
+        trust = self._rounds / (self._rounds + self._PRIOR)
+        before, self._place = self._place, mean - trust * (mean - min(going))
+        return self._place - before
 
 
 class _Acceptance:
@@ -335,15 +382,20 @@ class _Acceptance:
         return min(int(confidence * self._BINS), self._BINS - 1)
 
 
-# Plain steps that drafts may lose at any time, and for each round more.
-_MAY_LOSE, _FOR_EACH_ROUND = 3.0, 0.005
+# Plain steps that drafts may lose at any time, but at most so much of all there will be, and for each round more.
+_MAY_LOSE, _OF_ALL, _FOR_EACH_ROUND = 3.0, 0.04, 0.005
 # How often tokens of a good draft are accepted.
 _GOOD = 0.85
 
 
-def may_lose(rounds: int) -> float:
-    """What drafts may have lost after so many rounds, in plain steps."""
-    return _MAY_LOSE + _FOR_EACH_ROUND * rounds
+def may_lose(at_once: float, rounds: int) -> float:
+    """What drafts may have lost after so many rounds, in plain steps.
+
+    Args:
+        at_once: what they may lose to begin with.
+        rounds: of the generation so far.
+    """
+    return at_once + _FOR_EACH_ROUND * rounds
 
 
 class _Gate:
@@ -371,16 +423,17 @@ class _Gate:
         """Whether too few rounds have been seen to judge by."""
         return self._rounds < self._TRIALS
 
-    def opens(self, at_risk: float) -> bool:
+    def opens(self, at_once: float, at_risk: float) -> bool:
         """Whether the round that begins may draft. Asked once a round.
 
         Args:
+            at_once: what it may lose to begin with.
             at_risk: what it may lose, of a draft that promises nothing: it has to be saved up first. Else 0.
         """
         self._asked += 1
         if at_risk > 0 and not self.gains:
-            return self._lost + at_risk <= may_lose(self._asked) - _MAY_LOSE
-        return self._lost <= may_lose(self._asked)
+            return self._lost + at_risk <= may_lose(0.0, self._asked)
+        return self._lost <= may_lose(at_once, self._asked)
 
     @property
     def gains(self) -> bool:
@@ -402,15 +455,18 @@ class _Gate:
 
 @dataclass(frozen=True)
 class _Risks:
-    """What the shortest round with a draft may lose, in plain steps; 0 where a good draft would pay.
+    """What drafts may cost a batch for nothing.
 
     Attributes:
-        of_model: where the model drafts.
-        of_look_up: where drafts are looked up.
+        of_model: what the shortest round loses if nothing stands, in plain steps; 0 where a good draft would pay.
+        of_look_up: the same where drafts are looked up.
+        look_up_length: tokens to look up at once. One row looks up all it may, for next to nothing; each token is one
+            more in every row of a batch.
     """
 
     of_model: float
     of_look_up: float
+    look_up_length: int
 
     @classmethod
     def of(cls, costs: Costs, longest: int) -> _Risks:
@@ -418,15 +474,16 @@ class _Risks:
         # In step only what stands in every row counts; out of step passes take longer.
         chances = {_GOOD: costs.out_of_step if costs.rows > 1 else 1.0, _GOOD**costs.rows: 1.0}
 
+        def speed(steps: int, length: int) -> float:
+            cost = costs.of_round(steps * length, length)
+            return max(_expected(chance, length) / (cost * slower) for chance, slower in chances.items())
+
         def risk(steps: int) -> float:
-            pays = any(
-                costs.of_round(steps * length, length) * slower < _expected(chance, length)
-                for chance, slower in chances.items()
-                for length in range(1, longest + 1)
-            )
+            pays = any(speed(steps, length) > 1 for length in range(1, longest + 1))
             return 0.0 if pays else costs.of_round(steps, 1) - 1
 
-        return cls(risk(steps=1), risk(steps=0))
+        best = max(range(1, longest + 1), key=lambda length: speed(0, length))
+        return cls(risk(steps=1), risk(steps=0), longest if costs.rows == 1 else best)
 
 
 def _expected(chance: float, length: int) -> float:

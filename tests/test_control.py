@@ -247,13 +247,58 @@ def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_
     for first, goes_on in ((RowOutcome(4, 4, 5), True), (RowOutcome(4, 4, 1, dropped=4), False)):
         # Three tokens a row stand, at 2.6 plain steps.
         controller = CostAware(4).begin(selfspec.Costs(draft=0.4, out_of_step=1.1))
+        rows = [first, RowOutcome(1, 0, 1)]
         for _ in range(4):
             assert controller.tries(0)
-            controller.learn(draft, [first, RowOutcome(1, 0, 1)])
+            controller.learn(draft, rows)
+            rows.reverse()
         for _ in range(4):
-            controller.learn(draft, [first, RowOutcome(1, 0, 1)])
+            controller.learn(draft, rows)
+            rows.reverse()
         assert controller.tries(0) == goes_on
         assert not controller.keeps_step()
+
+
+def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
+    draft = Draft(torch.zeros(2, 4, dtype=torch.long), steps=4)
+    rounds = {}
+    for turns in (True, False):
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.4))
+        controller.choose(100, [True, True])
+        rows = [RowOutcome(4, 4, 5), RowOutcome(1, 0, 1)]
+        # Three tokens a row at 2.6 plain steps, in turns or all of them in one row.
+        rounds[turns] = 0
+        while controller.tries(0) and rounds[turns] < 60:
+            controller.learn(draft, rows)
+            rounds[turns] += 1
+            rows = rows[::-1] if turns else rows
+    assert rounds[True] == 60
+    assert rounds[False] < 10
+
+
+def test_a_short_text_has_less_to_lose() -> None:
+    drafts = {}
+    for tokens in (12, 48, 400):
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.3))
+        drafts[tokens] = 0
+        for left in range(tokens, 1, -1):
+            length = drafted(controller, [0.5] * 4, remaining=left)
+            drafts[tokens] += length > 0
+            if length:
+                told(controller, length, accepted=0)
+    assert 0 < drafts[12] < drafts[48] < drafts[400]
+
+
+def test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays() -> None:
+    costs = selfspec.Costs(draft=0.3, widening=0.03, each_row=0.05)
+    lengths = []
+    for rows in (1, 4, 16, 64):
+        controller = CostAware(7).begin(costs)
+        controller.choose(100, [True] * rows)
+        lengths.append(controller.look_up_length())
+    assert lengths[0] == 7
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[2] < 7
 
 
 @pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop()], ids=str)

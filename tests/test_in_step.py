@@ -96,11 +96,11 @@ def test_rows_stay_in_step_where_drafts_are_worth_nothing() -> None:
     assert accepts_unevenly(model, OneRow(text), prompts)
 
 
-@pytest.mark.parametrize(("costs", "rows"), [(CHEAP, 4), (selfspec.Costs(draft=0.3), 24)], ids=["few", "many"])
-def test_rows_go_out_of_step_once_drafts_pay_for_it_and_stay_exact(costs: selfspec.Costs, rows: int) -> None:
+@pytest.mark.parametrize("rows", [4, 24])
+def test_rows_go_out_of_step_once_drafts_pay_for_it_and_stay_exact(rows: int) -> None:
     # Of many rows one commits next to nothing, so that drafts only pay once rows are out of step.
     model, prompts = tiny.llama(), tiny.prompt(6, batch=rows)
-    spec = selfspec.wrap(model, GOOD, draft_length=selfspec.CostAware(costs=costs))
+    spec = selfspec.wrap(model, GOOD, draft_length=selfspec.CostAware(costs=CHEAP))
     stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
     chunks = list(stream)
     in_step = [len(committed(chunk)) == 1 for chunk in chunks]

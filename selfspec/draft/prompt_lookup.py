@@ -45,7 +45,7 @@ class PromptLookup(Drafter):
         return found if state.control.tries(found.match) else state.no_draft()
 
     def look_up(self, state: State, length: int) -> Draft:
-        """The draft of `length` tokens; an empty one where no live row has a match."""
+        """The draft of up to `length` tokens; an empty one where no live row has a match."""
         rows: list[list[int]] = []
         matches: list[int] = []
         for row in state.text.rows:
@@ -57,7 +57,8 @@ class PromptLookup(Drafter):
         if not matches:
             return state.no_draft()
         last = state.last[:, 0].tolist()
-        tokens = [row or [token] * length for row, token in zip(rows, last, strict=True)]
         # What a batch can hope for is set by the row with least to go by.
         least = min(matches) if len(matches) == sum(state.live[row] for row in state.text.rows) else self.shortest
+        most = min(length, state.control.look_up_length())
+        tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
         return Draft(torch.tensor(tokens, device=state.last.device), match=least)
