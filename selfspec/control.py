@@ -167,12 +167,11 @@ class CostAware(Control):
     token too, is worth more than a draft step at the speed achieved so far. Where rounds with a draft have lost more
     plain steps than a few, and one for each two hundred rounds, draft length is 0 until there is something to lose
     again. That holds for the model's drafts, and for look-ups of each length of match; and all together may lose no
-    more than one of them. Of a short text the few are at most a twenty-fifth; and where not even a good draft would pay,
-    as in large batches, they are not spent at all.
+    more than one of them. Of a short text the few are at most a twenty-fifth; and where not even a good draft would
+    pay, as in large batches, they are not spent at all.
 
-    A batch is done when its hindmost row is, so in a batch a draft gains what it gains there, in the long run. Look-ups,
-    which draft all they may in a single row, draft as much as pays in one.
-
+    A batch is done when its hindmost row is, so in a batch a draft gains what it gains there, in the long run.
+    Look-ups, which draft all they may in a single row, draft as much as pays in one.
     Rows are kept in step to begin with: each commits as many tokens of a round as the worst does, since
     passes over rows at different places take longer, those without a draft among them. Once a draft has shown what pays
     for that, each row goes its own way, to the end.
