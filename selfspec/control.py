@@ -324,7 +324,6 @@ class _Pace:
     def __init__(self) -> None:
         self._gained: list[int] = []
         self._rounds = 0
-        self._place = 0.0
 
     def after(self, tokens: Sequence[int | None]) -> float:
         """By how many tokens the batch is further after a round with a draft. Others take all rows equally far.
@@ -333,14 +332,17 @@ class _Pace:
             tokens: that each row gained; None for a row that had ended. At least one had not.
         """
         if len(tokens) != len(self._gained):
-            self._gained, self._rounds, self._place = [0] * len(tokens), 0, 0.0
+            self._gained, self._rounds = [0] * len(tokens), 0
+        going = [index for index, count in enumerate(tokens) if count is not None]
+        before = self._place(going)
         self._rounds += 1
         self._gained = [gained + (count or 0) for gained, count in zip(self._gained, tokens, strict=True)]
-        going = [gained for gained, count in zip(self._gained, tokens, strict=True) if count is not None]
-        mean = sum(going) / len(going)
-        trust = self._rounds / (self._rounds + self._PRIOR)
-        before, self._place = self._place, mean - trust * (mean - min(going))
-        return self._place - before
+        return self._place(going) - before
+
+    def _place(self, going: Sequence[int]) -> float:
+        gained = [self._gained[index] for index in going]
+        mean = sum(gained) / len(gained)
+        return mean - (mean - min(gained)) * self._rounds / (self._rounds + self._PRIOR)
 
 
 class _Acceptance:

@@ -276,6 +276,23 @@ def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
     assert rounds[False] < 10
 
 
+def test_the_end_of_a_row_is_no_gain_and_no_loss() -> None:
+    draft = Draft(torch.zeros(3, 4, dtype=torch.long), steps=4)
+    for ended in range(3):
+        # A plain step a token, whoever is behind: what is gained then is gained in the rounds that are left.
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.0, out_of_step=9.0))
+        controller.choose(100, [True] * 3)
+        rows: list[RowOutcome | None] = [RowOutcome(4, 4, 5), RowOutcome(2, 1, 2), RowOutcome(1, 0, 1)]
+        for _ in range(30):
+            controller.learn(draft, rows)
+        assert controller.tries(0)
+        rows = [RowOutcome(1, 0, 1)] * 3
+        rows[ended] = None
+        for _ in range(30):
+            controller.learn(draft, rows)
+            assert controller.tries(0)
+
+
 def test_a_short_text_has_less_to_lose() -> None:
     drafts = {}
     for tokens in (12, 48, 400):

@@ -25,7 +25,7 @@ Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 # Numbers of visible slots over which a traced program has to give what the stock modules give.
 _TRIALS = 3
 RECORDING = threading.Lock()
-"""Held while something is recorded: warnings are filtered for a whole process, and so are graphs captured."""
+"""Held while something is recorded: a whole process filters warnings at once, and captures one graph at a time."""
 
 
 class RecordingError(RuntimeError):
