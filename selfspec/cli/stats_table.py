@@ -22,6 +22,8 @@ def print_stats(stats: Stats) -> None:
             "acceptance rate", f"{_number(stats.acceptance_rate)} of {stats.judged} judged, {stats.drafted} drafted"
         )
         table.add_row("acceptance by position", by_position(stats.accepted_per_position, stats.judged_per_position))
+    else:
+        table.add_row("drafted", "nothing")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))
     table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
     Console(stderr=True, highlight=False).print(table)

@@ -142,14 +142,22 @@ def test_the_checkpoints_sampling_defaults_are_not_used(invoke: Invoke, copied: 
 
 
 def test_stats_are_a_table_on_stderr(invoke: Invoke, folder: str, expected_text: str) -> None:
-    ending = invoke(*words(folder, "--draft", "exit:4", "--stats"))
+    ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--stats"))
     assert ending.stdout == expected_text + "\n"
     for count in ("new tokens", "rounds", "mean accepted length", "acceptance by position", "seconds", "KV cache"):
         assert count in ending.stderr
 
 
+def test_stats_say_so_where_a_draft_was_not_worth_a_try(invoke: Invoke, folder: str, expected_text: str) -> None:
+    # Four layers of five and the head: not even a good draft would pay.
+    ending = invoke(*words(folder, "--draft", "exit:4", "--stats"))
+    assert ending.stdout == expected_text + "\n"
+    assert "drafted               nothing" in ending.stderr
+
+
 def test_show_drafts_as_json_lists_the_rounds(invoke: Invoke, folder: str) -> None:
-    found = result(invoke(*words(folder, "--draft", "exit:4", "--show-drafts", "--output", "json")).stdout)
+    asked = ("--draft", "exit:4", "--draft-length", "3", "--show-drafts", "--output", "json")
+    found = result(invoke(*words(folder, *asked)).stdout)
     rounds = found["rounds"]
     assert [token for each in rounds for token in each["tokens"]] == found["token_ids"]
     assert all(each["tokens"][: each["accepted"]] == each["draft"][: each["accepted"]] for each in rounds)
