@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
+from proving import ticking
 from selfspec.draft import Drafter
 from selfspec.runtime.programs import Programs
 
@@ -52,8 +52,7 @@ def test_greedy_text_is_the_models_own(model: PreTrainedModel, draft: Drafter | 
 def test_graphs_give_the_models_own_text(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.CudaGraphs(after=0, bucket=16))
     # Timed by the clock of the wall a graph could lose on a busy device.
-    ticks = count(1)
-    spec.programs = Programs(spec.runtime, lambda: 1.0 - 1.0 / next(ticks))
+    spec.programs = Programs(spec.runtime, ticking())
     for seed in range(3):
         prompts = tiny.prompt(7, seed=seed, batch=rows).to("cuda")
         expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
+from selfspec.runtime.recordable import reads_values
 
 NEW = 30
 DRAFTS = {
@@ -42,11 +43,7 @@ class _Reads(TorchDispatchMode):
         self._waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = func is torch.ops.aten.index.Tensor and all(
-            index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if not known and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            self._waits.count += 1
+        self._waits.count += reads_values(func, args)
         return func(*args, **(kwargs or {}))
 
 

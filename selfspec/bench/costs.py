@@ -15,7 +15,7 @@ from selfspec.draft import Cascade, Drafter, PromptLookup
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.measure import MeasuredCosts, measure_costs
-from selfspec.runtime import CudaGraphs, Traced
+from selfspec.runtime import CudaGraphs
 from selfspec.verify.stock import bare
 from selfspec.wrapped import find_adapter, wrap
 
@@ -92,7 +92,7 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
     drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) else None for arm in arms]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
     longest = max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])
-    runtime = CudaGraphs(after=0) if any(arm.spec.graphs for arm in arms) else Traced(after=0)
+    graphs = any(arm.spec.graphs for arm in arms)
     measured = measure_costs(
         model,
         find_adapter(model),
@@ -103,7 +103,7 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
         lengths=sorted({*_LENGTHS, longest}),
         batch=cell.batch,
         temperature=cell.temperature,
-        base=wrap(bare(model), runtime=runtime),
+        base=wrap(bare(model), runtime=CudaGraphs(after=0)) if graphs else None,
     )
     return [PassCosts.of(measured, _path(draft)) if _has_parts(draft) else None for draft in drafts]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -162,7 +162,7 @@ class _Graphs:
         inputs, memory = tensors[: len(tensors) - self._held], tensors[len(tensors) - self._held :]
         # Elsewhere in memory, of other shapes, or among more slots, it is another graph.
         key = (*(tensor.shape for tensor in inputs), *((tensor.data_ptr(), tensor.shape) for tensor in memory))
-        with self._lock, self._turn():
+        with self._lock, self._recorder.turn():
             graph = self._graphs.pop(key, None) or self._recorded(inputs, memory)
             self._graphs[key] = graph
             if len(self._graphs) > _MOST_GRAPHS:
@@ -170,21 +170,20 @@ class _Graphs:
                 del self._graphs[next(iter(self._graphs))]
             return graph.run(inputs)
 
-    def _turn(self) -> AbstractContextManager[None]:
-        return self._recorder.turn()
-
     def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> _Graph:
         if len({tensor.device for tensor in (*inputs, *memory)}) > 1:
             raise RecordingError("the model is on several devices, and a graph is of one")
         # What comes later may be made in inference mode or not.
         with torch.inference_mode(False):
-            static = tuple(torch.empty_like(tensor) for tensor in inputs)
-            for each, tensor in zip(static, inputs, strict=True):
-                each.copy_(tensor)
+            static = tuple(tensor.clone() for tensor in inputs)
+
+        def launch() -> tuple[Tensor, ...]:
+            return self._function((*static, *memory))
+
         try:
             with RECORDING:
-                expected = self._recorder.warmed(lambda: self._function((*static, *memory)))
-                graph = _Graph(self._recorder.record(lambda: self._function((*static, *memory))), static)
+                expected = self._recorder.warmed(launch)
+                graph = _Graph(self._recorder.record(launch), static)
         except RuntimeError as error:
             raise RecordingError(f"capturing it failed: {error}") from error
         if not equal(graph.run(inputs), expected):

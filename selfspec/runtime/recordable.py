@@ -108,11 +108,16 @@ class _NoReading(TorchDispatchMode):
     """Refuses to turn values of tensors into numbers or shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor | Any:
-        if func is torch.ops.aten.index.Tensor and not any(_is_chosen_by(index) for index in args[1]):
-            return func(*args, **(kwargs or {}))
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        if reads_values(func, args):
             raise UnsupportedModelError(f"a pass of this model depends on values through {func}")
         return func(*args, **(kwargs or {}))
+
+
+def reads_values(func: Any, args: Any) -> bool:
+    """Whether an operation of torch's turns values of tensors into numbers or shapes, which waits for a device."""
+    if func is torch.ops.aten.index.Tensor and not any(_is_chosen_by(index) for index in args[1]):
+        return False
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
 def _is_chosen_by(index: Tensor | None) -> bool:

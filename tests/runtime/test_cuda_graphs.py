@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from transformers import PreTrainedModel
 import selfspec
 import tiny
 from captures import StandIn, StandInRecorder
+from proving import greedy_together, ticking
 from selfspec.cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
@@ -36,17 +35,11 @@ DRAFTS = {
 }
 
 
-def _ticking() -> Callable[[], float]:
-    """A clock by which what is timed later always takes a little less."""
-    ticks: Iterator[int] = count(1)
-    return lambda: 1.0 - 1.0 / next(ticks)
-
-
 def _wrapped(
     model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or StandIn(0, BUCKET))
-    spec.programs = Programs(spec.runtime, _ticking())
+    spec.programs = Programs(spec.runtime, ticking())
     return spec
 
 
@@ -136,18 +129,7 @@ def test_threads_share_graphs(llama: PreTrainedModel) -> None:
     spec = _wrapped(llama, DRAFTS["exit"])
     prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
     expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
-    found: dict[int, list[list[int]]] = {}
-
-    def run(number: int) -> None:
-        output = spec.generate(prompts[number], max_new_tokens=NEW, do_sample=False)
-        found[number] = output.sequences.tolist()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(3)] == expected
+    assert greedy_together(spec, prompts, NEW) == expected
 
 
 class _Failing(StandInRecorder):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
+from proving import greedy_together, ticking
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.layer_calls import LayerCall
@@ -34,20 +34,11 @@ DRAFTS = {
 }
 
 
-def _ticking() -> Callable[[], float]:
-    """A clock by which all things take the same time, and each reading a little less than the one before.
-
-    So a program, timed after the stock modules, always takes less.
-    """
-    ticks: Iterator[int] = count(1)
-    return lambda: 1.0 - 1.0 / next(ticks)
-
-
 def _wrapped(
     model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Traced(after=0))
-    spec.programs = Programs(spec.runtime, _ticking())
+    spec.programs = Programs(spec.runtime, ticking())
     return spec
 
 
@@ -268,18 +259,7 @@ def test_threads_share_programs(llama: PreTrainedModel) -> None:
     spec = _wrapped(llama, DRAFTS["exit"])
     prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(4)]
     expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
-    found: dict[int, list[list[int]]] = {}
-
-    def run(number: int) -> None:
-        output = spec.generate(prompts[number], max_new_tokens=NEW, do_sample=False)
-        found[number] = output.sequences.tolist()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(4)] == expected
+    assert greedy_together(spec, prompts, NEW) == expected
 
 
 def test_eager_makes_no_programs(llama: PreTrainedModel) -> None:
