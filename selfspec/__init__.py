@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from selfspec.adapter import Adapter
     from selfspec.calibrate.profile import Profile
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
-    from selfspec.costs import Costs
+    from selfspec.costs import BatchCosts, Costs
     from selfspec.draft import (
         Cascade,
         Draft,
@@ -48,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "BatchCosts",
     "BenchError",
     "Cascade",
     "CheckpointError",
@@ -99,7 +100,7 @@ _HOMES = {
     "adapter": ["Adapter"],
     "calibrate.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
-    "costs": ["Costs"],
+    "costs": ["BatchCosts", "Costs"],
     "draft": [
         "Cascade",
         "Draft",

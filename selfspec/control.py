@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from selfspec.costs import Costs
+from selfspec.costs import Costs, CostsByRows
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class Control(ABC):
     """How draft lengths are chosen."""
 
     @abstractmethod
-    def begin(self, costs: Costs) -> Controller:
+    def begin(self, costs: CostsByRows) -> Controller:
         """The controller of one generation.
 
         Args:
-            costs: estimated for model and draft.
+            costs: measured or estimated for model and draft.
         """
 
 
@@ -130,7 +130,7 @@ class FixedLength(Control):
     def __post_init__(self) -> None:
         _check_length(self.length)
 
-    def begin(self, costs: Costs) -> Controller:
+    def begin(self, costs: CostsByRows) -> Controller:
         return _Fixed(self.length)
 
 
@@ -154,7 +154,7 @@ class ConfidenceStop(Control):
         if not 0 <= self.threshold <= 1:
             raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
 
-    def begin(self, costs: Costs) -> Controller:
+    def begin(self, costs: CostsByRows) -> Controller:
         return _Confident(self)
 
 
@@ -178,16 +178,17 @@ class CostAware(Control):
 
     Attributes:
         longest: the most tokens of a draft.
-        costs: what the parts of a round cost here; None: an estimate from the weights a draft step reads.
+        costs: what the parts of a round cost here, as `Costs` or `BatchCosts`; None: what was measured, and else an
+            estimate from the weights a draft step reads.
     """
 
     longest: int = 7
-    costs: Costs | None = None
+    costs: CostsByRows | None = None
 
     def __post_init__(self) -> None:
         _check_length(self.longest)
 
-    def begin(self, costs: Costs) -> Controller:
+    def begin(self, costs: CostsByRows) -> Controller:
         return _CostAware(self.longest, self.costs or costs)
 
 
@@ -229,9 +230,9 @@ class _Confident(Controller):
 
 
 class _CostAware(Controller):
-    def __init__(self, longest: int, costs: Costs) -> None:
+    def __init__(self, longest: int, costs: CostsByRows) -> None:
         self.longest = longest
-        self._measured, self._costs = costs, costs.in_batch(costs.rows)
+        self._by_rows, self._costs = costs, costs.in_batch(1)
         self._risks = _Risks.of(self._costs, longest)
         self._acceptance = _Acceptance()
         self._model = _Gate()
@@ -250,7 +251,7 @@ class _CostAware(Controller):
             self._at_once = min(_MAY_LOSE, _OF_ALL * remaining)
         self._rounds += 1
         if len(live) != self._costs.rows:
-            self._costs = self._measured.in_batch(len(live))
+            self._costs = self._by_rows.in_batch(len(live))
             self._risks = _Risks.of(self._costs, self.longest)
         self._reached = [1.0] * len(live)
         self._confidences = []

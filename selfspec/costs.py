@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import DraftConfigError
 from selfspec.path import Part, Path, Sublayer
 
 if TYPE_CHECKING:
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
 
     from selfspec.adapter import Adapter
     from selfspec.draft.draft_head import DraftHead
+
+
+class CostsByRows(Protocol):
+    """Says what the parts of a round cost in a batch of any size."""
+
+    def in_batch(self, rows: int) -> Costs:
+        """The costs of rounds over so many rows.
+
+        Args:
+            rows: of the batch, at least 1.
+        """
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,62 @@ class Costs:
             drafted: tokens its target pass verifies besides the last committed one.
         """
         return steps * self.draft + self.verify + drafted * self.widening + self.overhead
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """The costs of rounds as they were measured in batches of different sizes.
+
+    What a further row costs follows no line: products of a few rows run at the speed of memory, those of many rows at
+    that of arithmetic, and kernels change in between.
+
+    Attributes:
+        measured: one for each number of rows, the smallest first.
+
+    Raises:
+        DraftConfigError: there are none, two are of one size, or they are in another order.
+    """
+
+    measured: tuple[Costs, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [costs.rows for costs in self.measured]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise DraftConfigError(f"costs are measured once for each number of rows, in order, got {sizes}")
+
+    def in_batch(self, rows: int) -> Costs:
+        """The costs of rounds over so many rows: between two sizes that were measured on a line over their logarithms.
+
+        Outside of these by the nearest one, as `Costs.in_batch` takes it.
+
+        Args:
+            rows: of the batch, at least 1.
+        """
+        below = max((costs for costs in self.measured if costs.rows <= rows), key=_rows, default=None)
+        above = min((costs for costs in self.measured if costs.rows >= rows), key=_rows, default=None)
+        if below is None or above is None or below is above:
+            nearest = above if below is None else below
+            assert nearest is not None
+            return nearest.in_batch(rows)
+        share = math.log(rows / below.rows) / math.log(above.rows / below.rows)
+
+        def between(one: float, other: float) -> float:
+            return one + (other - one) * share
+
+        return Costs(
+            draft=between(below.draft, above.draft),
+            verify=between(below.verify, above.verify),
+            widening=between(below.widening, above.widening),
+            overhead=between(below.overhead, above.overhead),
+            # A single row is always in step.
+            out_of_step=above.out_of_step if below.rows == 1 else between(below.out_of_step, above.out_of_step),
+            rows=rows,
+            each_row=between(below.each_row, above.each_row),
+        )
+
+
+def _rows(costs: Costs) -> int:
+    return costs.rows
 
 
 def share_read(model: PreTrainedModel, adapter: Adapter, path: Path, head: DraftHead | None = None) -> float:

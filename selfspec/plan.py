@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from selfspec.control import Control, CostAware
-from selfspec.costs import Costs
+from selfspec.costs import CostsByRows
 from selfspec.draft import Drafter
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Choice:
 
     draft: Drafter | None
     control: Control = field(default_factory=CostAware)
-    costs: Costs | None = None
+    costs: CostsByRows | None = None
 
 
 class Plan(ABC):

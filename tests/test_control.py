@@ -19,6 +19,7 @@ import selfspec
 import tiny
 from goodness import holm_rejects, p_value
 from selfspec.control import Control, Controller, CostAware, RowOutcome
+from selfspec.costs import CostsByRows
 from selfspec.draft import Draft
 from test_exactness_more import PROMPT, TOKENS, joint, network
 from test_generate import Warp, assert_rows_are_stock
@@ -318,6 +319,17 @@ def test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays() -> None:
     assert lengths[2] < 7
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("dear", [1, 4, 16])
+def test_what_a_draft_costs_in_a_batch_is_what_was_measured_there(rows: int, dear: int) -> None:
+    costs = selfspec.BatchCosts(
+        tuple(selfspec.Costs(draft=0.1, verify=3.0 if size == dear else 1.0, rows=size) for size in (1, 4, 16))
+    )
+    controller = CostAware(2).begin(costs)
+    controller.choose(100, [True] * rows)
+    assert controller.tries(0) == (rows != dear)
+
+
 @pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop()], ids=str)
 def test_other_controls_let_each_row_go_its_own_way(control: Control) -> None:
     assert not control.begin(CHEAP).keeps_step()
@@ -330,7 +342,7 @@ class Toggling(Control, Controller):
     longest: int = 3
     rounds: int = field(default=0)
 
-    def begin(self, costs: selfspec.Costs) -> Controller:
+    def begin(self, costs: CostsByRows) -> Controller:
         return Toggling()
 
     def choose(self, remaining: int, live: Any) -> int:

@@ -86,3 +86,38 @@ def test_what_a_noisy_measure_says_of_a_batch_stays_possible() -> None:
     # Measured with 16 rows, each further token in all of them as dear as a whole pass and a half.
     one = selfspec.Costs(draft=0.25, widening=1.5, rows=16).in_batch(1)
     assert 0 < one.widening <= 1
+
+
+MEASURED = selfspec.BatchCosts(
+    (
+        selfspec.Costs(draft=0.25, verify=1.0, widening=0.02, overhead=0.0),
+        selfspec.Costs(draft=0.35, verify=1.2, widening=0.18, overhead=0.1, out_of_step=1.5, rows=4),
+        selfspec.Costs(draft=0.25, verify=1.1, widening=0.08, overhead=0.1, out_of_step=1.1, rows=16),
+    )
+)
+
+
+def test_what_was_measured_in_a_batch_holds_there() -> None:
+    for costs in MEASURED.measured:
+        assert MEASURED.in_batch(costs.rows) == costs
+
+
+def test_between_sizes_of_batches_costs_lie_on_a_line_over_logarithms() -> None:
+    two, eight = MEASURED.in_batch(2), MEASURED.in_batch(8)
+    assert (two.rows, eight.rows) == (2, 8)
+    assert (two.draft, two.verify, two.widening, two.overhead) == pytest.approx((0.3, 1.1, 0.1, 0.05))
+    assert (eight.draft, eight.verify, eight.widening, eight.overhead) == pytest.approx((0.3, 1.15, 0.13, 0.1))
+    # A single row says nothing about rows at different places.
+    assert two.out_of_step == 1.5
+    assert eight.out_of_step == pytest.approx(1.3)
+
+
+def test_beyond_the_batches_that_were_measured_the_nearest_one_tells() -> None:
+    assert MEASURED.in_batch(64) == MEASURED.measured[-1].in_batch(64)
+    assert selfspec.BatchCosts(MEASURED.measured[1:]).in_batch(2) == MEASURED.measured[1].in_batch(2)
+
+
+@pytest.mark.parametrize("order", [[], [0, 0], [1, 0]])
+def test_costs_of_no_batch_or_of_one_twice_are_refused(order: list[int]) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="once for each number of rows"):
+        selfspec.BatchCosts(tuple(MEASURED.measured[index] for index in order))

@@ -15,6 +15,7 @@ import selfspec
 import tiny
 from goodness import holm_rejects, p_value
 from selfspec.control import Control, Controller
+from selfspec.costs import CostsByRows
 from selfspec.draft import Draft, Drafter
 from selfspec.output import Round
 from selfspec.state import State
@@ -32,7 +33,7 @@ class InStep(Control):
     longest: int = 3
     threshold: float = 0.0
 
-    def begin(self, costs: selfspec.Costs) -> Controller:
+    def begin(self, costs: CostsByRows) -> Controller:
         return _InStep(self.longest, self.threshold)
 
 

@@ -29,12 +29,18 @@ class Candidate:
     Attributes:
         name: of the draft.
         draft: proposes tokens.
+        path: of the model that it drafts along; None: it looks up.
         costs: of its rounds.
     """
 
     name: str
     draft: Drafter
+    path: PathDrafter | None
     costs: Costs
+
+    def costs_in(self, measured: MeasuredCosts) -> Costs:
+        """What was measured of its rounds elsewhere, its path among the drafts there."""
+        return measured.of(PLAIN if self.path is None else draft_name(self.path))
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,15 @@ def to_confirm(
         costs: measured.
     """
     look_up = PromptLookup()
-    candidates = [Candidate(draft_name(look_up), look_up, costs.of(PLAIN))]
+    candidates = [Candidate(draft_name(look_up), look_up, None, costs.of(PLAIN))]
     worth = [each for each in predictions if each.best.speedup >= _WORTH_CONFIRMING]
     for each in worth[:_MOST_PATHS]:
         path = drafters[each.name]
         cascade = Cascade(look_up, path)
-        candidates += [Candidate(each.name, path, each.costs), Candidate(draft_name(cascade), cascade, each.costs)]
+        candidates += [
+            Candidate(each.name, path, path, each.costs),
+            Candidate(draft_name(cascade), cascade, path, each.costs),
+        ]
     return candidates
 
 

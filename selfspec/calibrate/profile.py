@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from selfspec.adapter import Adapter
 from selfspec.calibrate.setting import Setting
 from selfspec.control import CostAware
-from selfspec.costs import Costs
+from selfspec.costs import BatchCosts, Costs
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.plan import Choice, Plan
 
-FORMAT = 3
+FORMAT = 4
 _WHAT_DIFFERS = {
     "fingerprint": "weights",
     "model": "model class",
@@ -38,14 +38,14 @@ class Chosen:
     Attributes:
         draft: its name, as on the command line; `none` where plain decoding was the fastest.
         longest: the most tokens of a draft; how many it is each time follows from the costs.
-        costs: of its rounds, measured; None for plain decoding.
+        costs: of its rounds, measured in batches of some sizes; None for plain decoding.
         temperature: it was chosen at.
         speedup: over plain decoding, as confirmed: median, low, high.
     """
 
     draft: str
     longest: int
-    costs: Costs | None
+    costs: BatchCosts | None
     temperature: float
     speedup: tuple[float, float, float]
 
@@ -203,11 +203,7 @@ class _Reader:
         low, middle, high = (self._number(value, f"{name}.speedup") for value in speedup)
         costs = None
         if content.get("costs") is not None:
-            given = self.part(content, "costs")
-            numbers = {each.name: self._number(given.get(each.name), f"{name}.costs") for each in fields(Costs)}
-            costs = Costs(rows=int(numbers.pop("rows")), **numbers)
-            if costs.rows < 1 or costs.of_round(0, 0) <= 0 or min(costs.draft, costs.widening, costs.each_row) < 0:
-                raise self._wrong(f"{name}.costs")
+            costs = self._costs(self.part(content, "costs"), f"{name}.costs")
         temperature = self._number(content.get("temperature"), f"{name}.temperature")
         chosen = Chosen(draft, longest, costs, temperature, (low, middle, high))
         try:
@@ -217,6 +213,25 @@ class _Reader:
         if (parsed is None) != (costs is None):
             raise self._wrong(f"{name}.costs")
         return chosen
+
+    def _costs(self, content: Mapping[str, Any], name: str) -> BatchCosts:
+        measured = content.get("measured")
+        if not isinstance(measured, list):
+            raise self._wrong(name)
+        try:
+            return BatchCosts(tuple(self._costs_of_size(each, name) for each in measured))
+        except DraftConfigError:
+            raise self._wrong(name) from None
+
+    def _costs_of_size(self, content: object, name: str) -> Costs:
+        if not isinstance(content, dict):
+            raise self._wrong(name)
+        numbers = {each.name: self._number(content.get(each.name), name) for each in fields(Costs)}
+        costs = Costs(rows=int(numbers.pop("rows")), **numbers)
+        too_small = min(costs.draft, costs.widening, costs.each_row) < 0 or min(costs.rows, costs.out_of_step) < 1
+        if too_small or costs.of_round(0, 0) <= 0:
+            raise self._wrong(name)
+        return costs
 
     def _number(self, value: object, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +23,9 @@ from selfspec.calibrate.confirm import Batch, Confirmed, batches, confirm, gener
 from selfspec.calibrate.profile import Chosen, Profile
 from selfspec.calibrate.setting import Setting
 from selfspec.calibrate.settings import Settings
+from selfspec.costs import BatchCosts
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.named import PLAIN
+from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import PromptError
 from selfspec.measure import Acceptance, MeasuredCosts, continued, measure_costs, teacher_forced
 from selfspec.runtime.runtime import Traced
@@ -34,8 +35,8 @@ from selfspec.wrapped import SelfSpeculative, find_adapter, wrap
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7
-# Tokens of a pass that stands for a batch.
-_WIDE = 24
+# Sizes of batches that the costs of what was chosen are measured for, and tokens to verify in each row.
+_BATCHES, _WIDTHS = (1, 4, 16), (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,14 @@ class Calibration:
     Attributes:
         profile: not written anywhere yet.
         costs: of every draft.
+        in_batches: of what was chosen, in batches of other sizes.
         greedy: what was found for greedy decoding.
         sampled: what was found for sampling.
     """
 
     profile: Profile
     costs: MeasuredCosts
+    in_batches: list[MeasuredCosts]
     greedy: Kind
     sampled: Kind
 
@@ -121,34 +124,40 @@ def calibrate(
     acceptances = [_acceptance(model, found, named, prompts, each, asked, told) for each in temperatures]
     rates = [rates_of(each, at) for each, at in zip(acceptances, temperatures, strict=True)]
     measured = to_measure(model, found, named, rates)
+    context = max(prompt.shape[1] for prompt in prompts) + asked.max_new_tokens // 2
     costs = measure_costs(
         model,
         found,
         measured,
         tuple(range(1, asked.longest + 2)),
-        context=max(prompt.shape[1] for prompt in prompts) + asked.max_new_tokens // 2,
+        context=context,
         repeats=_REPEATS,
-        lengths=[min(length, asked.longest) for length in _LENGTHS],
-        wide=_WIDE,
+        lengths=_lengths(asked),
         batch=asked.batch,
         base=plain,
         watch=told,
     )
-    kinds = []
+    kinds, best = [], []
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest)
         candidates = to_confirm(predictions, named, costs)
         confirmed = confirm(plain, candidates, grouped, temperature, asked, told)
         chosen = choose(confirmed, candidates, temperature, asked)
         kinds.append(Kind(temperature, acceptance, predictions, confirmed, chosen))
-    greedy, sampled = kinds
+        best.append(next((each for each in candidates if each.name == chosen.draft), None))
+    in_batches = _in_batches(plain, [each for each in best if each is not None], context, asked, told)
+    greedy, sampled = (
+        replace(kind, chosen=_with_batches(kind.chosen, each, in_batches))
+        for kind, each in zip(kinds, best, strict=True)
+    )
     report = {
         "settings": {**asked.to_dict(), "prompts": len(prompts)},
         "costs": costs.to_dict(),
+        "in_batches": [each.to_dict() for each in in_batches],
         "greedy": greedy.to_dict(),
         "sampled": sampled.to_dict(),
     }
-    return Calibration(Profile(setting, greedy.chosen, sampled.chosen, report), costs, greedy, sampled)
+    return Calibration(Profile(setting, greedy.chosen, sampled.chosen, report), costs, in_batches, greedy, sampled)
 
 
 def choose(
@@ -167,7 +176,44 @@ def choose(
         return Chosen(PLAIN, settings.longest, None, temperature, (1.0, 1.0, 1.0))
     costs = next(each.costs for each in candidates if each.name == best.name)
     speedup = (best.speedup.value, best.speedup.low, best.speedup.high)
-    return Chosen(best.name, settings.longest, costs, temperature, speedup)
+    return Chosen(best.name, settings.longest, BatchCosts((costs,)), temperature, speedup)
+
+
+def _in_batches(
+    plain: SelfSpeculative, best: Sequence[Candidate], context: int, settings: Settings, told: Watch
+) -> list[MeasuredCosts]:
+    """The costs of what was chosen in batches of other sizes than that of the settings; none where nothing drafts."""
+    if not best or plain.adapter.ragged == "none":
+        return []
+    paths = {draft_name(each.path): each.path for each in best if each.path is not None}
+    return [
+        measure_costs(
+            plain.model,
+            plain.adapter,
+            list(paths.values()),
+            [width for width in _WIDTHS if width <= settings.longest + 1],
+            context=context,
+            repeats=_REPEATS,
+            lengths=_lengths(settings),
+            batch=rows,
+            base=plain,
+            watch=told,
+        )
+        for rows in _BATCHES
+        if rows != settings.batch
+    ]
+
+
+def _with_batches(chosen: Chosen, best: Candidate | None, in_batches: Sequence[MeasuredCosts]) -> Chosen:
+    """The same with its costs in all batches that were measured."""
+    if best is None:
+        return chosen
+    costs = [best.costs, *(best.costs_in(measured) for measured in in_batches)]
+    return replace(chosen, costs=BatchCosts(tuple(sorted(costs, key=lambda each: each.rows))))
+
+
+def _lengths(settings: Settings) -> list[int]:
+    return [min(length, settings.longest) for length in _LENGTHS]
 
 
 def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], settings: Settings) -> list[Batch]:

@@ -123,11 +123,15 @@ def _print(job: Job, found: Calibration, file: Path, seconds: float) -> None:
     console.print(f"{job.model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s")
     console.print()
     console.print(_costs(found))
+    if found.in_batches:
+        console.print()
+        console.print(_in_batches(found))
+        console.print()
     console.print(
-        f"c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps of "
-        f"{found.costs.step_seconds.value * 1000:.2f} ms, medians. alpha: acceptance rate, teacher-forced on the "
-        "model's own text. speed-up: by the formula, at the best draft length; below, measured in turns with plain "
-        "decoding.",
+        "c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
+        f"({found.costs.step_seconds.value * 1000:.2f} ms in the first table), medians. out of step: a plain round "
+        "over rows at different places. alpha: acceptance rate, teacher-forced on the model's own text. speed-up: "
+        "by the formula, at the best draft length; below, measured in turns with plain decoding.",
         style="dim",
     )
     for title, kind in (("greedy", found.greedy), (f"temperature {job.settings.temperature:g}", found.sampled)):
@@ -159,6 +163,21 @@ def _costs(found: Calibration) -> Table:
                 best = by_name[name].best
                 cells += [f"{by_name[name].alpha:.3f}", f"{best.speedup:.2f} at {best.draft_length}"]
         table.add_row("look-up" if name == PLAIN else name, *cells)
+    return table
+
+
+def _in_batches(found: Calibration) -> Table:
+    """What was chosen, in batches of other sizes: c and V are all that differs much."""
+    widths = sorted({width for costs in found.in_batches for width in costs.verify[PLAIN]})
+    table = Table(Column("rows", justify="right"), Column("plain step, ms", justify="right"))
+    names = [name for name in found.in_batches[0].draft if name != PLAIN]
+    for column in [*(f"c of {name}" for name in names), *(f"V({width})" for width in widths), "out of step"]:
+        table.add_column(column, justify="right")
+    for costs in found.in_batches:
+        cells = [str(costs.batch), f"{costs.step_seconds.value * 1000:.2f}"]
+        cells += [f"{costs.draft[name].value:.3f}" for name in names]
+        cells += [f"{costs.verify[PLAIN][width].value:.2f}" for width in widths]
+        table.add_row(*cells, "" if costs.out_of_step is None else f"{costs.out_of_step.value:.2f}")
     return table
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ class MeasuredCosts:
         context: tokens before those that were timed.
         batch: rows.
         lengths: draft lengths at which drafts were timed.
-        each_row: what a further row adds to a target pass over one token of each, by a pass over far more tokens than a
-            draft has; None where none was timed.
+        out_of_step: a round of plain decoding over rows at different places, in rounds over rows that stand alike; None
+            of a single row.
     """
 
     step_seconds: Estimate
@@ -68,7 +69,7 @@ class MeasuredCosts:
     context: int
     batch: int
     lengths: tuple[int, ...]
-    each_row: float | None = None
+    out_of_step: Estimate | None = None
 
     def of(self, name: str) -> Costs:
         """The costs of one draft as the formula and the control want them: V as a line through what was measured.
@@ -82,8 +83,15 @@ class MeasuredCosts:
         # A pass over more tokens does not cost less; where it looks so, it is noise.
         widening = max(slope, 0.0)
         verify = intercept + slope if slope > 0 else statistics.mean(values)
-        overhead, each_row = self.overhead[name].value, self.each_row or 0.0
-        return Costs(self.draft[name].value, verify, widening, overhead, rows=self.batch, each_row=each_row)
+        costs = Costs(
+            self.draft[name].value,
+            verify,
+            widening,
+            self.overhead[name].value,
+            rows=self.batch,
+        )
+        # Rows at different places are not the faster ones; where it looks so, it is noise.
+        return costs if self.out_of_step is None else replace(costs, out_of_step=max(self.out_of_step.value, 1.0))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
@@ -98,7 +106,7 @@ class MeasuredCosts:
             "context": self.context,
             "batch": self.batch,
             "lengths": list(self.lengths),
-            "each_row": self.each_row,
+            "out_of_step": None if self.out_of_step is None else self.out_of_step.to_dict(),
         }
 
 
@@ -111,7 +119,6 @@ def measure_costs(
     repeats: int = 9,
     *,
     lengths: Sequence[int] = LENGTHS,
-    wide: int | None = None,
     batch: int = 1,
     temperature: float = 0.0,
     warm_up: int = 4,
@@ -132,8 +139,8 @@ def measure_costs(
         context: tokens before the first that is timed; less where the model's context has no room for so many.
         repeats: times everything is timed, at least 1.
         lengths: draft lengths at which drafts are timed.
-        wide: tokens of one more target pass, wider than blocks are: it tells what a further row adds in larger batches.
-        batch: rows of one length.
+        batch: rows of one length. Where there are several, rounds are also timed in which every other row stands one
+            token behind.
         temperature: 0 decodes greedily.
         warm_up: times everything is run before it is timed.
         base: a wrapper of the model, whose programs run the passes and are left with those made here; None: one that
@@ -146,12 +153,10 @@ def measure_costs(
     """
     named = _named(drafters)
     _check(widths, context, repeats, lengths, batch, warm_up)
-    if wide is not None and wide < 2:
-        raise DraftConfigError(f"a wide pass has at least 2 tokens, got {wide}")
     told = watch or Unwatched()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
-    told.begin(rounds + _GENERATIONS * (1 + len(named)))
-    timed = {1, *widths} if wide is None else {1, *widths, wide}
+    told.begin(rounds * min(batch, 2) + _GENERATIONS * (1 + len(named)))
+    timed = {1, *widths}
     longest = max(*lengths, *[width - 1 for width in timed])
     bench = _Bench(
         base or wrap(bare(model), adapter=adapter, runtime=Traced(after=0)),
@@ -174,12 +179,7 @@ def measure_costs(
         }
         for name, by_width in samples[0].verify.items()
     }
-    each_row = None
-    if wide is not None:
-        # What tokens of one row cost in the products, as many rows of one token would.
-        each_row = max(verify[PLAIN][wide].value - 1, 0.0) / (wide * batch - batch)
-    by_width = {width: each for width, each in verify[PLAIN].items() if width in widths}
-    verify[PLAIN] = {1: Estimate.of_median([1.0]), **by_width}
+    verify[PLAIN] = {**verify[PLAIN], 1: Estimate.of_median([1.0])}
     step_seconds = Estimate.of_median([sample.plain for sample in samples])
     overhead = {}
     for name, drafter in {PLAIN: Given(), **named}.items():
@@ -197,7 +197,7 @@ def measure_costs(
         context=bench.prompt.shape[1],
         batch=batch,
         lengths=tuple(sorted(set(lengths))),
-        each_row=each_row,
+        out_of_step=bench.out_of_step(rounds, told) if batch > 1 else None,
     )
 
 
@@ -256,7 +256,7 @@ class _Bench:
 
     def probed(self, probe: Probe, longest: int, rounds: int, told: Watch) -> list[Sample]:
         """What a probe saw in the rounds of one generation, and how long each round took by itself."""
-        generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1)
+        generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1, self.prompt)
         samples = []
         for _ in range(rounds):
             told.step("draft steps and target passes")
@@ -265,19 +265,36 @@ class _Bench:
         generation.close()
         return samples[self._warm_up :]
 
+    def out_of_step(self, rounds: int, told: Watch) -> Estimate:
+        """Plain rounds over rows of which every other stands one token behind, in rounds over rows that stand alike."""
+        longer = torch.nn.functional.pad(self.prompt, (1, 0))
+        mask = torch.ones_like(longer)
+        mask[::2, 0] = 0
+        alike, behind = self._begin(self._base, rounds, self.prompt), self._begin(self._base, rounds, longer, mask)
+        ratios = []
+        for number in range(rounds):
+            told.step("rows at different places")
+            # Neither always comes after the other.
+            pair = (alike, behind) if number % 2 else (behind, alike)
+            seconds = {id(each): self.timer.of(partial(next, each)) for each in pair}
+            ratios.append(seconds[id(behind)] / seconds[id(alike)])
+        alike.close()
+        behind.close()
+        return Estimate.of_median(ratios[self._warm_up :])
+
     def rests_of(self, drafter: Drafter, length: int) -> Rests:
         """What rounds that draft `length` tokens spend beside draft and target pass, and plain rounds in turns."""
         # Room for whole drafts to the last round.
         room = _ROUNDS * (length + 1) + 1
-        plain = self._begin(self._eager, room)
-        drafting = self._begin(self._eager.drafting(drafter, length), room)
+        plain = self._begin(self._eager, room, self.prompt)
+        drafting = self._begin(self._eager.drafting(drafter, length), room, self.prompt)
         for _ in range(_ROUNDS):
             next(plain)
             next(drafting)
         return Rests(_rest(plain), _rest(drafting))
 
-    def _begin(self, spec: SelfSpeculative, room: int) -> Generation:
-        return spec.stream(self.prompt, max_new_tokens=room, seed=_SEED, **self._options)
+    def _begin(self, spec: SelfSpeculative, room: int, prompt: Tensor, mask: Tensor | None = None) -> Generation:
+        return spec.stream(prompt, attention_mask=mask, max_new_tokens=room, seed=_SEED, **self._options)
 
 
 def _rest(generation: Generation) -> float:

@@ -10,13 +10,13 @@ from selfspec.calibrate import Calibration, Chosen, Profile, Setting
 from selfspec.calibrate.candidates import Prediction
 from selfspec.calibrate.confirm import Confirmed
 from selfspec.calibrate.run import Kind
-from selfspec.costs import Costs
+from selfspec.costs import BatchCosts, Costs
 from selfspec.forecast import Forecast
 from selfspec.measure import Estimate, MeasuredCosts
 
 COSTS = Costs(draft=0.25, verify=1.1, widening=0.02, overhead=-0.01)
-GREEDY = Chosen("lookup+exit:2", 5, COSTS, 0.0, (1.5, 1.4, 1.6))
-SAMPLED = Chosen("exit:1", 3, replace(COSTS, draft=0.125), 0.8, (1.2, 1.1, 1.3))
+GREEDY = Chosen("lookup+exit:2", 5, BatchCosts((COSTS, replace(COSTS, widening=0.2, rows=4))), 0.0, (1.5, 1.4, 1.6))
+SAMPLED = Chosen("exit:1", 3, BatchCosts((replace(COSTS, draft=0.125),)), 0.8, (1.2, 1.1, 1.3))
 
 
 def profile_of(model: PreTrainedModel, greedy: Chosen = GREEDY, sampled: Chosen = SAMPLED) -> Profile:
@@ -42,6 +42,7 @@ def calibration_of(model: PreTrainedModel) -> Calibration:
     return Calibration(
         profile_of(model, sampled=plain),
         costs,
+        [replace(costs, batch=4, out_of_step=estimate)],
         Kind(0.0, {}, predictions, confirmed, GREEDY),
         Kind(0.8, {}, predictions, confirmed, plain),
     )

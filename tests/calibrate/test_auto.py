@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
-from calibrate.profiles import GREEDY, SAMPLED, profile_of
-from selfspec import DraftConfigError, EarlyExit, FixedLength, Profile, ProfileError, wrap
+from calibrate.profiles import COSTS, GREEDY, SAMPLED, profile_of
+from selfspec import BatchCosts, DraftConfigError, EarlyExit, FixedLength, Profile, ProfileError, wrap
 from selfspec.calibrate.place import VARIABLE, default_file
 from selfspec.draft.along_path import PathDrafter
 from selfspec.path import Path as LayerPath
@@ -82,8 +82,7 @@ def test_the_measured_costs_control_the_draft(llama: PreTrainedModel) -> None:
     """A draft step said to cost nothing is drafted on, one said to cost ten steps is not."""
     drafted = {}
     for cost in (0.0, 10.0):
-        costs = replace(GREEDY.costs, draft=cost)  # type: ignore[type-var]
-        greedy = replace(GREEDY, draft="exit:3", longest=4, costs=costs)
+        greedy = replace(GREEDY, draft="exit:3", longest=4, costs=BatchCosts((replace(COSTS, draft=cost),)))
         spec = wrap(llama, draft=profile_of(llama, greedy=greedy))
         stats = spec.generate(tiny.prompt(9), max_new_tokens=30, do_sample=False).stats
         drafted[cost] = stats.drafted / stats.rounds

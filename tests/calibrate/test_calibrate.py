@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 import tiny
-from selfspec import Costs, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
-from selfspec.calibrate import Calibration, Settings, calibrate
+from selfspec import BatchCosts, Costs, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec.calibrate import Calibration, Settings, calibrate, candidates
 from selfspec.calibrate import confirm as confirming
+from selfspec.calibrate import run as running
 from selfspec.calibrate.candidates import considered, predicted, to_confirm, to_measure
 from selfspec.calibrate.confirm import Confirmed, batches
 from selfspec.calibrate.run import choose
@@ -92,7 +93,7 @@ def test_the_fastest_is_chosen_with_its_costs() -> None:
     candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
     chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), candidates, 0.8, SETTINGS)
     assert (chosen.draft, chosen.speedup[0], chosen.temperature) == ("exit:1", 1.3, 0.8)
-    assert chosen.costs == Costs(draft=0.2)
+    assert chosen.costs == BatchCosts((Costs(draft=0.2),))
     assert chosen.longest == SETTINGS.longest
 
 
@@ -185,9 +186,39 @@ def test_its_profile_can_be_written_read_and_drafted_with(
     found.profile.save(tmp_path / "profile.json")
     read = Profile.load(tmp_path / "profile.json")
     assert read == found.profile
-    assert set(read.report) == {"settings", "costs", "greedy", "sampled"}
+    assert set(read.report) == {"settings", "costs", "in_batches", "greedy", "sampled"}
     out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
     assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    confirmed = {0.0: _confirmed(exit_3=1.5, lookup=1.2), 0.8: _confirmed(lookup=1.5)}
+    monkeypatch.setattr(running, "confirm", lambda plain, candidates, grouped, temperature, *_: confirmed[temperature])
+    # A draft is to be promising whatever the clock says.
+    monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    settings = replace(SETTINGS, batch=batch)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], settings)
+    sizes = sorted({batch, 1, 4, 16})
+    assert [each.batch for each in found.in_batches] == [rows for rows in sizes if rows != batch]
+    assert [each.draft.keys() for each in found.in_batches] == [{"exit:3", "none"}] * len(found.in_batches)
+    for kind, name in ((found.greedy, "exit:3"), (found.sampled, "none")):
+        assert kind.chosen.costs is not None
+        measured = {costs.rows: costs for costs in kind.chosen.costs.measured}
+        assert list(measured) == sizes
+        assert measured == {each.batch: each.of(name) for each in (found.costs, *found.in_batches)}
+
+
+def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
+    adapter = replace(find_adapter(model), ragged="none")
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS, adapter=adapter)
+    assert found.in_batches == []
+    assert found.greedy.chosen.costs == BatchCosts((found.costs.of("none"),))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import tiny
-from calibrate.profiles import COSTS, GREEDY, SAMPLED, profile_of
+from calibrate.profiles import GREEDY, SAMPLED, profile_of
 from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, pack
 from selfspec.calibrate import Setting
 from selfspec.calibrate.place import VARIABLE, default_file, find_profile, folder
@@ -38,8 +38,8 @@ def test_what_is_written_is_read(file: Path, llama: PreTrainedModel) -> None:
 
 def test_it_chooses_by_kind(file: Path) -> None:
     profile = Profile.load(file)
-    assert profile.choose(greedy=True) == Choice(Cascade(PromptLookup(), EarlyExit(2)), CostAware(5), COSTS)
-    assert profile.choose(greedy=False) == Choice(EarlyExit(1), CostAware(3), replace(COSTS, draft=0.125))
+    assert profile.choose(greedy=True) == Choice(Cascade(PromptLookup(), EarlyExit(2)), CostAware(5), GREEDY.costs)
+    assert profile.choose(greedy=False) == Choice(EarlyExit(1), CostAware(3), SAMPLED.costs)
 
 
 def test_plain_decoding_may_be_the_fastest(tmp_path: Path, llama: PreTrainedModel) -> None:
@@ -60,7 +60,7 @@ DAMAGES: dict[str, Damage] = {
     "greedy.longest": lambda content: content["greedy"].update(longest=0),
     "sampled.longest": lambda content: content["sampled"].update(longest=True),
     "greedy.costs": lambda content: content["greedy"].update(costs=None),
-    "sampled.costs": lambda content: content["sampled"]["costs"].pop("verify"),
+    "sampled.costs": lambda content: content["sampled"]["costs"]["measured"][0].pop("verify"),
     "greedy.speedup": lambda content: content["greedy"].update(speedup=[1.0]),
     "sampled.speedup": lambda content: content["sampled"].update(speedup=[1.0, "2", 3.0]),
     "sampled.temperature": lambda content: content["sampled"].update(temperature=None),
@@ -80,11 +80,31 @@ def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "costs", [{"draft": -0.1}, {"widening": -1.0}, {"each_row": -1.0}, {"verify": -2.0}, {"overhead": float("nan")}]
+    "costs",
+    [
+        {"draft": -0.1},
+        {"widening": -1.0},
+        {"each_row": -1.0},
+        {"out_of_step": 0.9},
+        {"rows": 0},
+        {"verify": -2.0},
+        {"overhead": float("nan")},
+    ],
 )
 def test_costs_that_cannot_be_are_refused(file: Path, costs: dict[str, float]) -> None:
     content = json.loads(file.read_text())
-    content["greedy"]["costs"].update(costs)
+    content["greedy"]["costs"]["measured"][1].update(costs)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=r"greedy\.costs"):
+        Profile.load(file)
+
+
+@pytest.mark.parametrize("measured", [None, {}, [], [1], ["same", "same"]])
+def test_lists_of_costs_that_cannot_be_are_refused(file: Path, measured: Any) -> None:
+    content = json.loads(file.read_text())
+    costs = content["greedy"]["costs"]
+    same = costs["measured"][0]
+    costs["measured"] = [same if each == "same" else each for each in measured] if measured else measured
     file.write_text(json.dumps(content))
     with pytest.raises(ProfileError, match=r"greedy\.costs"):
         Profile.load(file)

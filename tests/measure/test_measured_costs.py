@@ -93,16 +93,27 @@ def test_the_line_through_planted_passes_is_theirs(planted: PreTrainedModel, clo
     assert exit_costs.widening == pytest.approx(TOKEN * 3.5 / 4.5)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_wide_pass_tells_what_a_further_row_adds(planted: PreTrainedModel, clock: Clock, batch: int) -> None:
-    without = _measured(planted, clock, batch=batch)
-    costs = _measured(planted, clock, batch=batch, wide=24)
-    assert without.each_row is None
-    # The planted clock goes by the tokens of a row.
-    assert costs.each_row == pytest.approx(TOKEN / batch)
-    assert costs.of("exit:1").each_row == costs.each_row
-    assert costs.verify.keys() == without.verify.keys()
-    assert costs.verify["none"].keys() == without.verify["none"].keys()
+@pytest.mark.parametrize("slower", [1.5, 0.8])
+def test_rows_at_different_places_are_timed_beside_rows_that_stand_alike(
+    planted: PreTrainedModel, clock: Clock, slower: float
+) -> None:
+    def takes(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        if kwargs["attention_mask"] is not None and kwargs["input_ids"].shape == (4, 1):
+            clock.now += (slower - 1) * (4 * LAYER + HEAD)
+
+    planted.model.register_forward_hook(takes, with_kwargs=True)
+    costs = _measured(planted, clock, batch=4)
+    assert costs.out_of_step is not None
+    assert costs.out_of_step.value == pytest.approx(slower)
+    assert costs.of("exit:1").out_of_step == pytest.approx(max(slower, 1.0))
+    assert costs.to_dict()["out_of_step"]["value"] == pytest.approx(slower)
+
+
+def test_a_single_row_is_always_in_step(planted: PreTrainedModel, clock: Clock) -> None:
+    costs = _measured(planted, clock)
+    assert costs.out_of_step is None
+    assert costs.to_dict()["out_of_step"] is None
+    assert costs.of("none").out_of_step == Costs(0.0).out_of_step
 
 
 def test_rows_of_a_batch_are_measured_together(planted: PreTrainedModel, clock: Clock) -> None:
