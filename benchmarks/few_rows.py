@@ -25,7 +25,7 @@ from selfspec.measure.environment import environment
 from selfspec.packed import PackedLinear
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
-_ROWS = (1, 2, 3, 4, 6, 8, 16)
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
 # Larger than the caches of most processors, together: what a pass over a model reads comes from memory.
 _BYTES = 96 * 2**20
 

@@ -1,16 +1,16 @@
-"""Linear layers of a block of few tokens on a CPU: the same product with the weight on the left.
+"""Linear layers over a few tokens on a CPU: the same product with the weight on the left.
 
-torch computes x W^T for one row as a matrix times a vector, at the speed of memory, and on processors without AVX-512
-falls off a cliff from there: two to eight rows take 1.4 to 3 times as long, which alone kills speculation. With the
-weight as the left factor, (W x^T)^T, the same kernels read it once for all rows. With AVX-512 the cliff comes after
-three rows and the weight on the left only makes it higher; there packed weights help (`selfspec.pack`). Weights are
-neither packed nor copied here. The figures are those of benchmarks/few_rows.py.
+torch computes x W^T for one row as a matrix times a vector, at the speed of memory. From there it falls off a cliff:
+without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills speculation; with AVX-512 the cliff
+comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
+kernels read it once for all rows. Which way is the faster one follows from processor, rows and width, by
+benchmarks/few_rows.py. Weights are neither packed nor copied here; `selfspec.pack` does that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from selfspec.twin import twin_running, view_of
 
-# Rows up to which the weight on the left was the faster way, on one thread and on several.
-_MOST_ON_ONE_THREAD = 4
-_MOST = 8
+Pays = Callable[[int, int], bool]
+"""Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
+
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -32,13 +32,22 @@ def for_few_rows(module: nn.Module) -> nn.Module:
         module: a model, or a part of one. It is neither changed nor copied.
     """
     # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
-    if "AVX512" in torch.backends.cpu.get_cpu_capability():
-        return module
-    return view_of(module, _in_few_rows)
+    with_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return view_of(module, partial(_in_few_rows, _pays_with_avx512 if with_avx512 else _pays_without_avx512))
 
 
-def _in_few_rows(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
-    return twin_running(module, partial(_few_rows, module)) if _is_plain(module) else None
+def _pays_without_avx512(_: int, rows: int) -> bool:
+    return 2 <= rows <= (8 if torch.get_num_threads() > 1 else 4)
+
+
+def _pays_with_avx512(width: int, rows: int) -> bool:
+    if width >= 512:
+        return 8 <= rows <= 48
+    return 16 <= rows <= 48 and torch.get_num_threads() > 1
+
+
+def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    return twin_running(module, partial(_few_rows, module, pays)) if _is_plain(module) else None
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -54,12 +63,12 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def _few_rows(linear: nn.Module, states: Tensor) -> Tensor:
+def _few_rows(linear: nn.Module, pays: Pays, states: Tensor) -> Tensor:
     assert isinstance(linear, nn.Linear)
     # Numbers, and no part of what a program may record.
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
-    if not 2 <= rows <= (_MOST if torch.get_num_threads() > 1 else _MOST_ON_ONE_THREAD):
+    if not pays(linear.in_features, rows):
         return functional.linear(states, linear.weight, linear.bias)
     block = states.reshape(rows, linear.in_features)
     if rows == 3:

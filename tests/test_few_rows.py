@@ -27,11 +27,15 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return is_now
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", [(rows,) for rows in range(1, 11)] + [(2, 3), (1, 4), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(rows,) for rows in (*range(1, 11), 16, 49)] + [(2, 3), (1, 4), (2, 1, 2), (4, 4)])
 @torch.no_grad()
-def test_products_are_the_same(shape: tuple[int, ...], threads: int, bias: bool) -> None:
+def test_products_are_the_same(
+    shape: tuple[int, ...], threads: int, bias: bool, capability: str, processor: Callable[[str], None]
+) -> None:
+    processor(capability)
     linear = nn.Linear(24, 40, bias=bias).double()
     states = torch.randn(*shape, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
@@ -104,12 +108,35 @@ def test_what_it_does_not_know_is_left_alone(module: nn.Module) -> None:
     assert for_few_rows(module) is module
 
 
-def test_processors_whose_own_products_are_faster_keep_them(processor: Callable[[str], None]) -> None:
-    model = tiny.llama()
-    processor("AVX512")
-    assert for_few_rows(model) is model
-    processor("AVX2")
-    assert for_few_rows(model) is not model
+@pytest.mark.parametrize(
+    ("capability", "threads", "width", "rows"),
+    [
+        ("AVX2", 1, 24, range(2, 5)),
+        ("AVX2", 2, 24, range(2, 9)),
+        ("AVX2", 2, 512, range(2, 9)),
+        ("AVX512", 1, 24, range(0)),
+        ("AVX512", 2, 24, range(16, 49)),
+        ("AVX512", 1, 512, range(8, 49)),
+        ("AVX512", 2, 512, range(8, 49)),
+    ],
+)
+@torch.no_grad()
+def test_the_weight_is_on_the_left_where_that_was_the_faster_way(
+    monkeypatch: pytest.MonkeyPatch,
+    processor: Callable[[str], None],
+    capability: str,
+    threads: int,
+    width: int,
+    rows: range,
+) -> None:
+    processor(capability)
+    monkeypatch.setattr("selfspec.few_rows.torch.get_num_threads", lambda: threads)
+    widths = _spied(monkeypatch)
+    view = for_few_rows(nn.Linear(width, 8))
+    for count in range(1, 65):
+        view(torch.zeros(count, width))
+    # Four columns take less time than three.
+    assert widths == [4 if count == 3 else count for count in rows]
 
 
 def test_verification_computes_blocks_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +150,15 @@ def test_plain_decoding_of_one_row_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _left_factors(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, draft: selfspec.Drafter | None) -> list[int]:
+    widths = _spied(monkeypatch)
+    monkeypatch.setattr("selfspec.few_rows.torch.get_num_threads", lambda: 2)
+    spec = selfspec.wrap(model, draft, draft_length=4)
+    spec.generate(tiny.prompt(12), max_new_tokens=9, do_sample=False)
+    return widths
+
+
+def _spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the number of columns of every product with the weight on the left."""
     widths: list[int] = []
     product = torch.mm
 
@@ -131,7 +167,4 @@ def _left_factors(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, draft
         return product(left, right)
 
     monkeypatch.setattr("selfspec.few_rows.torch.mm", spy)
-    monkeypatch.setattr("selfspec.few_rows.torch.get_num_threads", lambda: 2)
-    spec = selfspec.wrap(model, draft, draft_length=4)
-    spec.generate(tiny.prompt(12), max_new_tokens=9, do_sample=False)
     return widths
