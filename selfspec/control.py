@@ -73,8 +73,12 @@ class Controller(ABC):
         """Whether a look-up with a match of so many tokens promises more than drafting with the model."""
         return True
 
-    def look_up_length(self) -> int:
-        """The most tokens worth looking up at once in the round that begins."""
+    def look_up_length(self, share: float) -> int:
+        """The most tokens worth looking up at once in the round that begins; 0: none.
+
+        Args:
+            share: of the live rows, that has a match; above 0.
+        """
         return self.longest
 
     def goes_on(self, scores: Tensor) -> bool:
@@ -233,7 +237,7 @@ class _CostAware(Controller):
     def __init__(self, longest: int, costs: CostsByRows) -> None:
         self.longest = longest
         self._by_rows, self._costs = costs, costs.in_batch(1)
-        self._risks = _Risks.of(self._costs, longest)
+        self._prospects = _Prospects(self._costs, longest)
         self._acceptance = _Acceptance()
         self._model = _Gate()
         self._look_ups: dict[int, _Gate] = {}
@@ -252,7 +256,7 @@ class _CostAware(Controller):
         self._rounds += 1
         if len(live) != self._costs.rows:
             self._costs = self._by_rows.in_batch(len(live))
-            self._risks = _Risks.of(self._costs, self.longest)
+            self._prospects = _Prospects(self._costs, self.longest)
         self._reached = [1.0] * len(live)
         self._confidences = []
         return min(self.longest, remaining - 1)
@@ -260,12 +264,11 @@ class _CostAware(Controller):
     def tries(self, match: int) -> bool:
         gate = self._gate(match)
         # Asked in any case: each counts how often it was.
-        risk = self._risks.of_look_up if match else self._risks.of_model
-        opens = gate.opens(self._at_once, risk)
+        opens = gate.opens(self._at_once, self._prospects.of_look_up if match else self._prospects.of_model)
         return opens and (gate.gains or self._paid <= may_lose(self._at_once, self._rounds))
 
-    def look_up_length(self) -> int:
-        return self._risks.look_up_length
+    def look_up_length(self, share: float) -> int:
+        return self._prospects.look_up_length(share)
 
     def prefers(self, match: int) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
@@ -455,37 +458,44 @@ class _Gate:
         self._rounds += 1
 
 
-@dataclass(frozen=True)
-class _Risks:
-    """What drafts may cost a batch for nothing.
+class _Prospects:
+    """What the costs of a batch let a draft hope for, good as it may be.
+
+    Args:
+        costs: of the batch.
+        longest: the most tokens of a draft.
 
     Attributes:
         of_model: what the shortest round loses if nothing stands, in plain steps; 0 where a good draft would pay.
         of_look_up: the same where drafts are looked up.
-        look_up_length: tokens to look up at once. One row looks up all it may, for next to nothing; each token is one
-            more in every row of a batch.
     """
 
-    of_model: float
-    of_look_up: float
-    look_up_length: int
+    def __init__(self, costs: Costs, longest: int) -> None:
+        self._costs = costs
+        self._longest = longest
+        self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
-    @classmethod
-    def of(cls, costs: Costs, longest: int) -> _Risks:
-        """For a batch that costs are of, and drafts of up to `longest` tokens."""
-        # In step only what stands in every row counts; out of step passes take longer.
-        chances = {_GOOD: costs.out_of_step if costs.rows > 1 else 1.0, _GOOD**costs.rows: 1.0}
+    def look_up_length(self, share: float) -> int:
+        """Tokens to look up at once where a share of the rows has a match; 0: these would not pay for the others.
 
-        def speed(steps: int, length: int) -> float:
-            cost = costs.of_round(steps * length, length)
-            return max(_expected(chance, length) / (cost * slower) for chance, slower in chances.items())
+        One row looks up all it may, for next to nothing; each token is one more in every row of a batch.
+        """
+        if self._costs.rows == 1:
+            return self._longest
+        best = max(range(1, self._longest + 1), key=lambda length: self._speed(0, length, share))
+        return best if share == 1 or self._speed(0, best, share) > 1 else 0
 
-        def risk(steps: int) -> float:
-            pays = any(speed(steps, length) > 1 for length in range(1, longest + 1))
-            return 0.0 if pays else costs.of_round(steps, 1) - 1
+    def _risk(self, steps: int) -> float:
+        pays = any(self._speed(steps, length) > 1 for length in range(1, self._longest + 1))
+        return 0.0 if pays else self._costs.of_round(steps, 1) - 1
 
-        best = max(range(1, longest + 1), key=lambda length: speed(0, length))
-        return cls(risk(steps=1), risk(steps=0), longest if costs.rows == 1 else best)
+    def _speed(self, steps: int, length: int, share: float = 1.0) -> float:
+        """Tokens per plain step, of a row on average."""
+        rows, cost = self._costs.rows, self._costs.of_round(steps * length, length)
+        apart = (1 + share * (_expected(_GOOD, length) - 1)) / (cost * (self._costs.out_of_step if rows > 1 else 1.0))
+        # In step only what stands in every row counts.
+        together = _expected(_GOOD**rows if share == 1 else 0.0, length) / cost
+        return max(apart, together)
 
 
 def _expected(chance: float, length: int) -> float:

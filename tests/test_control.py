@@ -313,10 +313,22 @@ def test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays() -> None:
     for rows in (1, 4, 16, 64):
         controller = CostAware(7).begin(costs)
         controller.choose(100, [True] * rows)
-        lengths.append(controller.look_up_length())
+        lengths.append(controller.look_up_length(1.0))
     assert lengths[0] == 7
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[2] < 7
+
+
+def test_rows_with_a_match_must_be_enough_to_pay_for_those_without() -> None:
+    # Where each further token costs a third of a plain step, four tokens in five stand in for a fifth.
+    controller = CostAware(7).begin(selfspec.Costs(draft=0.3, widening=0.3, out_of_step=1.1, rows=8))
+    controller.choose(100, [True] * 8)
+    lengths = [controller.look_up_length(matches / 8) for matches in range(1, 9)]
+    assert lengths[:3] == [0] * 3
+    assert min(lengths[3:]) > 0
+    assert lengths == sorted(lengths)
+    controller.choose(100, [True])
+    assert controller.look_up_length(1.0) == 7
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

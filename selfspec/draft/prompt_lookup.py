@@ -45,7 +45,7 @@ class PromptLookup(Drafter):
         return found if state.control.tries(found.match) else state.no_draft()
 
     def look_up(self, state: State, length: int) -> Draft:
-        """The draft of up to `length` tokens; an empty one where no live row has a match."""
+        """The draft of up to `length` tokens; an empty one where no live row has a match, or too few to pay for all."""
         rows: list[list[int]] = []
         matches: list[int] = []
         for row in state.text.rows:
@@ -58,7 +58,10 @@ class PromptLookup(Drafter):
             return state.no_draft()
         last = state.last[:, 0].tolist()
         # What a batch can hope for is set by the row with least to go by.
-        least = min(matches) if len(matches) == sum(state.live[row] for row in state.text.rows) else self.shortest
-        most = min(length, state.control.look_up_length())
+        share = len(matches) / sum(state.live[row] for row in state.text.rows)
+        least = min(matches) if share == 1 else self.shortest
+        most = min(length, state.control.look_up_length(share))
+        if most == 0:
+            return state.no_draft()
         tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
         return Draft(torch.tensor(tokens, device=state.last.device), match=least)

@@ -43,6 +43,15 @@ def test_a_row_without_a_match_drafts_along_with_the_others(llama: PreTrainedMod
     assert drafts_of(spec, ids)[0] == [(7, 5, 9), (8, 8, 8)]
 
 
+@pytest.mark.parametrize("name", ["lookup", "lookup+exit:1"])
+def test_rows_with_a_match_that_cannot_pay_for_the_others_are_not_looked_up(llama: PreTrainedModel, name: str) -> None:
+    dear = selfspec.Costs(draft=9.0, widening=0.5, out_of_step=1.0, rows=2)
+    spec = selfspec.wrap(llama, name, draft_length=selfspec.CostAware(3, costs=dear))
+    other = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    assert drafts_of(spec, torch.cat([LOOPING, other]), new=40)[0] == [(), ()]
+    assert all(drafts_of(spec, torch.cat([LOOPING, LOOPING]), new=40)[0])
+
+
 def test_it_learns_from_what_it_generates(llama: PreTrainedModel) -> None:
     # Greedy text of a tiny model runs into a loop, which is then looked up.
     spec = selfspec.wrap(llama, selfspec.PromptLookup(1, 3), draft_length=4)

@@ -811,6 +811,42 @@ CATALOGUE = (
         "        product += 0\n",
         ("tests/test_few_rows.py",),
     ),
+    Mutation(
+        "with AVX-512 wide layers go on with the weight on the left",
+        "selfspec/few_rows.py",
+        "return 8 <= rows <= 48",
+        "return 8 <= rows <= 64",
+        ("tests/test_few_rows.py::test_the_weight_is_on_the_left_where_that_was_the_faster_way",),
+    ),
+    # Costs in batches.
+    Mutation(
+        "a draft costs in every batch what it costs one row",
+        "selfspec/control.py",
+        "self._by_rows.in_batch(len(live))",
+        "self._by_rows.in_batch(1)",
+        ("tests/test_control.py::test_what_a_draft_costs_in_a_batch_is_what_was_measured_there",),
+    ),
+    Mutation(
+        "between two sizes of batches costs lie on a line over rows",
+        "selfspec/costs.py",
+        "math.log(rows / below.rows) / math.log(above.rows / below.rows)",
+        "(rows - below.rows) / (above.rows - below.rows)",
+        ("tests/test_costs.py::test_between_sizes_of_batches_costs_lie_on_a_line_over_logarithms",),
+    ),
+    Mutation(
+        "rows out of step are timed the wrong way round",
+        "selfspec/measure/costs.py",
+        "seconds[id(behind)] / seconds[id(alike)]",
+        "seconds[id(alike)] / seconds[id(behind)]",
+        ("tests/measure/test_measured_costs.py::test_rows_at_different_places_are_timed_beside_rows_that_stand_alike",),
+    ),
+    Mutation(
+        "in other batches every draft costs what a look-up does",
+        "selfspec/calibrate/candidates.py",
+        "measured.of(PLAIN if self.path is None else draft_name(self.path))",
+        "measured.of(PLAIN)",
+        ("tests/calibrate/test_calibrate.py::test_what_was_chosen_is_measured_in_batches_of_other_sizes",),
+    ),
     # Packed weights.
     Mutation(
         "packed layers lose the bias",
