@@ -20,6 +20,8 @@ from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
 from selfspec.runtime.recordable import run_watched, state_of, why_not
 from selfspec.runtime.runtime import Function, RecordingError, Runtime, equal
 
+# Comparisons over one number of slots after which a program is used over that number, if over no other yet.
+_SAME = 3
 # Kinds of passes that are kept count of. Batches that shrink row by row bring new ones with each row.
 _MOST_KINDS = 256
 
@@ -80,6 +82,14 @@ class _Candidate:
     proved: bool = False
     refused: str | None = None
     making: threading.Lock = field(default_factory=threading.Lock)
+
+    def serves(self, length: int) -> bool:
+        """Whether its program runs passes over so many slots.
+
+        A row that has ended holds a batch at one number of slots, and short answers to like prompts come at one. A
+        program that has not been seen over others may have taken that one for granted.
+        """
+        return self.proved or self.lengths.count(length) >= _SAME
 
     def refuse(self, reason: str) -> None:
         self.program, self.proved, self.refused = None, False, reason
@@ -157,9 +167,11 @@ class Programs:
             if len(self._candidates) >= _MOST_KINDS:
                 return stock()
             candidate = self._candidates.setdefault(kind, _Candidate())
-        if candidate.proved and candidate.program is not None:
+        length = tensors.slots.visible.shape[0]
+        program = candidate.program
+        if program is not None and candidate.serves(length):
             try:
-                return candidate.program.run(tensors)
+                return program.run(tensors)
             except RecordingError as error:
                 candidate.refuse(str(error))
                 return stock()
@@ -201,10 +213,12 @@ class Programs:
             # The first run also prepares the program.
             candidate.stock_seconds.append(stock_seconds)
             candidate.seconds.append(seconds)
-        candidate.lengths.append(tensors.slots.visible.shape[0])
-        if len(candidate.lengths) > 1 and self._runtime.is_tried(candidate.lengths):
+        length = tensors.slots.visible.shape[0]
+        candidate.lengths.append(length)
+        tried = len(candidate.lengths) > 1 and self._runtime.is_tried(candidate.lengths)
+        if tried or candidate.serves(length):
             if min(candidate.seconds) < min(candidate.stock_seconds):
-                candidate.proved = True
+                candidate.proved = tried
             else:
                 candidate.refuse("it took longer than the stock modules")
         return expected

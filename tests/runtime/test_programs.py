@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import selfspec
 import tiny
 from proving import greedy_together, ticking
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
+from selfspec.passes import Passes
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.programs import Programs
@@ -244,6 +246,48 @@ def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) 
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     assert spec.programs.refusals
+
+
+@dataclass(frozen=True)
+class _BoundToLength(Traced):
+    """Programs that hold for the number of slots they were made over, and none other."""
+
+    calls: list[int] = field(default_factory=list, compare=False)
+
+    def program(
+        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
+    ) -> Function:
+        wanted = example[3].shape[0]
+
+        def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            length = tensors[3].shape[0]
+            self.calls.append(length)
+            return tuple(output + (length != wanted) for output in function(tensors))
+
+        return run
+
+
+def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_no_other_number(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = _BoundToLength(0)
+    spec = _wrapped(llama, runtime=runtime)
+    stock: list[int] = []
+    run_stock = Passes._run_stock
+
+    def noted(self: Passes, view: Any, base: str | None, tokens: Tensor, entering: Any) -> Any:
+        stock.append(tokens.shape[1])
+        return run_stock(self, view, base, tokens, entering)
+
+    monkeypatch.setattr(Passes, "_run_stock", noted)
+    for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):
+        wanted = llama.generate(prompt, max_new_tokens=1, do_sample=False).tolist()
+        for _ in range(runs):
+            assert spec.generate(prompt, max_new_tokens=1, do_sample=False).sequences.tolist() == wanted
+    # Three comparisons, and one over another number of slots, after which the pass was run once more.
+    assert runtime.calls == [PROMPT] * 8 + [PROMPT + 1]
+    assert len(stock) == 3 + 2
+    assert "other bits" in next(iter(spec.programs.refusals.values()))
 
 
 def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
