@@ -77,7 +77,7 @@ class Controller(ABC):
         """The most tokens worth looking up at once in the round that begins; 0: none.
 
         Args:
-            share: of the live rows, that has a match; above 0.
+            share: of the rows that are furthest behind, that has a match.
         """
         return self.longest
 
@@ -476,7 +476,7 @@ class _Prospects:
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
     def look_up_length(self, share: float) -> int:
-        """Tokens to look up at once where a share of the rows has a match; 0: these would not pay for the others.
+        """Tokens to look up at once where a share of the hindmost rows has a match; 0: they would not pay for all.
 
         One row looks up all it may, for next to nothing; each token is one more in every row of a batch.
         """

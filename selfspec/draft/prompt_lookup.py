@@ -46,20 +46,23 @@ class PromptLookup(Drafter):
 
     def look_up(self, state: State, length: int) -> Draft:
         """The draft of up to `length` tokens; an empty one where no live row has a match, or too few to pay for all."""
+        live = [row for row in state.text.rows if state.live[row]]
+        hindmost = min(len(state.committed[row]) for row in live)
         rows: list[list[int]] = []
-        matches: list[int] = []
+        # Of the rows that hold the batch up: what the others gain does not end it sooner.
+        behind: list[int] = []
         for row in state.text.rows:
             index = state.index(row, self.shortest, self.longest)
-            match = index.find() if state.live[row] else None
-            if match is not None:
-                matches.append(match.length)
+            match = index.find() if row in live else None
+            if row in live and len(state.committed[row]) == hindmost:
+                behind.append(0 if match is None else match.length)
             rows.append([] if match is None else list(index.after(match, length)))
-        if not matches:
+        if not any(rows):
             return state.no_draft()
         last = state.last[:, 0].tolist()
+        share = sum(match > 0 for match in behind) / len(behind)
         # What a batch can hope for is set by the row with least to go by.
-        share = len(matches) / sum(state.live[row] for row in state.text.rows)
-        least = min(matches) if share == 1 else self.shortest
+        least = max(min(behind), self.shortest)
         most = min(length, state.control.look_up_length(share))
         if most == 0:
             return state.no_draft()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from transformers import PreTrainedModel
 import selfspec
 import tiny
 from reference import Calls
+from selfspec.control import Control, Controller
+from selfspec.costs import CostsByRows
 from selfspec.draft.named import draft_name, parse_draft
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
@@ -117,3 +121,44 @@ def test_a_cascade_of_other_things_is_refused() -> None:
 def test_the_parts_of_a_cascade_are_checked(llama: PreTrainedModel) -> None:
     with pytest.raises(selfspec.DraftConfigError, match="out of range"):
         selfspec.wrap(llama, selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(9)))
+
+
+@dataclass
+class _Asked(Control, Controller):
+    """Looks up four tokens every round; notes the shares it is told."""
+
+    longest: int = 4
+    shares: list[float] = field(default_factory=list)
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return self
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        return min(self.longest, remaining - 1)
+
+    def look_up_length(self, share: float) -> int:
+        self.shares.append(share)
+        return self.longest
+
+
+def test_what_counts_is_whether_the_hindmost_rows_have_a_match(llama: PreTrainedModel) -> None:
+    prompts = torch.cat([tiny.prompt(8, seed=seed) for seed in range(6)])
+    control = _Asked()
+    spec = selfspec.wrap(llama, selfspec.PromptLookup(2, 2), draft_length=control)
+    texts: list[list[int]] = prompts.tolist()
+    expected, ahead = [], False
+    for chunk in spec.stream(prompts, max_new_tokens=60, do_sample=False):
+        lengths = [len(text) for text in texts]
+        matched = [
+            any(text[start : start + 2] == text[-2:] for start in range(len(text) - 2)) and len(text) < 68
+            for text in texts
+        ]
+        behind = [match for match, length in zip(matched, lengths, strict=True) if length == min(lengths)]
+        if any(matched) and min(lengths) < 67:
+            expected.append(sum(behind) / len(behind))
+            ahead = ahead or (expected[-1] == 0 and any(matched))
+        for text, row in zip(texts, chunk.rows, strict=True):
+            text += row.tokens
+    assert control.shares == expected
+    assert ahead
+    assert len(set(expected)) > 1

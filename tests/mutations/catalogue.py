@@ -818,6 +818,23 @@ CATALOGUE = (
         "return 8 <= rows <= 64",
         ("tests/test_few_rows.py::test_the_weight_is_on_the_left_where_that_was_the_faster_way",),
     ),
+    Mutation(
+        "a program compared over one number of slots runs over all",
+        "selfspec/runtime/programs.py",
+        "self.lengths.count(length) >= _SAME",
+        "len(self.lengths) >= _SAME",
+        (
+            "tests/runtime/test_programs.py"
+            "::test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_no_other_number",
+        ),
+    ),
+    Mutation(
+        "a batch looks up as soon as one row has a match",
+        "selfspec/control.py",
+        "return best if share == 1 or self._speed(0, best, share) > 1 else 0",
+        "return best",
+        ("tests/test_control.py::test_rows_with_a_match_must_be_enough_to_pay_for_those_without",),
+    ),
     # Costs in batches.
     Mutation(
         "a draft costs in every batch what it costs one row",
