@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -186,22 +187,28 @@ def _in_batches(
     if not best or plain.adapter.ragged == "none":
         return []
     paths = {draft_name(each.path): each.path for each in best if each.path is not None}
-    return [
-        measure_costs(
-            plain.model,
-            plain.adapter,
-            list(paths.values()),
-            [width for width in _WIDTHS if width <= settings.longest + 1],
-            context=context,
-            repeats=_REPEATS,
-            lengths=_lengths(settings),
-            batch=rows,
-            base=plain,
-            watch=told,
-        )
-        for rows in _BATCHES
-        if rows != settings.batch
-    ]
+    measured: list[MeasuredCosts] = []
+    for rows in _BATCHES:
+        if rows == settings.batch:
+            continue
+        try:
+            costs = measure_costs(
+                plain.model,
+                plain.adapter,
+                list(paths.values()),
+                [width for width in _WIDTHS if width <= settings.longest + 1],
+                context=context,
+                repeats=_REPEATS,
+                lengths=_lengths(settings),
+                batch=rows,
+                base=plain,
+                watch=told,
+            )
+        except torch.OutOfMemoryError:
+            # A batch that the device has no room for needs no costs.
+            break
+        measured.append(costs)
+    return measured
 
 
 def _with_batches(chosen: Chosen, best: Candidate | None, in_batches: Sequence[MeasuredCosts]) -> Chosen:

@@ -211,6 +211,24 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
         assert measured == {each.batch: each.of(name) for each in (found.costs, *found.in_batches)}
 
 
+def test_batches_that_memory_has_no_room_for_are_left_out(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = running.measure_costs
+
+    def short_of_memory(*args: Any, **options: Any) -> MeasuredCosts:
+        if options["batch"] == 16:
+            raise torch.OutOfMemoryError
+        return measure(*args, **options)
+
+    monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
+    monkeypatch.setattr(running, "measure_costs", short_of_memory)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
+    assert [each.batch for each in found.in_batches] == [4]
+    assert found.greedy.chosen.costs is not None
+    assert [costs.rows for costs in found.greedy.chosen.costs.measured] == [1, 4]
+
+
 def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -777,8 +777,8 @@ CATALOGUE = (
     Mutation(
         "a batch looks up as much as a row",
         _CONTROL,
-        "longest if costs.rows == 1 else best)",
-        "longest)",
+        "        if self._costs.rows == 1:\n            return self._longest\n",
+        "        if share == 1:\n            return self._longest\n",
         ("tests/test_control.py::test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays",),
     ),
     Mutation(
