@@ -18,14 +18,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config
 from kept import RESULTS
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
 from selfspec.checkpoint import load_checkpoint
 from selfspec.demo import checkpoint_folder
+from selfspec.gate import GatedModel
 from selfspec.measure.environment import environment
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer
@@ -41,12 +44,14 @@ _BOUND = 1e-3
 
 
 class _Noted(Runtime):
-    """Programs; notes the last function that one was made of, and what it was run on."""
+    """Programs over a bucket of slots; notes the last one, what it was made of, and what that was run on."""
 
-    def __init__(self) -> None:
+    def __init__(self, bucket: int) -> None:
+        self.made: Function | None = None
         self.function: Function | None = None
         self.example: tuple[Tensor, ...] = ()
-        self.traced = Traced(after=0)
+        self._bucket = bucket
+        self._traced = Traced(after=0)
 
     @property
     def after(self) -> int:
@@ -54,7 +59,10 @@ class _Noted(Runtime):
 
     @property
     def bucket(self) -> int:
-        return _SLOTS
+        return self._bucket
+
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        return self._traced.put_calls(view, model, adapter)
 
     def is_tried(self, lengths: Sequence[int]) -> bool:
         return True
@@ -63,7 +71,8 @@ class _Noted(Runtime):
         self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
     ) -> Function:
         self.function, self.example = function, example
-        return self.traced.program(function, example, layers, held)
+        self.made = self._traced.program(function, example, layers, held)
+        return self.made
 
 
 def main() -> None:
@@ -78,6 +87,7 @@ def main() -> None:
     parser.add_argument("--name", default="compiled_embedded", help="name of the result files")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    torch._inductor.config.force_disable_caches = True  # what compiling takes is measured too
     rows = _measured(options)
     settings = vars(options) | {"model": "embedded" if options.model is None else options.model}
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "passes": rows}
@@ -92,30 +102,38 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     adapter = find_adapter(model)
     depth = len(adapter.decoder_layers(model))
     exit_ = Sublayer(options.exit or depth // 3, Part.ATTENTION)
-    cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"), bucket=_SLOTS)
-    runtime = _Noted()
-    passes = Passes(model, adapter, cache, Programs(runtime))
     ids = torch.randint(model.config.vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
-    cache.reserve(options.context)
-    passes.prefill(ids, [options.context])
-    cache.commit([options.context])
+    # selfspec's own programs take any number of slots, and no mask for a single token.
+    own, padded = _Noted(1), _Noted(_SLOTS)
+    running = []
+    for runtime in (own, padded):
+        cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"), bucket=runtime.bucket)
+        passes = Passes(model, adapter, cache, Programs(runtime))
+        cache.reserve(options.context)
+        passes.prefill(ids, [options.context])
+        cache.commit([options.context])
+        running.append(passes)
     named = {f"target, {width} tokens": (Path.full(depth), width) for width in options.widths}
     named[f"draft step, exit {exit_.layer}"] = (Path.up_to(depth, exit_), 1)
     rows = []
     for name, (path, width) in named.items():
-        run = partial(passes.logits, path, ids[:, :width])
-        for _ in range(3):
-            run()
-        function, example = runtime.function, runtime.example
-        assert function is not None
-        compiled, seconds = _compiled(function, example)
-        difference = float((compiled(example)[0] - function(example)[0]).abs().max())
+        for passes in running:
+            passes.logits(path, ids[:, :width])
+        assert own.function is not None
+        assert own.made is not None
+        assert padded.function is not None
+        compiled, seconds = _compiled(padded.function, padded.example)
+        difference = float((compiled(padded.example)[0] - own.function(own.example)[0]).abs().max())
         assert difference < _BOUND, difference
-        program = runtime.traced.program(function, example)
-        spent: dict[str, list[float]] = {"stock": [], "program": [], "compiled": []}
+        ways = {
+            "stock": partial(own.function, own.example),
+            "program": partial(own.made, own.example),
+            "compiled": partial(compiled, padded.example),
+        }
+        spent: dict[str, list[float]] = {way: [] for way in ways}
         for _ in track(range(options.repeats), name, transient=True):
-            for way, work in (("stock", function), ("program", program), ("compiled", compiled)):
-                spent[way].append(_timed(partial(work, example)))
+            for way, work in ways.items():
+                spent[way].append(_timed(work))
         rows.append({"pass": name, "seconds": spent, "compiling": seconds, "difference": difference})
     return rows
 

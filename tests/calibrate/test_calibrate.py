@@ -18,7 +18,7 @@ from selfspec.calibrate import run as running
 from selfspec.calibrate.candidates import considered, predicted, to_confirm, to_measure
 from selfspec.calibrate.confirm import Confirmed, batches
 from selfspec.calibrate.run import choose
-from selfspec.measure import Estimate, MeasuredCosts
+from selfspec.measure import Estimate, MeasuredCosts, measure_costs
 from selfspec.stats import Stats
 from selfspec.watch import Unwatched
 from selfspec.wrapped import find_adapter
@@ -214,12 +214,10 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
 def test_batches_that_memory_has_no_room_for_are_left_out(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = running.measure_costs
-
     def short_of_memory(*args: Any, **options: Any) -> MeasuredCosts:
         if options["batch"] == 16:
             raise torch.OutOfMemoryError
-        return measure(*args, **options)
+        return measure_costs(*args, **options)
 
     monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
     monkeypatch.setattr(running, "measure_costs", short_of_memory)
