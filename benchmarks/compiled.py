@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 import torch._inductor.config
 from kept import RESULTS
 from rich.progress import track
+from timed import seconds_of, spread
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -133,7 +133,7 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         spent: dict[str, list[float]] = {way: [] for way in ways}
         for _ in track(range(options.repeats), name, transient=True):
             for way, work in ways.items():
-                spent[way].append(_timed(work))
+                spent[way].append(seconds_of(work))
         rows.append({"pass": name, "seconds": spent, "compiling": seconds, "difference": difference})
     return rows
 
@@ -147,12 +147,6 @@ def _compiled(function: Function, example: tuple[Tensor, ...]) -> tuple[Function
     return (lambda tensors: compiled(*tensors)), time.perf_counter() - started
 
 
-def _timed(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| pass | stock modules, ms | program, ms | compiled, ms | compiled, of the program's time | compiling, s "
@@ -162,14 +156,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         stock, program, compiled = ([1000 * each for each in row["seconds"][way]] for way in row["seconds"])
         ratios = [one / other for one, other in zip(compiled, program, strict=True)]
-        cells = " | ".join(map(_spread, (stock, program, compiled, ratios)))
+        cells = " | ".join(map(spread, (stock, program, compiled, ratios)))
         lines.append(f"| {row['pass']} | {cells} | {row['compiling']:.0f} | {row['difference']:.1e} |")
     return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import argparse
 import copy
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from kept import RESULTS
 from rich.progress import track
-from torch import Tensor, nn
+from timed import seconds_of
+from torch import nn
 
 from selfspec.few_rows import for_few_rows
 from selfspec.measure.environment import environment
@@ -70,7 +70,7 @@ def _measured(width: int, outputs: int, threads: int, options: argparse.Namespac
     states = {rows: torch.randn(1, rows, width, dtype=dtype) for rows in _ROWS}
     for repeat in range(options.repeats + 1):
         for way, rows in cases:
-            spent = _seconds(lambda: [layer(states[rows]) for layer in ways[way]])  # noqa: B023 - called at once
+            spent = seconds_of(lambda: [layer(states[rows]) for layer in ways[way]])  # noqa: B023 - called at once
             if repeat:
                 seconds[way, rows].append(spent)
     one = statistics.median(seconds["torch", 1])
@@ -83,12 +83,6 @@ def _measured(width: int, outputs: int, threads: int, options: argparse.Namespac
         }
         for rows in _ROWS
     ]
-
-
-def _seconds(work: Callable[[], list[Tensor]]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _table(figures: list[dict[str, object]]) -> str:

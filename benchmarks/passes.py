@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from functools import partial
 import torch
 from kept import RESULTS
 from rich.progress import track
+from timed import seconds_of, spread
 from torch import Tensor, nn
 
 from selfspec.cache import SharedCache
@@ -60,7 +60,7 @@ def main() -> None:
     for _ in track(range(options.repeats), "measuring"):
         for name in names:
             for arm, runs in arms.items():
-                seconds[arm, name].append(_timed(runs[name]))
+                seconds[arm, name].append(seconds_of(runs[name]))
     milliseconds = {key: [1000 * each for each in found] for key, found in seconds.items()}
     rows = [
         _Row(
@@ -172,12 +172,6 @@ def _logits(passes: Passes, path: Path, tokens: Tensor, entering: ExactStates | 
     return passes.logits(path, tokens, entering).logits
 
 
-def _timed(run: Run) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def _table(rows: list[_Row]) -> str:
     lines = [
         "| pass | stock modules, ms | programs, ms | products alone, ms | programs, in target passes over 1 token "
@@ -187,15 +181,10 @@ def _table(rows: list[_Row]) -> str:
     unit = rows[0].programs
     for row in rows:
         ratios = [each / one for each, one in zip(row.programs, unit, strict=True)]
-        cells = map(_spread, (row.stock, row.programs, row.products, ratios))
+        cells = map(spread, (row.stock, row.programs, row.products, ratios))
         made = f"{row.made.seconds:.2f} | {row.made.resident / 2**20:.1f}"
         lines.append(f"| {row.name} | {' | '.join(cells)} | {made} |")
     return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 if __name__ == "__main__":

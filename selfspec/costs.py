@@ -128,12 +128,11 @@ class BatchCosts:
         Args:
             rows: of the batch, at least 1.
         """
-        below = max((costs for costs in self.measured if costs.rows <= rows), key=_rows, default=None)
-        above = min((costs for costs in self.measured if costs.rows >= rows), key=_rows, default=None)
-        if below is None or above is None or below is above:
-            nearest = above if below is None else below
-            assert nearest is not None
-            return nearest.in_batch(rows)
+        smaller = [costs for costs in self.measured if costs.rows <= rows]
+        larger = [costs for costs in self.measured if costs.rows >= rows]
+        if not smaller or not larger or smaller[-1] is larger[0]:
+            return (smaller[-1:] or larger)[0].in_batch(rows)
+        below, above = smaller[-1], larger[0]
         share = math.log(rows / below.rows) / math.log(above.rows / below.rows)
 
         def between(one: float, other: float) -> float:
@@ -149,10 +148,6 @@ class BatchCosts:
             rows=rows,
             each_row=between(below.each_row, above.each_row),
         )
-
-
-def _rows(costs: Costs) -> int:
-    return costs.rows
 
 
 def share_read(model: PreTrainedModel, adapter: Adapter, path: Path, head: DraftHead | None = None) -> float:

@@ -46,15 +46,14 @@ class PromptLookup(Drafter):
 
     def look_up(self, state: State, length: int) -> Draft:
         """The draft of up to `length` tokens; an empty one where no live row has a match, or too few to pay for all."""
-        live = [row for row in state.text.rows if state.live[row]]
-        hindmost = min(len(state.committed[row]) for row in live)
+        hindmost = min(len(state.committed[row]) for row in state.text.rows if state.live[row])
         rows: list[list[int]] = []
         # Of the rows that hold the batch up: what the others gain does not end it sooner.
         behind: list[int] = []
         for row in state.text.rows:
             index = state.index(row, self.shortest, self.longest)
-            match = index.find() if row in live else None
-            if row in live and len(state.committed[row]) == hindmost:
+            match = index.find() if state.live[row] else None
+            if state.live[row] and len(state.committed[row]) == hindmost:
                 behind.append(0 if match is None else match.length)
             rows.append([] if match is None else list(index.after(match, length)))
         if not any(rows):

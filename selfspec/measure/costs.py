@@ -155,7 +155,7 @@ def measure_costs(
     _check(widths, context, repeats, lengths, batch, warm_up)
     told = watch or Unwatched()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
-    told.begin(rounds * min(batch, 2) + _GENERATIONS * (1 + len(named)))
+    told.begin(rounds * (2 if batch > 1 else 1) + _GENERATIONS * (1 + len(named)))
     timed = {1, *widths}
     longest = max(*lengths, *[width - 1 for width in timed])
     bench = _Bench(
