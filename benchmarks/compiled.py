@@ -1,10 +1,8 @@
-"""What torch.compile makes of the passes of a round, beside the programs that selfspec runs.
+"""Passes of a round compiled (`selfspec.Compiled`), beside the traced programs that selfspec runs by default.
 
     python benchmarks/compiled.py --threads 2
 
-Each pass is recorded as a graph of operators over a bucket of slots, whose shapes never change, and compiled by
-inductor. Passes are timed in turns. Compiled kernels are fused and round differently, so their logits are compared with
-the stock modules' up to a bound, not bit by bit. Inductor needs a C++ compiler.
+Passes are timed in turns. What compiling takes is timed with torch's caches switched off. It needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ import torch._inductor.config
 from kept import RESULTS
 from rich.progress import track
 from timed import seconds_of, spread
-from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import nn
 
 from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
@@ -32,47 +29,34 @@ from selfspec.gate import GatedModel
 from selfspec.measure.environment import environment
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer
-from selfspec.runtime import Traced
-from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime import Compiled, Runtime, Traced
+from selfspec.runtime.layer_calls import LayerCall, put_calls
+from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.programs import Programs
-from selfspec.runtime.runtime import Function, Runtime
+from selfspec.runtime.runtime import Function
 from selfspec.wrapped import find_adapter
-
-_SLOTS = 64
-# Largest difference of a logit that rounding explains here.
-_BOUND = 1e-3
 
 
 class _Noted(Runtime):
-    """Programs over a bucket of slots; notes the last one, what it was made of, and what that was run on."""
+    """Notes the last pass that a program is asked of."""
 
-    def __init__(self, bucket: int) -> None:
-        self.made: Function | None = None
-        self.function: Function | None = None
-        self.example: tuple[Tensor, ...] = ()
-        self._bucket = bucket
-        self._traced = Traced(after=0)
+    def __init__(self) -> None:
+        self.function: PassFunction | None = None
+        self.example: PassTensors | None = None
 
     @property
     def after(self) -> int:
         return 0
 
-    @property
-    def bucket(self) -> int:
-        return self._bucket
-
     def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        return self._traced.put_calls(view, model, adapter)
+        return put_calls(view, model, adapter)
 
     def is_tried(self, lengths: Sequence[int]) -> bool:
         return True
 
-    def program(
-        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
-    ) -> Function:
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
         self.function, self.example = function, example
-        self.made = self._traced.program(function, example, layers, held)
-        return self.made
+        return function
 
 
 def main() -> None:
@@ -103,48 +87,40 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     depth = len(adapter.decoder_layers(model))
     exit_ = Sublayer(options.exit or depth // 3, Part.ATTENTION)
     ids = torch.randint(model.config.vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
-    # selfspec's own programs take any number of slots, and no mask for a single token.
-    own, padded = _Noted(1), _Noted(_SLOTS)
-    running = []
-    for runtime in (own, padded):
-        cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"), bucket=runtime.bucket)
-        passes = Passes(model, adapter, cache, Programs(runtime))
-        cache.reserve(options.context)
-        passes.prefill(ids, [options.context])
-        cache.commit([options.context])
-        running.append(passes)
+    noted = _Noted()
+    cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"))
+    passes = Passes(model, adapter, cache, Programs(noted))
+    cache.reserve(options.context)
+    passes.prefill(ids, [options.context])
+    cache.commit([options.context])
     named = {f"target, {width} tokens": (Path.full(depth), width) for width in options.widths}
     named[f"draft step, exit {exit_.layer}"] = (Path.up_to(depth, exit_), 1)
     rows = []
     for name, (path, width) in named.items():
-        for passes in running:
-            passes.logits(path, ids[:, :width])
-        assert own.function is not None
-        assert own.made is not None
-        assert padded.function is not None
-        compiled, seconds = _compiled(padded.function, padded.example)
-        difference = float((compiled(padded.example)[0] - own.function(own.example)[0]).abs().max())
-        assert difference < _BOUND, difference
+        passes.logits(path, ids[:, :width])
+        function, example = noted.function, noted.example
+        assert function is not None
+        assert example is not None
+        flat = example.flat()
+        traced = Traced().program(function, example)
+        started = time.perf_counter()
+        compiled = Compiled().program(function, example)
+        compiled(flat)
+        seconds = time.perf_counter() - started
+        given, expected = compiled(flat), function(flat)
+        assert Compiled().agree(given, expected)
         ways = {
-            "stock": partial(own.function, own.example),
-            "program": partial(own.made, own.example),
-            "compiled": partial(compiled, padded.example),
+            "stock": partial(function, flat),
+            "program": partial(traced, flat),
+            "compiled": partial(compiled, flat),
         }
         spent: dict[str, list[float]] = {way: [] for way in ways}
         for _ in track(range(options.repeats), name, transient=True):
             for way, work in ways.items():
                 spent[way].append(seconds_of(work))
+        difference = float((given[0] - expected[0]).abs().max())
         rows.append({"pass": name, "seconds": spent, "compiling": seconds, "difference": difference})
     return rows
-
-
-def _compiled(function: Function, example: tuple[Tensor, ...]) -> tuple[Function, float]:
-    """The pass compiled, and how long that took."""
-    started = time.perf_counter()
-    graph = make_fx(lambda *tensors: function(tensors))(*example)
-    compiled = torch.compile(graph, dynamic=False)
-    compiled(*example)
-    return (lambda tensors: compiled(*tensors)), time.perf_counter() - started
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

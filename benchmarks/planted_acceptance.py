@@ -32,6 +32,7 @@ from selfspec.bench.session import Plan, Session, Subject
 from selfspec.cli.bench_report import write_report
 from selfspec.draft import EarlyExit
 from selfspec.measure import teacher_forced
+from selfspec.runtime.named import RuntimeName
 from selfspec.wrapped import find_adapter
 
 # The shapes of widely used models of these sizes; embeddings are tied.
@@ -68,7 +69,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--packed", action="store_true", help="selfspec's arms run packed weights")
-    parser.add_argument("--graphs", action="store_true", help="selfspec's arms run as CUDA graphs")
+    parser.add_argument(
+        "--runtime", type=RuntimeName, choices=list(RuntimeName), default=RuntimeName.TRACED, help="of selfspec's arms"
+    )
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-assistant", action="store_true", help="without transformers' early exit, which is slow")
     parser.add_argument("--name", default="planted", help="folder of the results")
@@ -89,7 +92,7 @@ def main() -> None:
     prompts = {cell: _prompts(shape["vocabulary"], options, cell.batch, cell.context) for cell in cells}
     kinds = [Kind.DRAFT] + ([Kind.STATIC] if options.device != "cpu" else [])
     kinds += [] if options.no_assistant else [Kind.EARLY_EXIT]
-    drafts, own = [f"exit:{exit_layer}"], (options.packed, options.graphs)
+    drafts, own = [f"exit:{exit_layer}"], (options.packed, options.runtime)
     specs = arm_specs(kinds, drafts, None, [None], exit_layer, options.draft_length, *own)
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         if not options.no_memory:

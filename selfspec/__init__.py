@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from selfspec.generation import Generation
     from selfspec.output import GenerateOutput, Round, RowRound
     from selfspec.packed import pack, unpack
-    from selfspec.runtime import CudaGraphs, Eager, Traced
+    from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
     from selfspec.stats import Stats
     from selfspec.wrapped import SelfSpeculative, wrap
 
@@ -53,6 +53,7 @@ __all__ = [
     "Cascade",
     "CheckpointError",
     "ClosedError",
+    "Compiled",
     "ConfidenceStop",
     "CorpusError",
     "CostAware",
@@ -116,7 +117,7 @@ _HOMES = {
     "generation": ["Generation"],
     "output": ["GenerateOutput", "Round", "RowRound"],
     "packed": ["pack", "unpack"],
-    "runtime": ["CudaGraphs", "Eager", "Traced"],
+    "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
     "stats": ["Stats"],
     "wrapped": ["SelfSpeculative", "wrap"],
 }

@@ -66,7 +66,7 @@ def wrap(
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
-        runtime: how passes are run: `Eager`, `CudaGraphs`, or the default `Traced`.
+        runtime: how passes are run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.

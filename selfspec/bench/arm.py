@@ -12,9 +12,18 @@ from torch import Tensor
 
 from selfspec.bench.cell import Cell
 from selfspec.bench.timing import Call
+from selfspec.runtime.named import RuntimeName
 
 LOOK_UP_TOKENS = 10
 """Tokens that `model.generate` looks up at a time, as its documentation has it."""
+
+
+_SUFFIXES = {
+    RuntimeName.TRACED: "",
+    RuntimeName.EAGER: ", stock modules",
+    RuntimeName.COMPILED: ", compiled",
+    RuntimeName.GRAPHS: ", CUDA graphs",
+}
 
 
 class Kind(StrEnum):
@@ -39,7 +48,7 @@ class ArmSpec:
         length: tokens drafted each round; None: as the arm itself decides.
         accept: acceptance rule, by name; None: selfspec's default.
         packed: whether it runs a model whose weights are packed.
-        graphs: whether selfspec runs it as CUDA graphs.
+        runtime: how selfspec runs its passes.
     """
 
     kind: Kind
@@ -48,14 +57,14 @@ class ArmSpec:
     length: int | None = None
     accept: str | None = None
     packed: bool = False
-    graphs: bool = False
+    runtime: RuntimeName = RuntimeName.TRACED
 
     @property
     def name(self) -> str:
         """What reports call it."""
         length = "" if self.length is None else f", length {self.length}"
         rule = "" if self.accept is None else f", {self.accept}"
-        how = (", packed" if self.packed else "") + (", CUDA graphs" if self.graphs else "")
+        how = (", packed" if self.packed else "") + _SUFFIXES[self.runtime]
         match self.kind:
             case Kind.GENERATE:
                 return "model.generate"
@@ -77,7 +86,8 @@ class ArmSpec:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> ArmSpec:
         """Read back from JSON."""
-        return cls(**{**found, "kind": Kind(found["kind"])})
+        runtime = RuntimeName(found.get("runtime", RuntimeName.TRACED))
+        return cls(**{**found, "kind": Kind(found["kind"]), "runtime": runtime})
 
 
 class Arm(ABC):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from selfspec.bench.arm import Arm, ArmSpec, Kind
 from selfspec.bench.own_arms import OwnArm
 from selfspec.bench.stock_arms import StockArm
+from selfspec.runtime.named import RuntimeName
 
 _OWN = (Kind.PLAIN, Kind.DRAFT)
 
@@ -22,7 +23,7 @@ def arm_specs(
     exit_layer: int,
     exit_length: int,
     packed: bool = False,
-    graphs: bool = False,
+    runtime: RuntimeName = RuntimeName.TRACED,
 ) -> list[ArmSpec]:
     """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
 
@@ -35,7 +36,7 @@ def arm_specs(
         exit_layer: of transformers' own early exit.
         exit_length: tokens that it drafts each round.
         packed: whether selfspec's own run a model whose weights are packed.
-        graphs: whether they run as CUDA graphs.
+        runtime: how their passes are run.
     """
     specs = [ArmSpec(Kind.GENERATE)]
     if Kind.STATIC in kinds:
@@ -49,7 +50,7 @@ def arm_specs(
         own.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
     if Kind.DRAFT in kinds:
         own += [ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
-    return list(dict.fromkeys([*specs, *(replace(spec, packed=packed, graphs=graphs) for spec in own)]))
+    return list(dict.fromkeys([*specs, *(replace(spec, packed=packed, runtime=runtime) for spec in own)]))
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:

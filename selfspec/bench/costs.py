@@ -15,7 +15,7 @@ from selfspec.draft import Cascade, Drafter, PromptLookup
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.measure import MeasuredCosts, measure_costs
-from selfspec.runtime import CudaGraphs
+from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.verify.stock import bare
 from selfspec.wrapped import find_adapter, wrap
 
@@ -84,15 +84,15 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
     Args:
         model: stock.
         cell: the conditions.
-        arms: of any kind.
+        arms: of any kind; all of selfspec's run passes alike.
 
     Returns:
         One for each arm; None for arms that do not draft, or in a way that has no known parts.
     """
     drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) else None for arm in arms]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
+    runtime = next((arm.spec.runtime for arm in arms if isinstance(arm, OwnArm)), RuntimeName.TRACED)
     longest = max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])
-    graphs = any(arm.spec.graphs for arm in arms)
     measured = measure_costs(
         model,
         find_adapter(model),
@@ -103,7 +103,7 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
         lengths=sorted({*_LENGTHS, longest}),
         batch=cell.batch,
         temperature=cell.temperature,
-        base=wrap(bare(model), runtime=CudaGraphs(after=0)) if graphs else None,
+        base=wrap(bare(model), runtime=runtime_named(runtime, after=0)),
     )
     return [PassCosts.of(measured, _path(draft)) if _has_parts(draft) else None for draft in drafts]
 

@@ -13,7 +13,7 @@ from selfspec.bench.timing import Call, DraftShape, Stopwatch
 from selfspec.draft import Drafter
 from selfspec.output import Round
 from selfspec.plan import Plan
-from selfspec.runtime import CudaGraphs
+from selfspec.runtime.named import runtime_named
 from selfspec.verify.stock import bare
 from selfspec.wrapped import wrap
 
@@ -28,13 +28,18 @@ class OwnArm(Arm):
     Raises:
         DraftConfigError: the draft is no draft, or does not fit the model.
         ProfileError: it is `auto`, and no calibration fits.
-        UnsupportedOptionError: there is no such acceptance rule, or no graphs where the model is.
+        UnsupportedOptionError: there is no such acceptance rule, or the runtime cannot run where the model is.
     """
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         super().__init__(spec)
-        runtime = CudaGraphs() if spec.graphs else None
-        self.wrapped = wrap(bare(model), spec.draft, draft_length=spec.length, accept=spec.accept, runtime=runtime)
+        self.wrapped = wrap(
+            bare(model),
+            spec.draft,
+            draft_length=spec.length,
+            accept=spec.accept,
+            runtime=runtime_named(spec.runtime),
+        )
 
     def drafter(self, cell: Cell) -> Drafter | None:
         """What drafts under the conditions of a cell."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 from selfspec.bench.arm import LOOK_UP_TOKENS, Arm, ArmSpec, Kind
 from selfspec.bench.cell import Cell
 from selfspec.bench.timing import Call, Stopwatch
+from selfspec.runtime.compiled import no_compiler
 from selfspec.verify.stock import bare
-
-_COMPILERS = ("g++", "clang++", "c++")
 
 
 class StockArm(Arm):
@@ -33,7 +31,7 @@ class StockArm(Arm):
         if self.spec.kind in (Kind.LOOK_UP, Kind.EARLY_EXIT) and cell.batch > 1:
             return "transformers' assisted generation takes one row at a time"
         if self.spec.kind is Kind.STATIC:
-            return _no_compiler(self._model.device)
+            return no_compiler(self._model.device)
         return None
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
@@ -89,11 +87,3 @@ class _FirstToken(StoppingCriteria):
             self.seconds = self._watch.read()
             self.tokens = (input_ids.shape[1] - self._prompt) * input_ids.shape[0]
         return self._goes_on
-
-
-def _no_compiler(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        return None
-    if any(map(shutil.which, _COMPILERS)):
-        return None
-    return f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is there"

@@ -29,7 +29,7 @@ from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import PromptError
 from selfspec.measure import Acceptance, MeasuredCosts, continued, measure_costs, teacher_forced
-from selfspec.runtime.runtime import Traced
+from selfspec.runtime import Traced
 from selfspec.verify.stock import bare
 from selfspec.watch import Unwatched, Watch
 from selfspec.wrapped import SelfSpeculative, find_adapter, wrap

@@ -21,6 +21,15 @@ class ArmChoice(StrEnum):
     DRAFT = "draft"
 
 
+class RuntimeChoice(StrEnum):
+    """What `--runtime` takes."""
+
+    EAGER = "eager"
+    TRACED = "traced"
+    COMPILED = "compiled"
+    GRAPHS = "graphs"
+
+
 def bench(
     model: Annotated[
         str | None,
@@ -108,9 +117,14 @@ def bench(
         bool,
         typer.Option("--packed", help="Let selfspec's arms run packed weights; model.generate runs the plain ones."),
     ] = False,
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="Let selfspec's arms run as CUDA graphs; on a CUDA device only.")
-    ] = False,
+    runtime: Annotated[
+        RuntimeChoice,
+        typer.Option(
+            "--runtime",
+            help="How selfspec's arms run passes: `eager`, `traced`, `compiled` (give a larger --warm-up: each kind of "
+            "pass is compiled once, for some ten seconds) or `graphs`, on a CUDA device only.",
+        ),
+    ] = RuntimeChoice.TRACED,
     output: Output = "text",
 ) -> None:
     """Measure ways to decode side by side: `model.generate` with its own helps, and selfspec with each draft.
@@ -159,7 +173,7 @@ def bench(
             device=device,
             threads=threads,
             packed=packed,
-            graphs=graphs,
+            runtime=runtime.value,
             output=output,
         )
     )

@@ -28,6 +28,7 @@ from selfspec.cli.terminal import progress_bar
 from selfspec.demo import checkpoint_folder
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, PromptError
+from selfspec.runtime.named import RuntimeName
 
 _EMBEDDED = "embedded"
 
@@ -57,7 +58,7 @@ class Job:
         device: where.
         threads: CPU threads; None: torch's own choice.
         packed: whether selfspec's arms run packed weights.
-        graphs: whether they run as CUDA graphs.
+        runtime: how they run passes, by name.
         output: what stdout gets.
     """
 
@@ -81,7 +82,7 @@ class Job:
     device: str
     threads: int | None
     packed: bool
-    graphs: bool
+    runtime: str
     output: OutputFormat
 
 
@@ -141,7 +142,8 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
             f"--exit {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
         )
     drafts = [draft.strip() for draft in drafts]
-    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length, job.packed, job.graphs)
+    own = (job.packed, RuntimeName(job.runtime))
+    specs = arm_specs(kinds, drafts, job.draft_length, job.rules, exit_layer, job.exit_length, *own)
     for spec in specs:
         if spec.draft is None:
             continue

@@ -28,7 +28,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.generation import Generation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.probe import Given, Probe, Sample, Timer
-from selfspec.runtime.runtime import Eager, Traced
+from selfspec.runtime import Eager, Traced
 from selfspec.verify.stock import bare
 from selfspec.watch import Unwatched, Watch
 from selfspec.wrapped import SelfSpeculative, wrap

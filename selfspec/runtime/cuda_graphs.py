@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import RECORDING, Function, RecordingError, Runtime, equal
 
 # Graphs of one kind of pass: one for every bucket of slots, and again for every cache that lies elsewhere.
@@ -55,10 +55,8 @@ class CudaGraphs(Runtime):
     def is_tried(self, lengths: Sequence[int]) -> bool:
         return len(lengths) >= _TRIALS
 
-    def program(
-        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
-    ) -> Function:
-        return _Graphs(function, held, self.recorder(example[0].device))
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        return _Graphs(function, len(example.slots.buffers), self.recorder(example.tokens.device))
 
     def recorder(self, device: torch.device) -> Recorder:
         """Captures what is launched on a device."""

@@ -6,8 +6,7 @@ differs between most of them but what they read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfspec.adapter import Adapter
 from selfspec.gate import GatedModel
+from selfspec.runtime.held_weights import HeldWeights
 from selfspec.runtime.slot_cache import SlotCache
 from selfspec.twin import has_other_forward, twin_running, twin_with_layers
 
@@ -102,6 +102,7 @@ class LayerCall:
         index: which it is.
 
     Attributes:
+        layer: the layer.
         index: which it is.
         function: computes what the layer does from `example`'s tensors; None: the layer itself runs.
     """
@@ -109,7 +110,8 @@ class LayerCall:
     def __init__(self, layer: nn.Module, index: int) -> None:
         self.index = index
         self.function: Callable[..., Any] | None = None
-        self._layer = layer
+        self.layer = layer
+        self._weights = HeldWeights.of(layer.modules())
         self._arguments: _Given | None = None
         self._results: _Form | None = None
 
@@ -117,9 +119,9 @@ class LayerCall:
         given = _Given.of((args, kwargs), self.index)
         known = self._arguments is not None and given.form == self._arguments.form
         if self.function is not None and self._results is not None and known:
-            results = self.function(*given.tensors, *self._weights())
+            results = self.function(*given.tensors, *self._weights.tensors)
             return self._results.filled(results, self.index)
-        output = self._layer(*args, **kwargs)
+        output = self.layer(*args, **kwargs)
         self._arguments, self._results = given, _Given.of(output, self.index).form
         return output
 
@@ -127,15 +129,15 @@ class LayerCall:
     def example(self) -> tuple[Tensor, ...]:
         """What the layer was called with last, and its weights."""
         assert self._arguments is not None
-        return (*self._arguments.tensors, *self._weights())
+        return (*self._arguments.tensors, *self._weights.tensors)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The layer as a function of what `example` gives."""
         assert self._arguments is not None
         count = len(self._arguments.tensors)
         args, kwargs = self._arguments.form.filled(tensors[:count], self.index)
-        with self._reading(tensors[count:]):
-            return _Given.of(self._layer(*args, **kwargs), self.index).tensors
+        with self._weights.replaced(tensors[count:]):
+            return _Given.of(self.layer(*args, **kwargs), self.index).tensors
 
     @property
     def likeness(self) -> object:
@@ -148,33 +150,7 @@ class LayerCall:
         return (self._arguments.form.tree, tuple(map(repr, self._arguments.form.leaves)), shapes, self._structure())
 
     def _structure(self) -> tuple[object, ...]:
-        return tuple((name, _likeness(module)) for name, module in self._layer.named_modules())
-
-    def _holders(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Where the layer finds its weights and buffers."""
-        seen = set()
-        for module in self._layer.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None and (id(held), name) not in seen:
-                        seen.add((id(held), name))
-                        yield held, name
-
-    def _weights(self) -> tuple[Tensor, ...]:
-        return tuple(held[name] for held, name in self._holders())
-
-    @contextmanager
-    def _reading(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Let the layer read these weights for a while."""
-        places = list(self._holders())
-        before = [held[name] for held, name in places]
-        try:
-            for (held, name), weight in zip(places, weights, strict=True):
-                held[name] = weight
-            yield
-        finally:
-            for (held, name), weight in zip(places, before, strict=True):
-                held[name] = weight
+        return tuple((name, _likeness(module)) for name, module in self.layer.named_modules())
 
 
 def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from selfspec.cache import Slots
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.masks import attention_mask
 from selfspec.packed import PackedLinear
+from selfspec.runtime.held_weights import HeldWeights
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.slot_cache import SlotCache
 
@@ -97,7 +96,8 @@ class PassFunction:
             tensors: those of `PassTensors.flat`.
         """
         count = len(self.packed)
-        with _reading(self.packed, tensors[:count]):
+        holders = tuple(layer._parameters for layer in self.packed)
+        with HeldWeights(holders, ("weight",) * count).replaced(tensors[:count]):
             return self._result(tensors[count:])
 
     def _result(self, tensors: tuple[Tensor, ...]) -> PassResult:
@@ -117,21 +117,6 @@ class PassFunction:
             **model_inputs(tokens, positions, mask),
         }
         return run_view(self.view, self.base, entering, inputs)
-
-
-@contextmanager
-def _reading(layers: Sequence[PackedLinear], weights: Sequence[Tensor]) -> Iterator[None]:
-    """Let packed layers read these weights for a while."""
-    # What is traced is no parameter, and need not be one here.
-    holders: list[dict[str, Any]] = [layer.__dict__["_parameters"] for layer in layers]
-    before = [holder["weight"] for holder in holders]
-    try:
-        for holder, weight in zip(holders, weights, strict=True):
-            holder["weight"] = weight
-        yield
-    finally:
-        for holder, weight in zip(holders, before, strict=True):
-            holder["weight"] = weight
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:

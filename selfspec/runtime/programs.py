@@ -18,7 +18,7 @@ from selfspec.path import Path
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
 from selfspec.runtime.recordable import run_watched, state_of, why_not
-from selfspec.runtime.runtime import Function, RecordingError, Runtime, equal
+from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
 
 # Comparisons over one number of slots after which a program is used over that number, if over no other yet.
 _SAME = 3
@@ -172,6 +172,8 @@ class Programs:
         if program is not None and candidate.serves(length):
             try:
                 return program.run(tensors)
+            except OtherSizesError:
+                return stock()
             except RecordingError as error:
                 candidate.refuse(str(error))
                 return stock()
@@ -202,12 +204,14 @@ class Programs:
             watch.lap()
             given = candidate.program.run(tensors)
             seconds = watch.lap()
+        except OtherSizesError:
+            return expected
         # Whatever goes wrong in making or trying a program, the stock modules write its keys and values once more.
         except Exception as error:
-            candidate.refuse(f"{type(error).__name__}: {error}")
+            candidate.refuse(f"{type(error).__name__}: {error}".splitlines()[0])
             return stock()
-        if not equal(given.flat(), expected.flat()):
-            candidate.refuse("it gave other bits than the stock modules")
+        if not self._runtime.agree(given.flat(), expected.flat()):
+            candidate.refuse("it gave something else than the stock modules")
             return stock()
         if candidate.lengths:
             # The first run also prepares the program.
@@ -224,9 +228,8 @@ class Programs:
         return expected
 
     def _make(self, tensors: PassTensors, function: PassFunction) -> _Program:
-        flat = tensors.flat()
-        left = run_watched(lambda: function.result(flat)).states
-        program = self._runtime.program(function, flat, function.layers, held=len(tensors.slots.buffers))
+        left = run_watched(lambda: function.result(tensors.flat())).states
+        program = self._runtime.program(function, tensors)
         return _Program(program, function.base is None, None if left is None else tuple(left.attention))
 
 

@@ -58,16 +58,15 @@ class SlotCache(Cache):
         """Number of slots before the pass's tokens; a tensor of one where the device alone knows."""
         if self.padded:
             return self._written[:, 0].amax()
-        # A number and no part of the recording: models ask for it where they need no mask at all.
-        return int(self._visible.shape[0]) - int(self._written.shape[1])
+        return _number(self._visible.shape[0]) - int(self._written.shape[1])
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Slot of the pass's first token."""
         return self.get_seq_length()
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[Any, int]:
         """Number of slots the pass looks at, and the first of them."""
-        return int(self._visible.shape[0]), 0
+        return _number(self._visible.shape[0]), 0
 
     def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:
         written = self._written.to(buffer.device)
@@ -77,3 +76,8 @@ class SlotCache(Cache):
             rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
             buffer[rows, :, written] = states.transpose(1, 2)
         return buffer[:, :, : self._visible.shape[0]]
+
+
+def _number(size: Any) -> Any:
+    """A size that is no part of a trace, where models ask for one but need it for nothing; symbols stay symbols."""
+    return size if isinstance(size, torch.SymInt) else int(size)

@@ -15,6 +15,7 @@ from selfspec.bench.cell import Cell, grid
 from selfspec.bench.measure import Measured, measure, runs
 from selfspec.bench.stock_arms import StockArm
 from selfspec.bench.timing import Call
+from selfspec.runtime.named import RuntimeName
 
 GREEDY = Cell("w", 0.0, 1, 6, 16)
 SPECS = arm_specs(
@@ -47,7 +48,9 @@ def test_the_arms_in_order() -> None:
         "selfspec exit:1",
         "selfspec lookup+exit:2",
     ]
-    assert [ArmSpec.from_dict(spec.to_dict()) for spec in SPECS] == SPECS
+    specs = [*SPECS, *(ArmSpec(Kind.DRAFT, "exit:1", packed=True, runtime=name) for name in RuntimeName)]
+    assert [ArmSpec.from_dict(spec.to_dict()) for spec in specs] == specs
+    assert len({spec.name for spec in specs}) == len(specs)
     ruled = arm_specs([Kind.DRAFT, Kind.STATIC], ["exit:1", "exit:1"], 4, ["token", "block"], 2, 3)
     assert [spec.name for spec in ruled[-3:]] == [
         "selfspec plain",

@@ -53,7 +53,9 @@ def test_graphs_are_refused_where_there_is_no_such_device(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path
 ) -> None:
     to = tmp_path / "results"
-    ending = invoke("bench", folder, "--workload", texts, *QUICK, "--to", str(to), "--device", "cpu", "--graphs")
+    ending = invoke(
+        "bench", folder, "--workload", texts, *QUICK, "--to", str(to), "--device", "cpu", "--runtime", "graphs"
+    )
     assert ending.status == 2
     assert "CudaGraphs runs models on a CUDA device" in ending.stderr
     assert not (to / "results.jsonl").exists()

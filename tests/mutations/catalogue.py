@@ -57,7 +57,7 @@ _SHARED_CACHE = "selfspec/cache.py"
 _CONTROL = "selfspec/control.py"
 _MASKS = "selfspec/masks.py"
 _PROGRAMS = "selfspec/runtime/programs.py"
-_RUNTIME = "selfspec/runtime/runtime.py"
+_TRACED = "selfspec/runtime/traced.py"
 _LAYER_CALLS = "selfspec/runtime/layer_calls.py"
 _CUDA_GRAPHS = "selfspec/runtime/cuda_graphs.py"
 _PASSES = "selfspec/passes.py"
@@ -521,15 +521,15 @@ CATALOGUE = (
     Mutation(
         "a program is trusted whatever bits it gives",
         _PROGRAMS,
-        "if not equal(given.flat(), expected.flat()):",
+        "if not self._runtime.agree(given.flat(), expected.flat()):",
         "if False:",
         ("tests/runtime/test_programs.py::test_what_gives_other_bits_or_fails_is_never_used",),
     ),
     Mutation(
         "keys and values stay as a wrong program left them",
         _PROGRAMS,
-        'candidate.refuse("it gave other bits than the stock modules")\n            return stock()',
-        'candidate.refuse("it gave other bits than the stock modules")\n            return expected',
+        'candidate.refuse("it gave something else than the stock modules")\n            return stock()',
+        'candidate.refuse("it gave something else than the stock modules")\n            return expected',
         ("tests/runtime/test_programs.py::test_what_writes_other_keys_and_values_does_no_harm",),
     ),
     Mutation(
@@ -548,7 +548,7 @@ CATALOGUE = (
     ),
     Mutation(
         "layers share a function though one of them uses its number",
-        _RUNTIME,
+        _TRACED,
         "if str(first) == str(last):",
         "if True:",
         ("tests/runtime/test_layer_calls.py::test_a_layer_that_uses_its_number_is_no_others",),
@@ -874,9 +874,9 @@ CATALOGUE = (
     ),
     Mutation(
         "programs keep the packed weights of another pass",
-        "selfspec/runtime/pass_function.py",
-        '            holder["weight"] = weight\n        yield',
-        "            pass\n        yield",
+        "selfspec/runtime/held_weights.py",
+        "self._put(tensors)\n",
+        "pass\n",
         ("tests/test_packed.py",),
     ),
     Mutation(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +18,7 @@ from selfspec.cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
-from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.programs import Programs
 from selfspec.runtime.runtime import Function
 from selfspec.runtime.slot_cache import SlotCache
@@ -189,11 +188,9 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
 
     @dataclass(frozen=True)
     class Graphs(StandIn):
-        def program(
-            self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
-        ) -> Function:
-            seen.extend(weakref.ref(tensor) for tensor in example[-held:])
-            return super().program(function, example, layers, held)
+        def program(self, function: PassFunction, example: PassTensors) -> Function:
+            seen.extend(map(weakref.ref, example.slots.buffers))
+            return super().program(function, example)
 
         def recorder(self, device: torch.device) -> Recorder:
             return Forgetful()

@@ -120,7 +120,7 @@ def test_a_program_of_calls_gives_and_writes_the_same(name: str, base: str | Non
         forget()
         expected = function(flat)
         written = [buffer.clone() for buffer in tensors.slots.buffers]
-        program = Traced().program(function, flat, function.layers)
+        program = Traced().program(function, tensors)
         forget()
         found = program(flat)
     assert len(found) == len(expected)
@@ -134,7 +134,7 @@ def test_calls_read_the_weights_of_their_own_layer() -> None:
     flat = tensors.flat()
     with torch.no_grad():
         before = function(flat)
-        program = Traced().program(function, flat, function.layers)
+        program = Traced().program(function, tensors)
         for layer in bench.model.model.layers:
             layer.mlp.down_proj.weight.mul_(1.5)
             found, expected = program(flat), function(flat)
@@ -156,7 +156,7 @@ def test_a_layer_that_uses_its_number_is_no_others(monkeypatch: pytest.MonkeyPat
     names = _functions(monkeypatch)
     with torch.no_grad():
         expected = function(flat)
-        found = Traced().program(function, flat, function.layers)(flat)
+        found = Traced().program(function, tensors)(flat)
     assert names == ["program"]
     assert torch.equal(found[0], expected[0])
 
@@ -166,7 +166,7 @@ def test_one_function_serves_all_that_are_alike(monkeypatch: pytest.MonkeyPatch)
     names = _functions(monkeypatch)
     with torch.no_grad():
         function(tensors.flat())
-        Traced().program(function, tensors.flat(), function.layers)
+        Traced().program(function, tensors)
     assert names == ["layer0", "layer1", "program"]
     assert all(call.function is None for call in function.layers)
 

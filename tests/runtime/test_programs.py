@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,10 +21,11 @@ from proving import greedy_together, ticking
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.passes import Passes
 from selfspec.runtime import Eager, Runtime, Traced
-from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.programs import Programs
 from selfspec.runtime.recordable import frozen_twin, run_watched
 from selfspec.runtime.runtime import Function
+from selfspec.runtime.traced import traced
 from snapshot import Snapshot
 
 PROMPT, NEW = 9, 24
@@ -200,9 +201,7 @@ class _Planted(Traced):
     runs: int = 0
     does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
 
-    def program(
-        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
-    ) -> Function:
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
         calls = count()
         return lambda tensors: (self.does if next(calls) >= self.runs else tuple)(function(tensors))
 
@@ -214,7 +213,7 @@ def _raise(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("runs", [0, 1, 2])
 @pytest.mark.parametrize(
     ("does", "reason"),
-    [(lambda outputs: (outputs[0] + 1e-12, *outputs[1:]), "other bits"), (_raise, "RuntimeError: planted")],
+    [(lambda outputs: (outputs[0] + 1e-12, *outputs[1:]), "something else"), (_raise, "RuntimeError: planted")],
 )
 def test_what_gives_other_bits_or_fails_is_never_used(
     llama: PreTrainedModel, does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], reason: str, runs: int
@@ -230,9 +229,7 @@ def test_what_gives_other_bits_or_fails_is_never_used(
 def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) -> None:
     @dataclass(frozen=True)
     class Scribbling(Traced):
-        def program(
-            self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
-        ) -> Function:
+        def program(self, function: PassFunction, example: PassTensors) -> Function:
             def scribble(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 outputs = function(tensors)
                 for buffer in tensors[4:]:
@@ -254,10 +251,8 @@ class _BoundToLength(Traced):
 
     calls: list[int] = field(default_factory=list, compare=False)
 
-    def program(
-        self, function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = (), held: int = 0
-    ) -> Function:
-        wanted = example[3].shape[0]
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        wanted = example.slots.visible.shape[0]
 
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             length = tensors[3].shape[0]
@@ -287,7 +282,7 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
     # Three comparisons, and one over another number of slots, after which the pass was run once more.
     assert runtime.calls == [PROMPT] * 8 + [PROMPT + 1]
     assert len(stock) == 3 + 2
-    assert "other bits" in next(iter(spec.programs.refusals.values()))
+    assert "something else" in next(iter(spec.programs.refusals.values()))
 
 
 def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
@@ -326,7 +321,7 @@ def test_a_kernel_that_runs_out_of_memory_says_so(
     monkeypatch: pytest.MonkeyPatch, words: str, kind: type[RuntimeError]
 ) -> None:
     tensors = (torch.ones(2),)
-    program = Traced().program(lambda tensors: (tensors[0] + 1,), tensors)
+    program = traced(lambda tensors: (tensors[0] + 1,), tensors)
 
     def fail(_: bool) -> None:
         raise RuntimeError(f"The following operation failed in the TorchScript interpreter. {words}")
@@ -344,7 +339,7 @@ def _product_with(weight: Tensor) -> Function:
 def test_weights_go_with_the_program() -> None:
     weight = torch.randn(8, 8)
     alive = weakref.ref(weight)
-    program = Traced().program(_product_with(weight), (torch.ones(8),))
+    program = traced(_product_with(weight), (torch.ones(8),))
     program((torch.ones(8),))
     del weight
     gc.collect()
@@ -357,7 +352,7 @@ def test_weights_go_with_the_program() -> None:
 def test_a_program_reads_the_weights_where_they_are() -> None:
     linear = nn.Linear(64, 64)
     frozen = frozen_twin(linear)
-    program = Traced().program(lambda tensors: (frozen(tensors[0]),), (torch.ones(1, 64),))
+    program = traced(lambda tensors: (frozen(tensors[0]),), (torch.ones(1, 64),))
     with torch.no_grad():
         linear.weight.zero_()
     assert torch.equal(program((torch.ones(1, 64),))[0][0], linear.bias)

@@ -1,0 +1,35 @@
+"""Runtimes by name, so that a process can be told of one, and a record hold it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from selfspec.runtime.compiled import Compiled
+from selfspec.runtime.cuda_graphs import CudaGraphs
+from selfspec.runtime.runtime import Eager, Runtime
+from selfspec.runtime.traced import Traced
+
+
+class RuntimeName(StrEnum):
+    """What runtimes are called."""
+
+    EAGER = "eager"
+    TRACED = "traced"
+    COMPILED = "compiled"
+    GRAPHS = "graphs"
+
+
+_MAKING_PROGRAMS = {RuntimeName.TRACED: Traced, RuntimeName.COMPILED: Compiled, RuntimeName.GRAPHS: CudaGraphs}
+
+
+def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
+    """A runtime.
+
+    Args:
+        name: of it.
+        after: passes of a kind before a program is made for it; None: as many as the runtime itself would wait for.
+    """
+    if name is RuntimeName.EAGER:
+        return Eager()
+    kind = _MAKING_PROGRAMS[name]
+    return kind() if after is None else kind(after=after)

@@ -1,0 +1,230 @@
+"""Compiled passes: the same tokens for every architecture, over any number of slots, and nothing taken for granted."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+import selfspec
+import tiny
+from proving import greedy_together, ticking
+from selfspec.errors import UnsupportedOptionError
+from selfspec.runtime import Compiled, Eager, Runtime
+from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.programs import Programs
+from selfspec.runtime.runtime import Function
+from snapshot import Snapshot
+
+PROMPT, NEW = 5, 20
+EXIT = selfspec.EarlyExit(1)
+DRAFTS = {
+    "plain": None,
+    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.LayerSkip(layers=[0, 2]),
+    "look-up": selfspec.PromptLookup(),
+}
+
+
+@dataclass(frozen=True)
+class Interpreted(Compiled):
+    """Runs the graphs that would be compiled, operator by operator."""
+
+    graphs: list[GraphModule] = field(default_factory=list, compare=False)
+
+    def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        self.graphs.append(graph)
+        return graph
+
+
+def _wrapped(
+    model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
+) -> selfspec.SelfSpeculative:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Interpreted(0))
+    spec.programs = Programs(spec.runtime, ticking())
+    return spec
+
+
+def _check_greedy(model: PreTrainedModel, draft: selfspec.Drafter | None, runtime: Runtime | None = None) -> None:
+    before = Snapshot(model)
+    spec = _wrapped(model, draft, runtime)
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert not spec.programs.refusals
+    assert spec.programs.proved
+    before.assert_same(model)
+
+
+def test_greedy_text_is_the_stock_models(architecture: str) -> None:
+    _check_greedy(tiny.BUILDERS[architecture](), EXIT)
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_greedy_text_of_every_draft_is_the_stock_models(draft: selfspec.Drafter | None) -> None:
+    _check_greedy(tiny.llama(attention="eager"), draft)
+
+
+@pytest.mark.parametrize("draft", [None, pytest.param(EXIT, marks=pytest.mark.slow)], ids=["plain", "exit"])
+def test_greedy_text_is_the_stock_models_when_it_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: selfspec.Drafter | None
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    _check_greedy(tiny.llama(), draft, Compiled(0))
+
+
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(llama: PreTrainedModel) -> None:
+    prompts = torch.cat([tiny.prompt(PROMPT, seed=seed) for seed in range(3)])
+    mask = torch.ones_like(prompts)
+    mask[1, :3] = 0
+    mask[2, :1] = 0
+    tokens: list[list[list[int]]] = []
+    for runtime in (Eager(), Interpreted(0)):
+        spec = _wrapped(llama, EXIT, runtime)
+        output = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=1)
+        tokens.append(output.sequences.tolist())
+    assert tokens[0] == tokens[1]
+    assert any(not kind.uniform for kind in spec.programs.proved)
+
+
+def test_one_graph_serves_any_number_of_slots_and_alike_layers(llama: PreTrainedModel) -> None:
+    runtime = Interpreted(0)
+    spec = _wrapped(llama, runtime=runtime)
+    prompt = tiny.prompt(PROMPT)
+    for new in (NEW, 90):
+        expected = llama.generate(prompt, max_new_tokens=new, do_sample=False).tolist()
+        assert spec.generate(prompt, max_new_tokens=new, do_sample=False).sequences.tolist() == expected
+    (graph,) = runtime.graphs
+    shared = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    assert len(shared) == tiny.DEPTH
+    assert len({node.args[0].target for node in shared}) == 1
+
+
+def test_a_pass_over_the_first_slot_alone_is_the_modules(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama)
+    prompt = tiny.prompt(1)
+    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    for _ in range(2):
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+def test_what_was_taken_for_granted_of_sizes_is_seen(llama: PreTrainedModel) -> None:
+    """Passes over all the slots there are see memory that lies otherwise."""
+    spec = _wrapped(llama)
+    runtime = spec.runtime
+    assert isinstance(runtime, Interpreted)
+    prompt = tiny.prompt(PROMPT)
+    for new in (NEW, 3, NEW):
+        expected = llama.generate(prompt, max_new_tokens=new, do_sample=False).tolist()
+        assert spec.generate(prompt, max_new_tokens=new, do_sample=False).sequences.tolist() == expected
+    assert not spec.programs.refusals
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
+    spec = _wrapped(llama)
+    prompt = tiny.prompt(PROMPT)
+    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+def test_threads_share_what_is_compiled(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama, EXIT)
+    prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
+    expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
+    assert greedy_together(spec, prompts, NEW) == expected
+
+
+def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    @dataclass(frozen=True)
+    class Noting(Interpreted):
+        def program(self, function: PassFunction, example: PassTensors) -> Function:
+            seen.extend(map(weakref.ref, example.slots.buffers))
+            return super().program(function, example)
+
+    spec = _wrapped(llama, runtime=Noting(0))
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=2, do_sample=False)
+    gc.collect()
+    assert len(seen) == 2 * tiny.DEPTH
+    assert [candidate.program is not None for candidate in spec.programs._candidates.values()] == [True]
+    assert [ref for ref in seen if ref() is not None] == []
+
+
+def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama)
+    prompt = tiny.prompt(PROMPT)
+    for _ in range(2):
+        expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        with torch.no_grad():
+            llama.model.layers[1].mlp.down_proj.weight.mul_(-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "closes"),
+    [
+        (lambda logits: logits * (1 + 1e-6), True),
+        (lambda logits: logits * (1 + 1e-3), False),
+        (lambda logits: logits.roll(1, -1), False),
+        (lambda logits: torch.full_like(logits, torch.nan), False),
+        (lambda logits: logits.float(), False),
+        (lambda logits: logits[:1], False),
+    ],
+    ids=["rounding", "more", "another order", "nan", "another dtype", "another shape"],
+)
+def test_rounding_is_told_from_all_else(change: Callable[[Tensor], Tensor], closes: bool) -> None:
+    logits = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 0] = -torch.inf
+    assert Compiled().agree((change(logits),), (logits,)) is closes
+    assert not Compiled().agree((logits, logits), (logits,))
+
+
+def test_what_gives_something_else_is_never_used(llama: PreTrainedModel) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Interpreted):
+        def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+            return lambda *tensors: tuple(output * 1.01 for output in graph(*tensors))
+
+    spec = _wrapped(llama, EXIT, Wrong(0))
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert not spec.programs.proved
+    assert set(spec.programs.refusals.values()) == {"it gave something else than the stock modules"}
+
+
+def test_packed_weights_are_left_to_the_modules() -> None:
+    model = tiny.llama().float()
+    selfspec.pack(model)
+    spec = _wrapped(model)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert {"packed weights are not compiled" in reason for reason in spec.programs.refusals.values()} == {True}
+
+
+def test_a_missing_compiler_is_said_before_work_starts(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UnsupportedOptionError, match=r"C\+\+ compiler.*leave the runtime out"):
+        _wrapped(llama).generate(tiny.prompt(PROMPT), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("after", [-1, 1.5, True, "soon"])
+def test_a_malformed_runtime_is_refused(after: object) -> None:
+    with pytest.raises(UnsupportedOptionError, match="after must be an integer"):
+        Compiled(after=after)  # type: ignore[arg-type]

@@ -1,0 +1,22 @@
+"""Runtimes by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.runtime import Compiled, CudaGraphs, Eager, Runtime, Traced
+from selfspec.runtime.named import RuntimeName, runtime_named
+
+NAMED = {
+    RuntimeName.EAGER: Eager(),
+    RuntimeName.TRACED: Traced(),
+    RuntimeName.COMPILED: Compiled(),
+    RuntimeName.GRAPHS: CudaGraphs(),
+}
+
+
+@pytest.mark.parametrize("name", RuntimeName)
+def test_every_name_has_its_runtime(name: RuntimeName) -> None:
+    runtime: Runtime = NAMED[name]
+    assert runtime_named(name) == runtime
+    assert runtime_named(name, after=3).after == (None if name is RuntimeName.EAGER else 3)
