@@ -24,11 +24,21 @@ class Choice:
         draft: proposes tokens; None: plain decoding.
         control: how long drafts are, where nobody says otherwise.
         costs: of a round that drafts, measured; None: nobody measured them.
+        most_rows: of a batch that it drafts in; larger ones are decoded plainly. None: it drafts in any.
     """
 
     draft: Drafter | None
     control: Control = field(default_factory=CostAware)
     costs: CostsByRows | None = None
+    most_rows: int | None = None
+
+    def in_batch(self, rows: int) -> Choice:
+        """What drafts in a batch.
+
+        Args:
+            rows: of it, at least 1.
+        """
+        return self if self.most_rows is None or rows <= self.most_rows else Choice(None)
 
 
 class Plan(ABC):

@@ -308,7 +308,7 @@ class SelfSpeculative:
     ) -> Generation:
         self._check_open()
         self._check_model()
-        choice = self._choices[request.sampling.greedy]
+        choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")

@@ -44,7 +44,7 @@ class OwnArm(Arm):
     def drafter(self, cell: Cell) -> Drafter | None:
         """What drafts under the conditions of a cell."""
         draft = self.wrapped.draft
-        return draft.choose(greedy=not cell.sampled).draft if isinstance(draft, Plan) else draft
+        return draft.choose(greedy=not cell.sampled).in_batch(cell.batch).draft if isinstance(draft, Plan) else draft
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)

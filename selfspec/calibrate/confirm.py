@@ -120,15 +120,24 @@ class Batch:
 
 
 def batches(prompts: Sequence[Tensor], rows: int) -> list[Batch]:
-    """Prompts, each `[1, prompt]`, in batches of so many rows; the last one is filled up from the first prompts."""
+    """Prompts, each `[1, prompt]`, in batches of so many rows.
+
+    The last one is filled up from the first prompts, which then end a token earlier: rows that are the same would go on
+    in step, as those of a real batch do not.
+    """
     grouped = []
     for start in range(0, len(prompts), rows):
-        group = [prompts[number % len(prompts)][0] for number in range(start, start + rows)]
+        times_and_prompts = [divmod(number, len(prompts)) for number in range(start, start + rows)]
+        group = [_shortened(prompts[number][0], times) for times, number in times_and_prompts]
         longest = max(map(len, group))
         ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in group])
         mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in group])
         grouped.append(Batch(ids, mask))
     return grouped
+
+
+def _shortened(prompt: Tensor, tokens: int) -> Tensor:
+    return prompt[: max(1, len(prompt) - tokens)]
 
 
 def generation_options(temperature: float, settings: Settings) -> dict[str, Any]:

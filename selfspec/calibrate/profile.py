@@ -19,7 +19,7 @@ from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.plan import Choice, Plan
 
-FORMAT = 4
+FORMAT = 5
 _WHAT_DIFFERS = {
     "fingerprint": "weights",
     "model": "model class",
@@ -41,6 +41,7 @@ class Chosen:
         costs: of its rounds, measured in batches of some sizes; None for plain decoding.
         temperature: it was chosen at.
         speedup: over plain decoding, as confirmed: median, low, high.
+        most_rows: of a batch in which it was faster than plain decoding; None: it was so in all that were tried.
     """
 
     draft: str
@@ -48,6 +49,7 @@ class Chosen:
     costs: BatchCosts | None
     temperature: float
     speedup: tuple[float, float, float]
+    most_rows: int | None = None
 
     @property
     def choice(self) -> Choice:
@@ -57,7 +59,7 @@ class Chosen:
             DraftConfigError: there is no such draft.
             ExitHeadError: what it names on disk cannot be used.
         """
-        return Choice(parse_draft(self.draft), CostAware(self.longest), self.costs)
+        return Choice(parse_draft(self.draft), CostAware(self.longest), self.costs, self.most_rows)
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,15 @@ class _Reader:
             raise self._wrong(f"{name}.longest")
         if not isinstance(speedup, list) or len(speedup) != 3:
             raise self._wrong(f"{name}.speedup")
+        most_rows = content.get("most_rows")
+        if most_rows is not None and (type(most_rows) is not int or most_rows < 1):
+            raise self._wrong(f"{name}.most_rows")
         low, middle, high = (self._number(value, f"{name}.speedup") for value in speedup)
         costs = None
         if content.get("costs") is not None:
             costs = self._costs(self.part(content, "costs"), f"{name}.costs")
         temperature = self._number(content.get("temperature"), f"{name}.temperature")
-        chosen = Chosen(draft, longest, costs, temperature, (low, middle, high))
+        chosen = Chosen(draft, longest, costs, temperature, (low, middle, high), most_rows)
         try:
             parsed = parse_draft(draft)
         except DraftConfigError as error:

@@ -49,6 +49,7 @@ class Kind:
         acceptance: of each draft on the model's own text at this temperature.
         predictions: what the formula promises, most first.
         confirmed: what candidates were worth, fastest first.
+        in_batches: what the fastest was worth in batches of more rows, by their number; none after one that lost.
         chosen: what to draft with.
     """
 
@@ -56,6 +57,7 @@ class Kind:
     acceptance: dict[str, Acceptance]
     predictions: list[Prediction]
     confirmed: list[Confirmed]
+    in_batches: dict[int, Confirmed]
     chosen: Chosen
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class Kind:
             "acceptance": {name: each.to_dict() for name, each in self.acceptance.items()},
             "predictions": [asdict(each) for each in self.predictions],
             "confirmed": [asdict(each) for each in self.confirmed],
+            "in_batches": {str(rows): asdict(each) for rows, each in self.in_batches.items()},
         }
 
 
@@ -144,11 +147,11 @@ def calibrate(
         candidates = to_confirm(predictions, named, costs)
         confirmed = confirm(plain, candidates, grouped, temperature, asked, told)
         chosen = choose(confirmed, candidates, temperature, asked)
-        kinds.append(Kind(temperature, acceptance, predictions, confirmed, chosen))
+        kinds.append(Kind(temperature, acceptance, predictions, confirmed, {}, chosen))
         best.append(next((each for each in candidates if each.name == chosen.draft), None))
     in_batches = _in_batches(plain, [each for each in best if each is not None], context, asked, told)
     greedy, sampled = (
-        replace(kind, chosen=_with_batches(kind.chosen, each, in_batches))
+        kind if each is None else _with_batches(kind, each, in_batches, plain, prompts, asked, told)
         for kind, each in zip(kinds, best, strict=True)
     )
     report = {
@@ -211,12 +214,30 @@ def _in_batches(
     return measured
 
 
-def _with_batches(chosen: Chosen, best: Candidate | None, in_batches: Sequence[MeasuredCosts]) -> Chosen:
-    """The same with its costs in all batches that were measured."""
-    if best is None:
-        return chosen
+def _with_batches(
+    kind: Kind,
+    best: Candidate,
+    in_batches: Sequence[MeasuredCosts],
+    plain: SelfSpeculative,
+    prompts: Sequence[Tensor],
+    settings: Settings,
+    told: Watch,
+) -> Kind:
+    """The same with the costs of what was chosen in all batches that were measured, and tried in the larger ones."""
+    tried: dict[int, Confirmed] = {}
+    most_rows = None
+    for measured in in_batches:
+        if measured.batch < settings.batch:
+            continue
+        candidate = replace(best, costs=best.costs_in(measured))
+        grouped = batches(prompts, measured.batch)
+        (tried[measured.batch],) = confirm(plain, [candidate], grouped, kind.temperature, settings, told)
+        if tried[measured.batch].speedup.value <= 1:
+            most_rows = measured.batch - 1
+            break
     costs = [best.costs, *(best.costs_in(measured) for measured in in_batches)]
-    return replace(chosen, costs=BatchCosts(tuple(sorted(costs, key=lambda each: each.rows))))
+    by_rows = BatchCosts(tuple(sorted(costs, key=lambda each: each.rows)))
+    return replace(kind, in_batches=tried, chosen=replace(kind.chosen, costs=by_rows, most_rows=most_rows))
 
 
 def _lengths(settings: Settings) -> list[int]:

@@ -195,6 +195,15 @@ def _confirmed(title: str, kind: Kind) -> Table:
             "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
             f"{each.mean_accepted_length:.2f}",
         )
+    for rows, each in kind.in_batches.items():
+        table.add_row(
+            f"{each.name}, {rows} rows",
+            f"{each.speedup.value:.2f}x",
+            _interval(each.speedup),
+            "",
+            "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
+            f"{each.mean_accepted_length:.2f}",
+        )
     return table
 
 
@@ -205,4 +214,5 @@ def _interval(estimate: Estimate) -> str:
 def _sentence(chosen: Chosen) -> str:
     if chosen.draft == PLAIN:
         return "No draft was faster than plain decoding."
-    return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding."
+    limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded plainly."
+    return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"

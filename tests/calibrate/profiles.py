@@ -15,7 +15,7 @@ from selfspec.forecast import Forecast
 from selfspec.measure import Estimate, MeasuredCosts
 
 COSTS = Costs(draft=0.25, verify=1.1, widening=0.02, overhead=-0.01)
-GREEDY = Chosen("lookup+exit:2", 5, BatchCosts((COSTS, replace(COSTS, widening=0.2, rows=4))), 0.0, (1.5, 1.4, 1.6))
+GREEDY = Chosen("lookup+exit:2", 5, BatchCosts((COSTS, replace(COSTS, widening=0.2, rows=4))), 0.0, (1.5, 1.4, 1.6), 4)
 SAMPLED = Chosen("exit:1", 3, BatchCosts((replace(COSTS, draft=0.125),)), 0.8, (1.2, 1.1, 1.3))
 
 
@@ -43,6 +43,13 @@ def calibration_of(model: PreTrainedModel) -> Calibration:
         profile_of(model, sampled=plain),
         costs,
         [replace(costs, batch=4, out_of_step=estimate)],
-        Kind(0.0, {}, predictions, confirmed, GREEDY),
-        Kind(0.8, {}, predictions, confirmed, plain),
+        Kind(
+            0.0,
+            {},
+            predictions,
+            confirmed,
+            {4: confirmed[0], 16: replace(confirmed[0], speedup=Estimate(0.75, 0.5, 1.0))},
+            GREEDY,
+        ),
+        Kind(0.8, {}, predictions, confirmed, {}, plain),
     )

@@ -15,8 +15,8 @@ from selfspec import BatchCosts, Costs, DraftConfigError, EarlyExit, LayerSkip, 
 from selfspec.calibrate import Calibration, Settings, calibrate, candidates
 from selfspec.calibrate import confirm as confirming
 from selfspec.calibrate import run as running
-from selfspec.calibrate.candidates import considered, predicted, to_confirm, to_measure
-from selfspec.calibrate.confirm import Confirmed, batches
+from selfspec.calibrate.candidates import Candidate, considered, predicted, to_confirm, to_measure
+from selfspec.calibrate.confirm import Batch, Confirmed, batches
 from selfspec.calibrate.run import choose
 from selfspec.measure import Estimate, MeasuredCosts, measure_costs
 from selfspec.stats import Stats
@@ -88,6 +88,20 @@ def _confirmed(**speedups: float) -> list[Confirmed]:
     return [Confirmed(name.replace("_", ":"), _estimate(value), 0.5, 2.0, 1) for name, value in speedups.items()]
 
 
+def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[int, float]) -> Any:
+    """Confirms so in single rows, and so in batches of four rows or more."""
+
+    def confirm(plain: object, given: list[Candidate], grouped: list[Batch], temperature: float, *_: object) -> Any:
+        rows = grouped[0].ids.shape[0]
+        if rows < min(in_batches):
+            return by_temperature[temperature]
+        (candidate,) = given
+        assert candidate.costs.rows == rows
+        return [replace(by_temperature[temperature][0], name=candidate.name, speedup=_estimate(in_batches[rows]))]
+
+    return confirm
+
+
 def test_the_fastest_is_chosen_with_its_costs() -> None:
     costs = _costs(exit_1=0.2, exit_2=0.3)
     candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
@@ -155,8 +169,8 @@ def test_batches_are_filled_up_and_padded_on_the_left() -> None:
     first, second = batches(prompts, 2)
     assert first.ids[0].tolist() == [0, 0, *prompts[0][0].tolist()]
     assert first.mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    assert second.ids[1].tolist() == [0, *prompts[0][0].tolist()]
-    assert second.mask.tolist() == [[1, 1, 1], [0, 1, 1]]
+    assert second.ids[1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
+    assert second.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +210,7 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     confirmed = {0.0: _confirmed(exit_3=1.5, lookup=1.2), 0.8: _confirmed(lookup=1.5)}
-    monkeypatch.setattr(running, "confirm", lambda plain, candidates, grouped, temperature, *_: confirmed[temperature])
+    monkeypatch.setattr(running, "confirm", _confirming(confirmed, {4: 1.1, 16: 1.1}))
     # A draft is to be promising whatever the clock says.
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
     settings = replace(SETTINGS, batch=batch)
@@ -211,6 +225,32 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
         assert measured == {each.batch: each.of(name) for each in (found.costs, *found.in_batches)}
 
 
+@pytest.mark.parametrize(
+    ("in_batches", "tried", "most_rows"),
+    [({4: 1.1, 16: 1.2}, [4, 16], None), ({4: 1.1, 16: 1.0}, [4, 16], 15), ({4: 0.9, 16: 1.2}, [4], 3)],
+    ids=["pays in all", "pays in some", "pays in none"],
+)
+def test_batches_in_which_drafts_lose_are_decoded_plainly(
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    in_batches: dict[int, float],
+    tried: list[int],
+    most_rows: int | None,
+) -> None:
+    confirmed = {0.0: _confirmed(exit_3=1.5), 0.8: _confirmed(lookup=0.9)}
+    monkeypatch.setattr(running, "confirm", _confirming(confirmed, in_batches))
+    monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
+    assert list(found.greedy.in_batches) == tried
+    assert (found.greedy.chosen.draft, found.greedy.chosen.most_rows) == ("exit:3", most_rows)
+    assert (found.sampled.chosen.draft, found.sampled.in_batches) == ("none", {})
+    spec = wrap(model, draft=found.profile)
+    for rows in (1, 3, 4, 15, 16):
+        prompts = torch.cat([tiny.prompt(6, seed=seed) for seed in range(rows)])
+        stats = spec.generate(prompts, max_new_tokens=4, do_sample=False, draft_length=1).stats
+        assert (stats.drafted > 0) is (most_rows is None or rows <= most_rows)
+
+
 def test_batches_that_memory_has_no_room_for_are_left_out(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +259,8 @@ def test_batches_that_memory_has_no_room_for_are_left_out(
             raise torch.OutOfMemoryError
         return measure_costs(*args, **options)
 
-    monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
+    always = dict.fromkeys((0.0, 0.8), _confirmed(lookup=1.5))
+    monkeypatch.setattr(running, "confirm", _confirming(always, {4: 1.1}))
     monkeypatch.setattr(running, "measure_costs", short_of_memory)
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
     assert [each.batch for each in found.in_batches] == [4]

@@ -38,7 +38,7 @@ def test_what_is_written_is_read(file: Path, llama: PreTrainedModel) -> None:
 
 def test_it_chooses_by_kind(file: Path) -> None:
     profile = Profile.load(file)
-    assert profile.choose(greedy=True) == Choice(Cascade(PromptLookup(), EarlyExit(2)), CostAware(5), GREEDY.costs)
+    assert profile.choose(greedy=True) == Choice(Cascade(PromptLookup(), EarlyExit(2)), CostAware(5), GREEDY.costs, 4)
     assert profile.choose(greedy=False) == Choice(EarlyExit(1), CostAware(3), SAMPLED.costs)
 
 
@@ -63,6 +63,8 @@ DAMAGES: dict[str, Damage] = {
     "sampled.costs": lambda content: content["sampled"]["costs"]["measured"][0].pop("verify"),
     "greedy.speedup": lambda content: content["greedy"].update(speedup=[1.0]),
     "sampled.speedup": lambda content: content["sampled"].update(speedup=[1.0, "2", 3.0]),
+    "greedy.most_rows": lambda content: content["greedy"].update(most_rows=0),
+    "sampled.most_rows": lambda content: content["sampled"].update(most_rows=2.5),
     "sampled.temperature": lambda content: content["sampled"].update(temperature=None),
     "report": lambda content: content.pop("report"),
 }

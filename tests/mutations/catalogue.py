@@ -59,6 +59,7 @@ _MASKS = "selfspec/masks.py"
 _PROGRAMS = "selfspec/runtime/programs.py"
 _TRACED = "selfspec/runtime/traced.py"
 _LAYER_CALLS = "selfspec/runtime/layer_calls.py"
+_COMPILED = "selfspec/runtime/compiled.py"
 _CUDA_GRAPHS = "selfspec/runtime/cuda_graphs.py"
 _PASSES = "selfspec/passes.py"
 _GROUPED = "selfspec/grouped_queries.py"
@@ -863,6 +864,42 @@ CATALOGUE = (
         "measured.of(PLAIN if self.path is None else draft_name(self.path))",
         "measured.of(PLAIN)",
         ("tests/calibrate/test_calibrate.py::test_what_was_chosen_is_measured_in_batches_of_other_sizes",),
+    ),
+    Mutation(
+        "batches in which a draft lost are drafted in",
+        "selfspec/plan.py",
+        "return self if self.most_rows is None or rows <= self.most_rows else Choice(None)",
+        "return self",
+        ("tests/calibrate/test_calibrate.py::test_batches_in_which_drafts_lose_are_decoded_plainly",),
+    ),
+    # Compiled passes.
+    Mutation(
+        "a compiled pass is trusted whatever it gives",
+        _COMPILED,
+        "return bool(error <= eps**0.5 * size)",
+        "return True",
+        ("tests/runtime/test_compiled.py::test_what_gives_something_else_is_never_used",),
+    ),
+    Mutation(
+        "a compiled pass runs over sizes that it was not compiled for",
+        _COMPILED,
+        "        if min(sizes) < _SMALLEST:\n            return False\n",
+        "        return True\n",
+        ("tests/runtime/test_compiled.py::test_sizes_that_a_pass_was_not_compiled_for_are_told",),
+    ),
+    Mutation(
+        "a pass is compiled for the number of slots it was first seen with",
+        _COMPILED,
+        "DimDynamic.DYNAMIC if index == dim",
+        "DimDynamic.STATIC if index == dim",
+        ("tests/runtime/test_compiled.py::test_one_graph_serves_any_number_of_slots_and_alike_layers",),
+    ),
+    Mutation(
+        "compiled layers share a graph though one of them uses its number",
+        _COMPILED,
+        "if first.code == last.code:",
+        "if True:",
+        ("tests/runtime/test_compiled.py::test_a_layer_that_uses_its_number_is_no_others",),
     ),
     # Packed weights.
     Mutation(

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import Compiled, Eager, Runtime
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.programs import Programs
-from selfspec.runtime.runtime import Function
+from selfspec.runtime.runtime import Function, OtherSizesError
 from snapshot import Snapshot
 
 PROMPT, NEW = 5, 20
@@ -119,16 +120,33 @@ def test_a_pass_over_the_first_slot_alone_is_the_modules(llama: PreTrainedModel)
     assert not spec.programs.refusals
 
 
-def test_what_was_taken_for_granted_of_sizes_is_seen(llama: PreTrainedModel) -> None:
-    """Passes over all the slots there are see memory that lies otherwise."""
+def test_sizes_that_a_pass_was_not_compiled_for_are_told(llama: PreTrainedModel) -> None:
+    """A pass over all the slots there are sees memory that lies otherwise; one over a single slot is its own case."""
     spec = _wrapped(llama)
-    runtime = spec.runtime
-    assert isinstance(runtime, Interpreted)
-    prompt = tiny.prompt(PROMPT)
-    for new in (NEW, 3, NEW):
-        expected = llama.generate(prompt, max_new_tokens=new, do_sample=False).tolist()
-        assert spec.generate(prompt, max_new_tokens=new, do_sample=False).sequences.tolist() == expected
-    assert not spec.programs.refusals
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    (candidate,) = spec.programs._candidates.values()
+    assert candidate.program is not None
+    passes = candidate.program.function
+    buffers = (torch.zeros(1, 2, 12, 8, dtype=torch.float64),) * (2 * tiny.DEPTH)
+    for slots, holds in ((1, False), (2, True), (11, True), (12, False)):
+        written = torch.tensor([[slots - 1]])
+        tensors = (torch.ones(1, 1, dtype=torch.long), written, written, torch.arange(slots), *buffers)
+        if holds:
+            passes(tensors)
+        else:
+            with pytest.raises(OtherSizesError):
+                passes(tensors)
+
+
+def test_a_layer_that_uses_its_number_is_no_others(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = type(llama.model.layers[0])
+    forward = kind.forward
+
+    def numbered(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(layer, *args, **kwargs) * (1.0 + layer.self_attn.layer_idx / 8)
+
+    monkeypatch.setattr(kind, "forward", numbered)
+    _check_greedy(llama, None)
 
 
 @pytest.mark.parametrize("first", [True, False])
