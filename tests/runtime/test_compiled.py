@@ -104,6 +104,7 @@ def test_one_graph_serves_any_number_of_slots_and_alike_layers(llama: PreTrained
     for new in (NEW, 90):
         expected = llama.generate(prompt, max_new_tokens=new, do_sample=False).tolist()
         assert spec.generate(prompt, max_new_tokens=new, do_sample=False).sequences.tolist() == expected
+    assert spec.programs.proved
     (graph,) = runtime.graphs
     shared = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
     assert len(shared) == tiny.DEPTH
