@@ -119,14 +119,19 @@ class Batch:
     mask: Tensor
 
 
-def batches(prompts: Sequence[Tensor], rows: int) -> list[Batch]:
-    """Prompts, each `[1, prompt]`, in batches of so many rows.
+def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[Batch]:
+    """Prompts in batches.
 
-    The last one is filled up from the first prompts, which then end a token earlier: rows that are the same would go on
-    in step, as those of a real batch do not.
+    Where they do not fill the last one they come again, each a token shorter than before: rows that are the same would
+    go on in step, as those of a real batch do not.
+
+    Args:
+        prompts: each `[1, prompt]`.
+        rows: of a batch.
+        texts: the least number of rows in all batches together.
     """
     grouped = []
-    for start in range(0, len(prompts), rows):
+    for start in range(0, max(len(prompts), texts), rows):
         times_and_prompts = [divmod(number, len(prompts)) for number in range(start, start + rows)]
         group = [_shortened(prompts[number][0], times) for times, number in times_and_prompts]
         longest = max(map(len, group))

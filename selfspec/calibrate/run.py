@@ -38,6 +38,8 @@ from selfspec.wrapped import SelfSpeculative, find_adapter, wrap
 _LENGTHS, _REPEATS = (1, 4), 7
 # Sizes of batches that the costs of what was chosen are measured for, and tokens to verify in each row.
 _BATCHES, _WIDTHS = (1, 4, 16), (1, 2, 4, 8)
+# Texts of a trial in batches, at least.
+_TEXTS = 16
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,10 @@ def _with_batches(
         if measured.batch < settings.batch:
             continue
         candidate = replace(best, costs=best.costs_in(measured))
-        grouped = batches(prompts, measured.batch)
+        grouped = batches(prompts, measured.batch, _TEXTS)
         (tried[measured.batch],) = confirm(plain, [candidate], grouped, kind.temperature, settings, told)
-        if tried[measured.batch].speedup.value <= 1:
+        # Decoding plainly is never the slower way.
+        if tried[measured.batch].speedup.low <= 1:
             most_rows = measured.batch - 1
             break
     costs = [best.costs, *(best.costs_in(measured) for measured in in_batches)]

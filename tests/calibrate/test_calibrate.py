@@ -171,6 +171,9 @@ def test_batches_are_filled_up_and_padded_on_the_left() -> None:
     assert first.mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert second.ids[1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
     assert second.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    more = batches(prompts, 2, texts=5)
+    assert len(more) == 3
+    assert more[2].ids.tolist() == [prompts[1][0, :3].tolist(), [0, *prompts[2][0, :2].tolist()]]
 
 
 @pytest.fixture(scope="module")
