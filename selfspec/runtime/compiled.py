@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
@@ -20,50 +20,31 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from selfspec.adapter import Adapter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.gate import GatedModel
 from selfspec.runtime.held_weights import HeldWeights
-from selfspec.runtime.layer_calls import LayerCall, alike, put_calls
+from selfspec.runtime.layer_calls import LayerCall, alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime
+from selfspec.runtime.runtime import RECORDING, AnyLength, Function, OtherSizesError, RecordingError
 
-# Numbers of visible slots over which a compiled pass has to give what the stock modules give.
-_TRIALS = 3
 # A size below is a case of its own to the compiler.
 _SMALLEST = 2
 _COMPILERS = ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True)
-class Compiled(Runtime):
+class Compiled(AnyLength):
     """Passes compiled by inductor, the compiler behind `torch.compile`.
 
     Its kernels are fused, so a pass takes less time than a traced one and gives the same but for rounding: a compiled
-    pass is used where it gave what the stock modules gave up to half the digits. Compiling takes some
-    ten seconds for each kind of pass the first time on a machine and a few later; torch keeps what it compiled in
+    pass is used where it gave what the stock modules gave up to half the digits. Compiling takes some ten seconds for
+    each kind of pass the first time on a machine and a few later; torch keeps what it compiled in
     `TORCHINDUCTOR_CACHE_DIR`. So this is for models that will decode for a while.
-
-    Attributes:
-        after: passes of a kind that run without being compiled first.
     """
-
-    after: int = 24
-
-    def __post_init__(self) -> None:
-        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
-            raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
 
     def check(self, device: torch.device) -> None:
         missing = no_compiler(device)
         if missing is not None:
             raise UnsupportedOptionError(f"{missing}; install one, or leave the runtime out")
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        return put_calls(view, model, adapter)
-
-    def is_tried(self, lengths: Sequence[int]) -> bool:
-        return len(set(lengths)) >= _TRIALS
 
     def agree(self, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         return len(given) == len(expected) and all(map(_is_close, given, expected))

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from selfspec.runtime.compiled import Compiled
 from selfspec.runtime.cuda_graphs import CudaGraphs
-from selfspec.runtime.runtime import Eager, Runtime
+from selfspec.runtime.runtime import AnyLength, Eager, Runtime
 from selfspec.runtime.traced import Traced
 
 
@@ -19,7 +19,11 @@ class RuntimeName(StrEnum):
     GRAPHS = "graphs"
 
 
-_MAKING_PROGRAMS = {RuntimeName.TRACED: Traced, RuntimeName.COMPILED: Compiled, RuntimeName.GRAPHS: CudaGraphs}
+_MAKING_PROGRAMS: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
+    RuntimeName.TRACED: Traced,
+    RuntimeName.COMPILED: Compiled,
+    RuntimeName.GRAPHS: CudaGraphs,
+}
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:

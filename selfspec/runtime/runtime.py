@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.adapter import Adapter
+from selfspec.errors import UnsupportedOptionError
 from selfspec.gate import GatedModel
-from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.layer_calls import LayerCall, put_calls
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A pass as a function of tensors alone."""
 
+# Numbers of slots over which one program for all has to give what the stock modules give.
+_TRIALS = 3
 RECORDING = threading.Lock()
 """Held while something is recorded: a whole process filters warnings at once, and captures one graph at a time."""
 
@@ -105,6 +108,27 @@ class Eager(Runtime):
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         return function
+
+
+@dataclass(frozen=True)
+class AnyLength(Runtime):
+    """Makes one program of a kind of pass for any number of slots, and holds layers that are alike once in it.
+
+    Attributes:
+        after: passes of a kind that run without a program first.
+    """
+
+    after: int = 24
+
+    def __post_init__(self) -> None:
+        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
+            raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
+
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        return put_calls(view, model, adapter)
+
+    def is_tried(self, lengths: Sequence[int]) -> bool:
+        return len(set(lengths)) >= _TRIALS
 
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

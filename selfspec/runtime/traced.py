@@ -10,43 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfspec.adapter import Adapter
-from selfspec.errors import UnsupportedOptionError
-from selfspec.gate import GatedModel
-from selfspec.runtime.layer_calls import LayerCall, alike, put_calls
+from selfspec.runtime.layer_calls import LayerCall, alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.runtime import RECORDING, Function, Runtime
-
-# Numbers of visible slots over which a traced program has to give what the stock modules give.
-_TRIALS = 3
+from selfspec.runtime.runtime import RECORDING, AnyLength, Function
 
 
 @dataclass(frozen=True)
-class Traced(Runtime):
+class Traced(AnyLength):
     """Programs traced from the stock modules: the same kernels in the same order, called from C++.
 
     What Python does between two kernels takes as long as the kernels themselves where layers are small. A traced
     program has none of it. It is made once for every kind of pass, after some passes of that kind, since making one
     takes as long as some dozens of passes; and it is used where it gave, bit by bit, what the stock modules gave, in
     less time.
-
-    Attributes:
-        after: passes of a kind that run without a program first.
     """
-
-    after: int = 24
-
-    def __post_init__(self) -> None:
-        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
-            raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        return put_calls(view, model, adapter)
-
-    def is_tried(self, lengths: Sequence[int]) -> bool:
-        return len(set(lengths)) >= _TRIALS
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         return traced(function, example.flat(), function.layers)
