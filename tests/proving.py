@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
+import torch
 from torch import Tensor
 
 import selfspec
+import tiny
 
 
 def ticking() -> Callable[[], float]:
@@ -33,3 +35,25 @@ def greedy_together(
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(run, prompts))
+
+
+def ragged_samples(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int) -> list[list[int]]:
+    """Samples of three rows of different lengths, `prompt` tokens the longest."""
+    prompts = torch.cat([tiny.prompt(prompt, seed=seed) for seed in range(3)])
+    mask = torch.ones_like(prompts)
+    mask[1, :3] = 0
+    mask[2, :1] = 0
+    output = spec.generate(prompts, mask, max_new_tokens=max_new_tokens, do_sample=True, seed=1)
+    tokens: list[list[int]] = output.sequences.tolist()
+    return tokens
+
+
+def check_inference_mode(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int, first: bool) -> None:
+    """Greedy text is the stock model's in inference mode and out of it, by programs."""
+    ids = tiny.prompt(prompt)
+    expected = spec.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).tolist()
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            assert spec.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).sequences.tolist() == expected
+        assert spec.programs.proved
+        assert not spec.programs.refusals

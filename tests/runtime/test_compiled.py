@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
-from proving import greedy_together, ticking
+from proving import check_inference_mode, greedy_together, ragged_samples, ticking
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import Compiled, Eager, Runtime
 from selfspec.runtime.pass_function import PassFunction, PassTensors
@@ -31,7 +31,6 @@ EXIT = selfspec.EarlyExit(1)
 DRAFTS = {
     "plain": None,
     "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "layers": selfspec.LayerSkip(layers=[0, 2]),
     "look-up": selfspec.PromptLookup(),
 }
 
@@ -50,7 +49,7 @@ class Interpreted(Compiled):
 def _wrapped(
     model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Interpreted(0))
+    spec = selfspec.wrap(model, draft, draft_length=1, runtime=runtime or Interpreted(0))
     spec.programs = Programs(spec.runtime, ticking())
     return spec
 
@@ -84,15 +83,10 @@ def test_greedy_text_is_the_stock_models_when_it_is_compiled(
 
 
 def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(llama: PreTrainedModel) -> None:
-    prompts = torch.cat([tiny.prompt(PROMPT, seed=seed) for seed in range(3)])
-    mask = torch.ones_like(prompts)
-    mask[1, :3] = 0
-    mask[2, :1] = 0
     tokens: list[list[list[int]]] = []
     for runtime in (Eager(), Interpreted(0)):
         spec = _wrapped(llama, EXIT, runtime)
-        output = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=1)
-        tokens.append(output.sequences.tolist())
+        tokens.append(ragged_samples(spec, PROMPT, NEW))
     assert tokens[0] == tokens[1]
     assert any(not kind.uniform for kind in spec.programs.proved)
 
@@ -152,14 +146,7 @@ def test_a_layer_that_uses_its_number_is_no_others(llama: PreTrainedModel, monke
 
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
-    spec = _wrapped(llama)
-    prompt = tiny.prompt(PROMPT)
-    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-    for inference in (first, not first, first):
-        with torch.inference_mode(inference):
-            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
-    assert spec.programs.proved
-    assert not spec.programs.refusals
+    check_inference_mode(_wrapped(llama), PROMPT, NEW, first)
 
 
 def test_threads_share_what_is_compiled(llama: PreTrainedModel) -> None:

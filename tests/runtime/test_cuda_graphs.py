@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import selfspec
 import tiny
 from captures import StandIn, StandInRecorder
-from proving import greedy_together, ticking
+from proving import check_inference_mode, greedy_together, ragged_samples, ticking
 from selfspec.cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
@@ -62,15 +62,10 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(
     architecture: str, draft: selfspec.Drafter | None
 ) -> None:
     model = tiny.BUILDERS[architecture]()
-    prompts = torch.cat([tiny.prompt(PROMPT, seed=seed) for seed in range(3)])
-    mask = torch.ones_like(prompts)
-    mask[1, :3] = 0
-    mask[2, :1] = 0
     tokens: list[list[list[int]]] = []
     for runtime in (Eager(), StandIn(0, BUCKET)):
         spec = _wrapped(model, draft, runtime)
-        output = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=1)
-        tokens.append(output.sequences.tolist())
+        tokens.append(ragged_samples(spec, PROMPT, NEW))
     assert tokens[0] == tokens[1]
     assert any(not kind.uniform for kind in spec.programs.proved)
 
@@ -115,13 +110,7 @@ def test_only_so_many_graphs_are_kept(llama: PreTrainedModel, monkeypatch: pytes
 
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
-    spec = _wrapped(llama, DRAFTS["exit"])
-    prompt = tiny.prompt(PROMPT)
-    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-    for inference in (first, not first, first):
-        with torch.inference_mode(inference):
-            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
-    assert spec.programs.proved
+    check_inference_mode(_wrapped(llama, DRAFTS["exit"]), PROMPT, NEW, first)
 
 
 def test_threads_share_graphs(llama: PreTrainedModel) -> None:

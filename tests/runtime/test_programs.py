@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
-from proving import greedy_together, ticking
+from proving import check_inference_mode, greedy_together, ticking
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.passes import Passes
 from selfspec.runtime import Eager, Runtime, Traced
@@ -95,14 +95,7 @@ def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrai
 
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
-    spec = _wrapped(llama, DRAFTS["exit"])
-    prompt = tiny.prompt(PROMPT)
-    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-    for inference in (first, not first, first):
-        with torch.inference_mode(inference):
-            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
-        assert spec.programs.proved
-        assert not spec.programs.refusals
+    check_inference_mode(_wrapped(llama, DRAFTS["exit"]), PROMPT, NEW, first)
 
 
 def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
