@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,43 +19,33 @@ import torch._inductor.config
 from kept import RESULTS
 from rich.progress import track
 from timed import seconds_of, spread
-from torch import nn
 
-from selfspec.adapter import Adapter
 from selfspec.cache import SharedCache
 from selfspec.checkpoint import load_checkpoint
 from selfspec.demo import checkpoint_folder
-from selfspec.gate import GatedModel
 from selfspec.measure.environment import environment
 from selfspec.passes import Passes
 from selfspec.path import Part, Path, Sublayer
-from selfspec.runtime import Compiled, Runtime, Traced
-from selfspec.runtime.layer_calls import LayerCall, put_calls
+from selfspec.runtime import Compiled, Traced
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.programs import Programs
-from selfspec.runtime.runtime import Function
+from selfspec.runtime.runtime import AnyLength, Function
 from selfspec.wrapped import find_adapter
 
 
-class _Noted(Runtime):
-    """Notes the last pass that a program is asked of."""
+@dataclass(frozen=True)
+class _Noted(AnyLength):
+    """Notes every pass that a program is asked of.
 
-    def __init__(self) -> None:
-        self.function: PassFunction | None = None
-        self.example: PassTensors | None = None
+    Attributes:
+        passes: with what they were run on.
+    """
 
-    @property
-    def after(self) -> int:
-        return 0
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        return put_calls(view, model, adapter)
-
-    def is_tried(self, lengths: Sequence[int]) -> bool:
-        return True
+    after: int = 0
+    passes: list[tuple[PassFunction, PassTensors]] = field(default_factory=list, compare=False)
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
-        self.function, self.example = function, example
+        self.passes.append((function, example))
         return function
 
 
@@ -98,9 +88,7 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, (path, width) in named.items():
         passes.logits(path, ids[:, :width])
-        function, example = noted.function, noted.example
-        assert function is not None
-        assert example is not None
+        function, example = noted.passes[-1]
         flat = example.flat()
         traced = Traced().program(function, example)
         started = time.perf_counter()

@@ -234,7 +234,7 @@ def _with_batches(
         candidate = replace(best, costs=best.costs_in(measured))
         grouped = batches(prompts, measured.batch, _TEXTS)
         (tried[measured.batch],) = confirm(plain, [candidate], grouped, kind.temperature, settings, told)
-        # Decoding plainly is never the slower way.
+        # Where a gain is not sure, plain decoding is.
         if tried[measured.batch].speedup.low <= 1:
             most_rows = measured.batch - 1
             break

@@ -186,21 +186,13 @@ def _confirmed(title: str, kind: Kind) -> Table:
     table = Table(Column(title, no_wrap=True))
     for column in ("speed-up", "interval", "predicted", "acceptance rate", "tokens a pass"):
         table.add_column(column, justify="right")
-    for each in kind.confirmed:
+    in_batches = {f"{each.name}, {rows} rows": each for rows, each in kind.in_batches.items()}
+    for name, each in ({each.name: each for each in kind.confirmed} | in_batches).items():
         table.add_row(
-            each.name,
+            name,
             f"{each.speedup.value:.2f}x",
             _interval(each.speedup),
-            f"{predicted[each.name]:.2f}" if each.name in predicted else "",
-            "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
-            f"{each.mean_accepted_length:.2f}",
-        )
-    for rows, each in kind.in_batches.items():
-        table.add_row(
-            f"{each.name}, {rows} rows",
-            f"{each.speedup.value:.2f}x",
-            _interval(each.speedup),
-            "",
+            f"{predicted[name]:.2f}" if name in predicted else "",
             "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
             f"{each.mean_accepted_length:.2f}",
         )
