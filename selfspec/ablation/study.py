@@ -144,7 +144,7 @@ def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
 def _parsed_toml(file: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StudyError(f"{file} is not TOML: {error}") from error
 
 
@@ -155,7 +155,7 @@ def _parsed_yaml(file: Path, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise StudyError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
 
 
@@ -168,10 +168,18 @@ def _checked(where: str, key: str, kind: str, value: Any) -> Any:
         wanted: type = {"int": int, "str": str}.get(kind, str)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise StudyError(f"{where}: {key} = {value!r} is not {'a whole number' if wanted is int else 'a text'}")
-        return value
+        return _in_range(where, key, value)
     items = list(value) if isinstance(value, list | tuple) else [value]
     of = kind.removeprefix("tuple[").split(",")[0]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, _KINDS[of]):
             raise StudyError(f"{where}: {key} holds {item!r}, which is no {of}")
+        _in_range(where, key, item)
     return tuple(float(item) if of == "float" else item for item in items)
+
+
+def _in_range(where: str, key: str, value: Any) -> Any:
+    """A text, or a number that is finite and of a size that torch takes."""
+    if not isinstance(value, str) and not -(2**63) <= value < 2**63:
+        raise StudyError(f"{where}: {key} holds a number out of range")
+    return value
