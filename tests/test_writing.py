@@ -74,15 +74,18 @@ def test_a_full_disk_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             check(tmp_path / "new")
 
 
+def _full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, file: Path) -> None:
     with whole(file) as draft:
         draft.write_text("new")
         assert file.read_text() == "old"
     assert file.read_text() == "new"
-    with pytest.raises(StorageError, match=r"file\.json cannot be written \(No space left on device\); all is kept"):
-        with whole(file, "all is kept") as draft:
-            draft.write_text("half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    said = r"file\.json cannot be written \(No space left on device\); all is kept"
+    with pytest.raises(StorageError, match=said), whole(file, "all is kept") as draft:
+        _full(draft.write_text("half"))
     assert file.read_text() == "new"
     with pytest.raises(ZeroDivisionError), whole(file) as draft:
         draft.write_text(str(1 / 0))

@@ -46,9 +46,9 @@ def check_vocabulary_file(file: Path) -> None:
         TrainingError: the file exists already.
         StorageError: it cannot be written.
     """
+    check_output_file(file)
     if file.exists():
         raise TrainingError(f"{file} exists; give another name with --to")
-    check_output_file(file)
 
 
 def write_vocabulary(counted: Counted, file: Path) -> None:
