@@ -164,22 +164,17 @@ _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 
 def _checked(where: str, key: str, kind: str, value: Any) -> Any:
     """A value as the study keeps it."""
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, int | float) and not -(2**63) <= number < 2**63:
+            raise StudyError(f"{where}: {key} holds a number out of range")
     if not kind.startswith("tuple"):
         wanted: type = {"int": int, "str": str}.get(kind, str)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise StudyError(f"{where}: {key} = {value!r} is not {'a whole number' if wanted is int else 'a text'}")
-        return _in_range(where, key, value)
+        return value
     items = list(value) if isinstance(value, list | tuple) else [value]
     of = kind.removeprefix("tuple[").split(",")[0]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, _KINDS[of]):
             raise StudyError(f"{where}: {key} holds {item!r}, which is no {of}")
-        _in_range(where, key, item)
     return tuple(float(item) if of == "float" else item for item in items)
-
-
-def _in_range(where: str, key: str, value: Any) -> Any:
-    """A text, or a number that is finite and of a size that torch takes."""
-    if not isinstance(value, str) and not -(2**63) <= value < 2**63:
-        raise StudyError(f"{where}: {key} holds a number out of range")
-    return value

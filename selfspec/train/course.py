@@ -29,7 +29,7 @@ from selfspec.train.corpus import Blocks
 from selfspec.writing import writing
 
 CHECKPOINTS = "checkpoints"
-KEPT = "the last whole checkpoint is kept: make room and repeat the command to go on"
+KEPT = "what was finished is kept: make room and repeat the command to go on"
 """What messages say of a training whose disk is full."""
 
 _STATE = "trainer_state.json"

@@ -71,7 +71,8 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
     require_packages(course)
     processes = processes_on(source.device)
     folder = RunFolder(to)
-    folder.check()
+    if processes.is_main_process:
+        folder.check()
     base = load_base(source)
     model = base.loaded.model.float()
     adapter = find_adapter(model)

@@ -113,5 +113,5 @@ class RunFolder:
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
-    with whole(file) as draft:
+    with whole(file, KEPT) as draft:
         draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

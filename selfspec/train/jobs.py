@@ -69,7 +69,8 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
     require_packages(course)
     processes = processes_on(source.device)
     folder = RunFolder(to)
-    folder.check()
+    if processes.is_main_process:
+        folder.check()
     checkpoint = load_base(source)
     dtype = checkpoint.dtype
     model = checkpoint.loaded.model.float()

@@ -128,7 +128,7 @@ def test_a_full_disk_ends_it_and_the_same_call_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)
-        with pytest.raises(StorageError, match="the last whole checkpoint is kept"):
+        with pytest.raises(StorageError, match="what was finished is kept"):
             _trained(tmp_path)
     assert [path.name for path in (tmp_path / CHECKPOINTS).iterdir()] == ["checkpoint-3"]
     assert torch.equal(_trained(tmp_path), uninterrupted)
