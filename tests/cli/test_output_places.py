@@ -92,7 +92,17 @@ def test_further_places_are_checked_too(
 def test_a_training_on_a_full_disk_ends_in_one_line_and_goes_on_later(
     invoke: Invoke, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("train", "layerskip", folder, "--text", str(text), "--to", str(tmp_path / "model"), "--exits", "2,3")
+    words: tuple[str, ...] = (
+        "train",
+        "layerskip",
+        folder,
+        "--text",
+        str(text),
+        "--to",
+        str(tmp_path / "model"),
+        "--exits",
+        "2,3",
+    )
     words += ("--steps", "4", "--save-every", "2", "--batch", "2", "--length", "16", "--held-out-blocks", "2")
     words += ("--device", "cpu", "--output", "json")
 
