@@ -38,6 +38,7 @@ from selfspec.request import (
 from selfspec.rotary import check_rotary
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.programs import Programs
+from selfspec.writing import check_output_folder, writing
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
 
@@ -252,11 +253,15 @@ class SelfSpeculative:
         Raises:
             DraftConfigError: the drafter has no name to save it by.
             UnsupportedOptionError: the rule has none.
+            StorageError: the folder cannot be written to, or the disk is full.
         """
         self._check_open()
         recipe = Recipe.of(self.draft, self.control, self.rule)
-        self.model.save_pretrained(folder)
-        recipe.save(Path(folder))
+        place = Path(folder)
+        check_output_folder(place)
+        with writing(place):
+            self.model.save_pretrained(folder)
+        recipe.save(place)
 
     def drafting(
         self, draft: Drafter | Plan | str | None, draft_length: int | Control | None = None

@@ -17,7 +17,9 @@ from selfspec.control import CostAware
 from selfspec.costs import BatchCosts, Costs
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
+from selfspec.json_text import parse_json
 from selfspec.plan import Choice, Plan
+from selfspec.writing import whole
 
 FORMAT = 5
 _WHAT_DIFFERS = {
@@ -88,7 +90,7 @@ class Profile(Plan):
             ProfileError: it is missing, truncated, corrupt, foreign or of another format.
         """
         try:
-            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            content = parse_json(Path(file).read_text(encoding="utf-8"))
         except OSError as error:
             raise ProfileError(
                 f"the profile {file} cannot be read ({error.strerror or error}); write one: selfspec calibrate MODEL "
@@ -117,7 +119,7 @@ class Profile(Plan):
         """Write it: the whole file or none of it.
 
         Raises:
-            ProfileError: it cannot be written there.
+            StorageError: it cannot be written there.
         """
         content = {
             "format": FORMAT,
@@ -126,13 +128,9 @@ class Profile(Plan):
             "sampled": asdict(self.sampled),
             "report": dict(self.report),
         }
-        part = file.with_name(file.name + ".part")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            part.replace(file)
-        except OSError as error:
-            raise ProfileError(f"the profile {file} cannot be written: {error.strerror or error}") from error
+        text = json.dumps(content, indent=1, allow_nan=False)
+        with whole(file) as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
 
     def choose(self, greedy: bool) -> Choice:
         return (self.greedy if greedy else self.sampled).choice

@@ -30,8 +30,11 @@ _GRAMMAR = (
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
-_EXIT = re.compile(r"exit:(\d+)", re.ASCII)
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+# More digits than any layer number has, and fewer than `int` refuses.
+_EXIT = re.compile(r"exit:(\d{1,18})", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
+_HEAD = re.compile(r"(.+)@(\d{1,18})", re.ASCII | re.DOTALL)
+_LONGEST_SHOWN = 200
 # Far more layers than any model has; a range beyond it is a slip of the hand.
 _MOST_LAYERS = 10_000
 
@@ -49,16 +52,15 @@ def parse_draft(text: str) -> Drafter | None:
     if given == _LOOK_UP:
         return PromptLookup()
     if given.startswith(_LOOK_UP + "+"):
-        drafter = parse_draft(given.removeprefix(_LOOK_UP + "+"))
-        if not isinstance(drafter, PathDrafter):
-            raise _malformed(text)
-        return Cascade(PromptLookup(), drafter)
-    path, reduced, file = given.rpartition("+vocab:")
+        return Cascade(PromptLookup(), _path_drafter(text, given.removeprefix(_LOOK_UP + "+").strip()))
+    return _path_drafter(text, given)
+
+
+def _path_drafter(text: str, given: str) -> PathDrafter:
+    """The drafter along a path that `given`, a part of `text`, names."""
+    path, reduced, file = given.partition("+vocab:")
     if reduced:
-        drafter = parse_draft(path)
-        if not isinstance(drafter, PathDrafter):
-            raise _malformed(text)
-        return ReducedVocabulary.from_file(drafter, file)
+        return ReducedVocabulary.from_file(_path_drafter(text, path.strip()), file)
     if given.startswith("head:"):
         return _exit_head(given.removeprefix("head:"))
     leaves_early = _EXIT.fullmatch(given)
@@ -95,9 +97,9 @@ def draft_name(drafter: Drafter | None) -> str:
 
 
 def _exit_head(place: str) -> ExitHead:
-    folder, named, layer = place.rpartition("@")
-    if named and layer.isdecimal():
-        return ExitHead.from_pretrained(folder, int(layer))
+    named = _HEAD.fullmatch(place)
+    if named:
+        return ExitHead.from_pretrained(named[1], int(named[2]))
     return ExitHead.from_pretrained(place)
 
 
@@ -123,4 +125,5 @@ def _layers(text: str, numbers: str) -> range:
 
 
 def _malformed(text: str) -> DraftConfigError:
-    return DraftConfigError(f"draft {text!r} is not understood; {_GRAMMAR}")
+    shown = text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
+    return DraftConfigError(f"draft {shown!r} is not understood; {_GRAMMAR}")

@@ -970,4 +970,33 @@ CATALOGUE = (
         "own = sampling.draw(decided[:, 0], state.generator)",
         ("tests/test_sequential.py", "-k", "joint"),
     ),
+    # Files and pages.
+    Mutation(
+        "a recipe is written between quotes and not by repr",
+        "selfspec/recipe.py",
+        "recipe=repr(json.dumps(asdict(self)))",
+        'recipe=f\'"""{json.dumps(asdict(self))}"""\'',
+        ("tests/test_saved.py::test_a_draft_of_any_name_is_saved_as_code_that_runs",),
+    ),
+    Mutation(
+        "names in tables of a report are markup",
+        "selfspec/bench/markdown.py",
+        "_line(map(escaped, row))",
+        "_line(row)",
+        ("tests/bench_/test_figures.py::test_names_change_nothing_of_the_page",),
+    ),
+    Mutation(
+        "logits of a draft are the full model's",
+        "selfspec/verify/pruned.py",
+        "path = draft.path(depth)",
+        "path = Path.full(depth)",
+        ("tests/verify/test_pruned.py",),
+    ),
+    Mutation(
+        "the page on adapters compares the pruned model with itself",
+        "docs/your_own_adapter.md",
+        "draft_logits(model, draft, ids, block=6, adapter=adapter)",
+        "pruned_logits(model, pruned, ids, block=6)",
+        ("tests/adapters/test_your_own_adapter.py",),
+    ),
 )
