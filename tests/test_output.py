@@ -1,4 +1,4 @@
-"""What a generation gives is an output as `transformers` gives it: attributes, items and tuples, and it may be changed."""
+"""What a generation gives is an output as `transformers` gives it: attributes, items and tuples; it may be changed."""
 
 from __future__ import annotations
 
