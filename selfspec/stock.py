@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,8 +40,8 @@ def stock_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def _inside_peft(model: nn.Module) -> nn.Module:
-    tuner = model.get_submodule("base_model")
+def _inside_peft(model: Any) -> nn.Module:
+    tuner: nn.Module = model.base_model
     if isinstance(tuner, PreTrainedModel):
         kind = model.active_peft_config.peft_type.value
         raise UnsupportedModelError(
@@ -57,15 +58,14 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: naming what does.
     """
-    for name, module in model.named_modules():
-        kind = type(module)
-        # Weights in 16 bits are multiplied as they are; those in 8 bits with activations in 8 bits.
-        if kind.__module__.startswith("torch.ao.nn.quantized.dynamic") and not _is_of_float16(module):
-            raise UnsupportedModelError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, which rounds activations by the largest of all "
-                "tokens in a pass, so that a draft changes the text; quantise the weights alone, or activations with a "
-                "scale for each token"
-            )
+    rounding = next(filter(_rounds_over_the_pass, model.modules()), None)
+    if rounding is not None:
+        name = next(name for name, module in model.named_modules() if module is rounding)
+        raise UnsupportedModelError(
+            f"{name} is a {type(rounding).__module__}.{type(rounding).__qualname__}, which rounds activations by the "
+            "largest of all tokens in a pass, so that a draft changes the text; quantise the weights alone, or "
+            "activations with a scale for each token"
+        )
     for config in getattr(model, "peft_config", {}).values():
         reason = _ADAPTERS.get(config.peft_type.value)
         if getattr(config, "alora_invocation_tokens", None):
@@ -77,8 +77,11 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def _is_of_float16(module: nn.Module) -> bool:
-    return getattr(getattr(module, "_packed_params", None), "dtype", None) is torch.float16
+def _rounds_over_the_pass(module: nn.Module) -> bool:
+    if not type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+        return False
+    # Weights in 16 bits are multiplied as they are; those in 8 bits with activations in 8 bits.
+    return getattr(getattr(module, "_packed_params", None), "dtype", None) is not torch.float16
 
 
 def check_saved_whole(model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
 from selfspec.costs import Costs
 from selfspec.draft import Drafter
+from selfspec.draft.named import draft_name
 from selfspec.errors import (
     ClosedError,
     DraftConfigError,
@@ -65,7 +66,7 @@ _OF_THE_MODEL = frozenset(
 
 
 def wrap(
-    model: PreTrainedModel,
+    model: nn.Module,
     draft: Drafter | Plan | str | None = None,
     *,
     draft_length: int | Control | None = None,
@@ -212,9 +213,10 @@ class SelfSpeculative:
         return copy(self)
 
     def __repr__(self) -> str:
+        draft = type(self.draft).__name__ if isinstance(self.draft, Plan) else draft_name(self.draft)
         closed = ", unwrapped" if self._closed else ""
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, draft={self.draft!r}, control={self.control!r}, "
+            f"{type(self).__name__}({type(self.model).__name__}, draft={draft!r}, control={self.control!r}, "
             f"rule={self.rule!r}, runtime={self.runtime!r}{closed})"
         )
 

@@ -308,7 +308,7 @@ def test_a_pickled_wrapper_decodes_with_a_model_of_its_own(llama: PreTrainedMode
 
 def test_a_wrapper_says_what_it_is(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3, accept="block")
-    assert repr(spec).startswith("SelfSpeculative(LlamaForCausalLM, draft=EarlyExit(layer=2), control=FixedLength(")
+    assert repr(spec).startswith("SelfSpeculative(LlamaForCausalLM, draft='exit:2', control=FixedLength(")
     assert "unwrapped" not in repr(spec)
     spec.unwrap()
     assert repr(spec).endswith(", unwrapped)")

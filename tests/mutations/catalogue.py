@@ -934,15 +934,15 @@ CATALOGUE = (
     Mutation(
         "activations that are rounded over a whole pass are drafted for",
         "selfspec/stock.py",
-        "and not _is_of_float16(module)",
-        "and _is_of_float16(module)",
+        "is not torch.float16",
+        "is torch.float16",
         ("tests/test_stock.py::test_dynamic_quantisation_to_8_bits_is_refused",),
     ),
     Mutation(
         "a PEFT model is wrapped without its adapter",
         "selfspec/stock.py",
         '    return tuner.get_submodule("model")\n',
-        '    return tuner.unload()\n',
+        "    return tuner.unload()\n",
         ("-m", "clients", "tests/clients/test_peft.py::test_a_wrapped_adapter_gives_its_own_text"),
     ),
     Mutation(
