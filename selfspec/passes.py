@@ -60,7 +60,6 @@ class Passes:
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
-        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self._window = smallest_window(self._config)
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
         # A runtime that needs passes of few shapes can do nothing for others.
@@ -82,7 +81,11 @@ class Passes:
         """
         result = self._run(path, head, None, tokens, entering)
         assert result.logits is not None
-        return Pass(result.logits if head is None else head.spread(result.logits, self._vocabulary), result.states)
+        if head is None:
+            return Pass(result.logits, result.states)
+        # Only a head of plain weights can be exchanged for one that draws on some of them.
+        vocabulary = self._stock_model.get_output_embeddings().weight.shape[0]
+        return Pass(head.spread(result.logits, vocabulary), result.states)
 
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""

@@ -351,7 +351,8 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
         )
     if input_ids.numel() == 0:
         raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
-    vocabulary = model.get_input_embeddings().num_embeddings
+    # Not every module that stands in for an embedding says how many it has.
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     lowest, highest = input_ids.min().item(), input_ids.max().item()
     if lowest < 0 or highest >= vocabulary:
         raise PromptError(

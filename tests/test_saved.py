@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, dynamic_module_utils
 
 import selfspec
 import tiny
@@ -79,6 +79,14 @@ def test_the_folder_holds_the_model_and_its_recipe(folder: str, plain: PreTraine
     assert "exit:2" in (Path(folder) / "custom_generate" / "generate.py").read_text()
     wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
     assert torch.equal(plain.generate(tiny.prompt(5), **OPTIONS), wanted)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    selfspec.wrap(tiny.llama()).save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert loaded("ab ba").input_ids == tokenizer("ab ba").input_ids
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == tiny.VOCABULARY
 
 
 def test_a_model_loaded_with_trust_drafts_for_itself(trusted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

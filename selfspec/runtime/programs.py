@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
+from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.recordable import run_watched, state_of, why_not
 from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
 
@@ -81,7 +81,7 @@ class _Candidate:
     seconds: list[float] = field(default_factory=list)
     proved: bool = False
     refused: str | None = None
-    making: threading.Lock = field(default_factory=threading.Lock)
+    making: ProcessLock = field(default_factory=ProcessLock)
 
     def serves(self, length: int) -> bool:
         """Whether its program runs passes over so many slots.

@@ -999,4 +999,33 @@ CATALOGUE = (
         "pruned_logits(model, pruned, ids, block=6)",
         ("tests/adapters/test_your_own_adapter.py",),
     ),
+    # Wrappers, and the models inside those of other libraries.
+    Mutation(
+        "a deep copy of a wrapper is a wrapper of another model",
+        "selfspec/wrapped.py",
+        "        return copy(self)\n",
+        "        other = copy(self)\n        other.model = copy(self.model)\n        return other\n",
+        ("tests/test_wrapped.py::test_a_copy_of_a_wrapper_wraps_the_same_model",),
+    ),
+    Mutation(
+        "activations that are rounded over a whole pass are drafted for",
+        "selfspec/stock.py",
+        "is not torch.float16",
+        "is torch.float16",
+        ("tests/test_stock.py::test_dynamic_quantisation_to_8_bits_is_refused",),
+    ),
+    Mutation(
+        "a PEFT model is wrapped without its adapter",
+        "selfspec/stock.py",
+        '    return tuner.get_submodule("model")\n',
+        "    return tuner.unload()\n",
+        ("-m", "clients", "tests/clients/test_peft.py::test_a_wrapped_adapter_gives_its_own_text"),
+    ),
+    Mutation(
+        "a soft prompt is left out without a word",
+        "selfspec/stock.py",
+        "    if isinstance(tuner, PreTrainedModel):\n",
+        "    if isinstance(tuner, PreTrainedModel):\n        return tuner\n    if False:\n",
+        ("-m", "clients", "tests/clients/test_peft.py::test_a_soft_prompt_is_no_part_of_the_model"),
+    ),
 )
