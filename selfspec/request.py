@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import BaseStreamer, GenerationMode, StoppingCriteriaList, StopStringCriteria
 
 from selfspec.errors import PromptError, UnsupportedOptionError
-from selfspec.past import check_past
+from selfspec.first_inputs import first_inputs
+from selfspec.past import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.processing import read_processing
 from selfspec.sampling import Sampling
 from selfspec.stopping import Stopping, read_stopping
@@ -63,14 +64,38 @@ _HONOURED = frozenset(
         "top_h",
         "max_time",
         "stop_strings",
+        "remove_invalid_values",
         # Only read by other decoding methods, or by transformers before it hands over.
         "early_stopping",
         "length_penalty",
+        "diversity_penalty",
+        "num_beam_groups",
+        "low_memory",
         "decoder_start_token_id",
         "transformers_version",
         "disable_compile",
+        # Only read beside an assistant, a `cache_implementation` or in continuous batching.
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "assistant_ensemble_weight",
+        "speculation_type",
+        "max_matching_ngram_size",
+        "cache_config",
+        "max_cache_len",
+        "compile_config",
+        "continuous_batching_config",
     }
 )
+
+# Names of caches among the inputs of a model.
+_CACHES = ("past_key_values", "cache_params")
+# Inputs of the model that a call may bring along.
+_MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *_CACHES})
+# What is computed for nobody unless the whole output is returned.
+_ONLY_RETURNED = frozenset({"output_attentions", "output_hidden_states"})
 
 _REMEDIES = {
     "num_beams": "selfspec samples or decodes greedily; use model.generate for beam search",
@@ -81,10 +106,8 @@ _REMEDIES = {
     "assistant_model": "the model drafts for itself; drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
-    "inputs_embeds": "pass input_ids",
     "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
-    "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
-    "position_ids": "positions follow from the attention mask; drop it",
+    "position_ids": "positions follow from the attention mask, and these do not; drop it",
     "output_hidden_states": "call model.generate for hidden states",
     "output_attentions": "call model.generate for attentions",
 }
@@ -110,17 +133,23 @@ class Request:
     """One call, ready to run.
 
     Attributes:
-        input_ids: prompts as given, left-padded, `[batch, prompt]`.
+        input_ids: the text that new tokens are added to, `[batch, prompt]`: what is returned before them, and what
+            logits processors see. Of no columns where a prompt is given as embeddings alone.
+        read: what the prefill reads of the prompts: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`.
+            Either may lack the first columns of `mask`, those that `past` holds.
+        mask: which columns of the prompts hold a token, those that `past` holds included, `[batch, columns]`, bool.
         lengths: true length of each prompt.
         sampling: how logits become probabilities.
         stopping: where rows end.
         pad: token id that fills rows which ended early.
         returned: what is to be returned besides the sequences.
         streamer: gets the prompt and then each token as it is committed; None: nobody listens.
-        past: the caller's own cache: keys and values of the first columns are read from it, and all are left in it.
+        past: keys and values of the first columns are read from it. If it is the caller's own, all are left in it.
     """
 
     input_ids: Tensor
+    read: Tensor
+    mask: Tensor
     lengths: tuple[int, ...]
     sampling: Sampling
     stopping: Stopping
@@ -130,9 +159,9 @@ class Request:
     past: Cache | None = None
 
     @property
-    def padding(self) -> tuple[int, ...]:
-        """Columns of padding on the left of each row."""
-        return tuple(self.input_ids.shape[1] - length for length in self.lengths)
+    def embeddings(self) -> bool:
+        """Whether prompts are read as embeddings, so that their last position has no token id."""
+        return self.read.is_floating_point()
 
 
 def read_request(
@@ -155,13 +184,19 @@ def read_request(
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
         UnsupportedOptionError: an option that cannot be honoured, by name.
     """
-    if inputs is None:
+    embeddings = options.get("inputs_embeds")
+    input_ids = None if inputs is None else _checked_ids(model, inputs)
+    read = input_ids if embeddings is None else _checked_embeddings(model, embeddings)
+    if read is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
-    input_ids, mask = _checked_prompt(model, inputs, attention_mask)
+    past = next((options[name] for name in _CACHES if options.get(name) is not None), None)
+    if past is not None:
+        check_past(past)
+    mask = read.new_ones(read.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask
+    mask = _checked_mask(mask, read, past)
     # transformers drops these two where it hands over to a callable.
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
-    past = options.pop("past_key_values", None)
     _check_keywords(generation_config, options)
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     handed_over: dict[str, Any] = {}
@@ -183,20 +218,14 @@ def read_request(
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
     # Rows may have been repeated for num_return_sequences; their masks with them.
     repeats = handed_over["input_ids"].shape[0] // mask.shape[0]
-    request = prepared_request(
-        model,
-        handed_over["input_ids"],
-        mask.repeat_interleave(repeats, 0),
-        handed_over["generation_config"],
-        handed_over["logits_processor"],
-        handed_over["stopping_criteria"],
-    )
+    handed_over["attention_mask"] = mask.repeat_interleave(repeats, 0)
+    request = prepared_request(model, **handed_over)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
             "for what each row commits"
         )
-    return request_with_past(replace(request, streamer=streamer), past)
+    return replace(request, streamer=streamer)
 
 
 @dataclass(frozen=True)
@@ -240,19 +269,41 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
 def prepared_request(
     model: PreTrainedModel,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
-    generation_config: GenerationConfig,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
 ) -> Request:
     """Check what `transformers` prepared and hands to a `custom_generate` callable.
+
+    Args:
+        model: the model that will run.
+        input_ids: the text, `[batch, prompt]`.
+        logits_processor: all of them.
+        stopping_criteria: all of them.
+        generation_config: with all defaults filled in.
+        **model_kwargs: what else goes to the model: mask, positions, embeddings, caches.
 
     Raises:
         PromptError: see `read_request`.
         UnsupportedOptionError: an option that cannot be honoured, by name.
     """
-    input_ids, mask = _checked_prompt(model, input_ids, attention_mask)
-    _check_options(generation_config)
+    _check_options(model, generation_config)
+    inputs = first_inputs(model, input_ids, model_kwargs)
+    embeddings = inputs.get("inputs_embeds")
+    if embeddings is None or input_ids.numel():
+        input_ids = _checked_ids(model, input_ids)
+    read = _checked_embeddings(model, embeddings) if embeddings is not None else inputs["input_ids"].long()
+    past = past_of(inputs)
+    if past is not None:
+        check_past(past)
+        check_rows(past, read.shape[0])
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        columns = _columns(read, past, generation_config)
+        mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
+    mask = _checked_mask(mask, read, past)
+    _check_model_inputs({**inputs, "attention_mask": mask}, generation_config)
     # transformers has settled what pads.
     pad = generation_config._pad_token_tensor
     stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
@@ -267,6 +318,8 @@ def prepared_request(
         )
     return Request(
         input_ids=input_ids,
+        read=read,
+        mask=mask.bool(),
         lengths=lengths,
         sampling=Sampling(
             read_processing(logits_processor, stopping.eos, input_ids.shape[1] + max_new_tokens),
@@ -279,35 +332,32 @@ def prepared_request(
             scores=whole and bool(generation_config.output_scores),
             logits=whole and bool(generation_config.output_logits),
         ),
+        past=past,
     )
 
 
-def request_with_past(request: Request, past: Cache | None) -> Request:
-    """The same request, with a cache of the caller's own.
+def _check_model_inputs(inputs: Mapping[str, Any], generation_config: GenerationConfig) -> None:
+    """Refuse inputs of the model that selfspec does not pass on.
 
-    Raises:
-        PromptError, UnsupportedOptionError: see `check_past`.
-    """
-    if past is None:
-        return request
-    check_past(past, request.input_ids.shape[0], request.input_ids.shape[1])
-    return replace(request, past=past)
-
-
-def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse inputs of the model that a `custom_generate` callable is handed and selfspec does not pass on.
-
-    `transformers` adds default positions of its own; only what differs from these was asked for.
+    `transformers` adds caches and default positions of its own; only what differs from these was asked for.
 
     Raises:
         UnsupportedOptionError: naming the input.
     """
-    for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "use_cache", "logits_to_keep", "past_key_values"):
+    read = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "logits_to_keep"}
+    if not generation_config.return_dict_in_generate:
+        read |= _ONLY_RETURNED
+    for name, value in inputs.items():
+        if value is None or name in read or isinstance(value, Cache):
             continue
-        if name == "position_ids" and _are_default(value, model_kwargs.get("attention_mask")):
+        if name == "position_ids" and _follow_from(value, inputs["attention_mask"]):
             continue
         raise _unsupported(name)
+    if inputs.get("position_ids") is None and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
+        raise UnsupportedOptionError(
+            "padding between a past or soft prompt and the text counts as positions here, since position_ids do not "
+            "come with it; pass rows of one length, or one row at a time"
+        )
 
 
 def check_not_dropped(frame: FrameType | None) -> None:
@@ -333,14 +383,16 @@ def check_not_dropped(frame: FrameType | None) -> None:
             )
 
 
-def _are_default(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
-    mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask.to(position_ids.device)
-    if mask.shape != position_ids.shape:
+def _follow_from(position_ids: Tensor, mask: Tensor) -> bool:
+    """Whether positions, of all columns or of the last ones, are those that count the tokens of a mask."""
+    expected = (mask.cumsum(-1) - 1)[:, -position_ids.shape[-1] :]
+    if position_ids.ndim != 2 or position_ids.shape[1] > mask.shape[1] or len(position_ids) not in (1, len(mask)):
         return False
-    return bool(((position_ids == mask.cumsum(-1) - 1) | (mask == 0)).all())
+    padding = mask[:, -position_ids.shape[-1] :] == 0
+    return bool(((position_ids.to(mask.device) == expected) | padding).all())
 
 
-def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
     if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
         raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")
     input_ids = inputs.long()
@@ -357,29 +409,74 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
             f"token id {int(lowest if lowest < 0 else highest)} is outside the vocabulary 0..{vocabulary - 1}; "
             "is this the model's own tokenizer?"
         )
-    if attention_mask is None:
-        return input_ids, torch.ones_like(input_ids)
+    return input_ids
+
+
+def _checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
+    own = model.get_input_embeddings()
+    wanted = f"a tensor of {own.weight.dtype} of shape [batch, prompt, {own.embedding_dim}], as the model's own are"
+    if not isinstance(embeddings, Tensor) or embeddings.dtype != own.weight.dtype:
+        given = embeddings.dtype if isinstance(embeddings, Tensor) else repr(embeddings)
+        raise PromptError(f"inputs_embeds must be {wanted}, got {given}")
+    if embeddings.ndim != 3 or embeddings.shape[2] != own.embedding_dim or embeddings.numel() == 0:
+        raise PromptError(f"inputs_embeds must be {wanted}, got shape {list(embeddings.shape)}")
+    return embeddings
+
+
+def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:
+    """How many columns a mask of ones has, which `transformers` does not hand over."""
+    if past is not None and not is_callers(past):
+        return past_length(past) + read.shape[1]
+    if past is not None and not read.is_floating_point():
+        return int(getattr(generation_config, "_mask_length", read.shape[1]))
+    return read.shape[1]
+
+
+def _checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
+    """Which columns hold tokens: of the prompts, and before them of a past where they begin behind it.
+
+    Args:
+        attention_mask: as given.
+        read: prompts, as ids or embeddings.
+        past: what a cache holds, if there is one.
+
+    Returns:
+        Ones and zeros, `[batch, columns]`.
+    """
+    rows, columns = read.shape[:2]
+    known = 0 if past is None else past_length(past)
+    name = "inputs_embeds" if read.is_floating_point() else "input_ids"
     if not isinstance(attention_mask, Tensor):
-        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
-    if attention_mask.shape != input_ids.shape:
+        raise PromptError(f"attention_mask must be a tensor of the shape of {name}, got {attention_mask!r}")
+    if attention_mask.shape not in ((rows, columns), (rows, columns + known)):
         raise PromptError(
-            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; they must agree"
+            f"attention_mask has shape {list(attention_mask.shape)}, {name} {list(read.shape[:2])}; they must agree"
+            + (f", or the mask must also cover the {known} columns of past_key_values" if known else "")
         )
-    mask = (attention_mask.to(input_ids.device) != 0).long()
-    if not bool(mask.any(1).all()):
-        rows = (~mask.any(1).bool()).nonzero().flatten().tolist()
-        raise PromptError(f"row(s) {rows} of the attention mask are all zero; drop these rows or give them a token")
-    if bool((mask.diff(dim=1) < 0).any()):
+    mask = (attention_mask.to(read.device) != 0).long()
+    if mask.shape[1] <= known:
+        raise PromptError(
+            f"past_key_values hold {known} tokens and {name} {columns}; pass the whole conversation as {name}, "
+            "with at least one token that is not in the cache"
+        )
+    if not bool(mask[:, known:].any(1).all()):
+        rows_of_zeros = (~mask[:, known:].any(1).bool()).nonzero().flatten().tolist()
+        raise PromptError(
+            f"row(s) {rows_of_zeros} of the attention mask are all zero; drop these rows or give them a token"
+        )
+    if any(bool((part.diff(dim=1) < 0).any()) for part in (mask[:, :known], mask[:, known:])):
         raise PromptError(
             "the attention mask has zeros after ones; pad on the left: AutoTokenizer.from_pretrained(..., "
             "padding_side='left')"
         )
-    return input_ids, mask
+    return mask
 
 
 def _check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
     """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec."""
-    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    fields = _defaults().keys() | _MODEL_INPUTS | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    if options.get("use_cache") is False:
+        raise _unsupported("use_cache", False)
     for name, value in options.items():
         if name not in fields and value is not None and value is not False:
             raise _unsupported(name)
@@ -396,14 +493,19 @@ def _defaults() -> dict[str, Any]:
     return {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
 
 
-def _check_options(generation_config: GenerationConfig) -> None:
+def _check_options(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Refuse what was asked for and cannot be had. Options that change nothing without another one are no reason to."""
     given = generation_config.to_dict()
+    inert = set() if generation_config.return_dict_in_generate else _ONLY_RETURNED
+    if generation_config.get_generation_mode() != GenerationMode.CONTRASTIVE_SEARCH:
+        inert = inert | {"penalty_alpha"}
     for name, default in _defaults().items():
         value = given.get(name, default)
-        if name.startswith("_") or name in _HONOURED or value in (None, False, default):
+        if name.startswith("_") or name in _HONOURED | inert or value in (None, False, default):
             continue
         raise _unsupported(name, value)
-    if generation_config.use_cache is False:
+    # Where the checkpoint says so by itself, nobody asked for it in this call.
+    if generation_config.use_cache is False and model.generation_config.use_cache is not False:
         raise _unsupported("use_cache", False)
 
 

@@ -27,14 +27,7 @@ from selfspec.generation import Generation
 from selfspec.output import GenerateOutput
 from selfspec.plan import Always, Choice, Plan
 from selfspec.recipe import Recipe
-from selfspec.request import (
-    Request,
-    check_model_inputs,
-    check_not_dropped,
-    prepared_request,
-    read_request,
-    request_with_past,
-)
+from selfspec.request import Request, check_not_dropped, prepared_request, read_request
 from selfspec.rotary import check_rotary
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.programs import Programs
@@ -236,14 +229,10 @@ class SelfSpeculative:
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
         check_not_dropped(currentframe())
-        check_model_inputs(model_kwargs)
-        # Not a parameter of its own: transformers would then pass it twice.
-        mask = model_kwargs.get("attention_mask")
-        request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        past = model_kwargs.get("past_key_values")
-        # transformers hands over a cache of its own where the caller gave none.
-        if past is not None and getattr(past, "_is_user_defined", False):
-            request = request_with_past(request, past)
+        # The mask is no parameter of its own: transformers would then pass it twice.
+        request = prepared_request(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        )
         return self._begin(request, seed, draft_length, accept).answer()
 
     def save_pretrained(self, folder: str | Path) -> None:
