@@ -294,6 +294,8 @@ def prepared_request(
     if embeddings is None or input_ids.numel():
         input_ids = _checked_ids(model, input_ids)
     read = _checked_embeddings(model, embeddings) if embeddings is not None else inputs["input_ids"].long()
+    if len(input_ids) != len(read):
+        raise PromptError(f"input_ids hold {len(input_ids)} rows, inputs_embeds {len(read)}; they must agree")
     past = past_of(inputs)
     if past is not None:
         check_past(past)
@@ -303,7 +305,7 @@ def prepared_request(
         columns = _columns(read, past, generation_config)
         mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
     mask = _checked_mask(mask, read, past)
-    _check_model_inputs({**inputs, "attention_mask": mask}, generation_config)
+    _check_model_inputs({**inputs, "attention_mask": mask}, read.shape[1], generation_config)
     # transformers has settled what pads.
     pad = generation_config._pad_token_tensor
     stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
@@ -336,10 +338,15 @@ def prepared_request(
     )
 
 
-def _check_model_inputs(inputs: Mapping[str, Any], generation_config: GenerationConfig) -> None:
+def _check_model_inputs(inputs: Mapping[str, Any], width: int, generation_config: GenerationConfig) -> None:
     """Refuse inputs of the model that selfspec does not pass on.
 
     `transformers` adds caches and default positions of its own; only what differs from these was asked for.
+
+    Args:
+        inputs: of the model, the mask of all columns among them.
+        width: columns that the prefill reads.
+        generation_config: says whether more than the sequences is returned.
 
     Raises:
         UnsupportedOptionError: naming the input.
@@ -350,7 +357,7 @@ def _check_model_inputs(inputs: Mapping[str, Any], generation_config: Generation
     for name, value in inputs.items():
         if value is None or name in read or isinstance(value, Cache):
             continue
-        if name == "position_ids" and _follow_from(value, inputs["attention_mask"]):
+        if name == "position_ids" and _follow_from(value, inputs["attention_mask"], width):
             continue
         raise _unsupported(name)
     if inputs.get("position_ids") is None and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
@@ -383,13 +390,15 @@ def check_not_dropped(frame: FrameType | None) -> None:
             )
 
 
-def _follow_from(position_ids: Tensor, mask: Tensor) -> bool:
-    """Whether positions, of all columns or of the last ones, are those that count the tokens of a mask."""
-    expected = (mask.cumsum(-1) - 1)[:, -position_ids.shape[-1] :]
-    if position_ids.ndim != 2 or position_ids.shape[1] > mask.shape[1] or len(position_ids) not in (1, len(mask)):
+def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
+    """Whether positions, of all columns or of the last `width`, are those that count the tokens of a mask."""
+    if position_ids.ndim != 2 or position_ids.shape[1] not in (width, mask.shape[1]):
         return False
-    padding = mask[:, -position_ids.shape[-1] :] == 0
-    return bool(((position_ids.to(mask.device) == expected) | padding).all())
+    if len(position_ids) not in (1, len(mask)):
+        return False
+    columns = slice(-position_ids.shape[1], None)
+    expected = (mask.cumsum(-1) - 1)[:, columns]
+    return bool(((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all())
 
 
 def _checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
