@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,75 +18,12 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTraine
 from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.options import check_keywords, check_options, unsupported
 from selfspec.past import check_past
 from selfspec.processing import read_processing
+from selfspec.prompt import checked_prompt
 from selfspec.sampling import Sampling
 from selfspec.stopping import Stopping, read_stopping
-
-_HONOURED = frozenset(
-    {
-        "max_length",
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "num_return_sequences",
-        "use_cache",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "return_dict_in_generate",
-        "output_scores",
-        "output_logits",
-        # Read by transformers, which makes logits processors and stopping criteria of them.
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "sequence_bias",
-        "min_length",
-        "min_new_tokens",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "renormalize_logits",
-        "watermarking_config",
-        "top_h",
-        "max_time",
-        "stop_strings",
-        # Only read by other decoding methods, or by transformers before it hands over.
-        "early_stopping",
-        "length_penalty",
-        "decoder_start_token_id",
-        "transformers_version",
-        "disable_compile",
-    }
-)
-
-_REMEDIES = {
-    "num_beams": "selfspec samples or decodes greedily; use model.generate for beam search",
-    "penalty_alpha": "use model.generate for contrastive search",
-    "dola_layers": "use model.generate for DoLa",
-    "prompt_lookup_num_tokens": "the model drafts for itself; drop it",
-    "assistant_early_exit": "write selfspec.wrap(model, draft=selfspec.EarlyExit(layer=...)) instead",
-    "assistant_model": "the model drafts for itself; drop it",
-    "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
-    "cache_implementation": "selfspec keeps its own cache; drop it",
-    "inputs_embeds": "pass input_ids",
-    "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
-    "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
-    "position_ids": "positions follow from the attention mask; drop it",
-    "output_hidden_states": "call model.generate for hidden states",
-    "output_attentions": "call model.generate for attentions",
-}
 
 
 @dataclass(frozen=True)
@@ -157,12 +93,12 @@ def read_request(
     """
     if inputs is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
-    input_ids, mask = _checked_prompt(model, inputs, attention_mask)
+    input_ids, mask = checked_prompt(model, inputs, attention_mask)
     # transformers drops these two where it hands over to a callable.
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     past = options.pop("past_key_values", None)
-    _check_keywords(generation_config, options)
+    check_keywords(generation_config, options)
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     handed_over: dict[str, Any] = {}
 
@@ -251,8 +187,8 @@ def prepared_request(
         PromptError: see `read_request`.
         UnsupportedOptionError: an option that cannot be honoured, by name.
     """
-    input_ids, mask = _checked_prompt(model, input_ids, attention_mask)
-    _check_options(generation_config)
+    input_ids, mask = checked_prompt(model, input_ids, attention_mask)
+    check_options(generation_config)
     # transformers has settled what pads.
     pad = generation_config._pad_token_tensor
     stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
@@ -307,30 +243,7 @@ def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
             continue
         if name == "position_ids" and _are_default(value, model_kwargs.get("attention_mask")):
             continue
-        raise _unsupported(name)
-
-
-def check_not_dropped(frame: FrameType | None) -> None:
-    """Refuse what `model.generate` was given and does not hand over to a `custom_generate` callable.
-
-    `transformers` drops some arguments without a word. They can still be seen where it calls: among the variables of
-    its `generate`. Where Python keeps no frames, or `generate` is not the caller, there is nothing to see.
-
-    Args:
-        frame: of the callable that `generate` calls.
-
-    Raises:
-        UnsupportedOptionError: naming the argument.
-    """
-    caller = None if frame is None else frame.f_back
-    if caller is None or caller.f_code.co_name != "generate":
-        return
-    for name in ("streamer", "assistant_model", "synced_gpus"):
-        if caller.f_locals.get(name):
-            raise UnsupportedOptionError(
-                f"{name} is dropped by transformers where it hands over to custom_generate; "
-                + _REMEDIES.get(name, "call spec.generate(...) instead")
-            )
+        raise unsupported(name)
 
 
 def _are_default(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
@@ -338,75 +251,3 @@ def _are_default(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
     if mask.shape != position_ids.shape:
         return False
     return bool(((position_ids == mask.cumsum(-1) - 1) | (mask == 0)).all())
-
-
-def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
-        raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")
-    input_ids = inputs.long()
-    if input_ids.ndim != 2:
-        raise PromptError(
-            f"input_ids has shape {list(inputs.shape)}, not [batch, prompt]; for a single prompt write input_ids[None]"
-        )
-    if input_ids.numel() == 0:
-        raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    lowest, highest = input_ids.min().item(), input_ids.max().item()
-    if lowest < 0 or highest >= vocabulary:
-        raise PromptError(
-            f"token id {int(lowest if lowest < 0 else highest)} is outside the vocabulary 0..{vocabulary - 1}; "
-            "is this the model's own tokenizer?"
-        )
-    if attention_mask is None:
-        return input_ids, torch.ones_like(input_ids)
-    if not isinstance(attention_mask, Tensor):
-        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
-    if attention_mask.shape != input_ids.shape:
-        raise PromptError(
-            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; they must agree"
-        )
-    mask = (attention_mask.to(input_ids.device) != 0).long()
-    if not bool(mask.any(1).all()):
-        rows = (~mask.any(1).bool()).nonzero().flatten().tolist()
-        raise PromptError(f"row(s) {rows} of the attention mask are all zero; drop these rows or give them a token")
-    if bool((mask.diff(dim=1) < 0).any()):
-        raise PromptError(
-            "the attention mask has zeros after ones; pad on the left: AutoTokenizer.from_pretrained(..., "
-            "padding_side='left')"
-        )
-    return input_ids, mask
-
-
-def _check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
-    """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec."""
-    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
-    for name, value in options.items():
-        if name not in fields and value is not None and value is not False:
-            raise _unsupported(name)
-    for name in ("max_new_tokens", "max_length"):
-        value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UnsupportedOptionError(f"{name}={value!r} is no positive integer")
-    cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
-    if cache is not None:
-        raise _unsupported("cache_implementation", cache)
-
-
-def _defaults() -> dict[str, Any]:
-    return {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
-
-
-def _check_options(generation_config: GenerationConfig) -> None:
-    given = generation_config.to_dict()
-    for name, default in _defaults().items():
-        value = given.get(name, default)
-        if name.startswith("_") or name in _HONOURED or value in (None, False, default):
-            continue
-        raise _unsupported(name, value)
-    if generation_config.use_cache is False:
-        raise _unsupported("use_cache", False)
-
-
-def _unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
-    shown = name if value is ... else f"{name}={value!r}"
-    return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")

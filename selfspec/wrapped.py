@@ -24,13 +24,13 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.generation import Generation
+from selfspec.options import check_not_dropped
 from selfspec.output import GenerateOutput
 from selfspec.plan import Always, Choice, Plan
 from selfspec.recipe import Recipe
 from selfspec.request import (
     Request,
     check_model_inputs,
-    check_not_dropped,
     prepared_request,
     read_request,
     request_with_past,

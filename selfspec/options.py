@@ -1,0 +1,144 @@
+"""Generation options of `transformers`, checked by name before any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from transformers import GenerationConfig
+
+from selfspec.errors import UnsupportedOptionError
+
+_HONOURED = frozenset(
+    {
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "num_return_sequences",
+        "use_cache",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        # Read by transformers, which makes logits processors and stopping criteria of them.
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "sequence_bias",
+        "min_length",
+        "min_new_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "renormalize_logits",
+        "watermarking_config",
+        "top_h",
+        "max_time",
+        "stop_strings",
+        # Only read by other decoding methods, or by transformers before it hands over.
+        "early_stopping",
+        "length_penalty",
+        "decoder_start_token_id",
+        "transformers_version",
+        "disable_compile",
+    }
+)
+
+_REMEDIES = {
+    "num_beams": "selfspec samples or decodes greedily; use model.generate for beam search",
+    "penalty_alpha": "use model.generate for contrastive search",
+    "dola_layers": "use model.generate for DoLa",
+    "prompt_lookup_num_tokens": "the model drafts for itself; drop it",
+    "assistant_early_exit": "write selfspec.wrap(model, draft=selfspec.EarlyExit(layer=...)) instead",
+    "assistant_model": "the model drafts for itself; drop it",
+    "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
+    "cache_implementation": "selfspec keeps its own cache; drop it",
+    "inputs_embeds": "pass input_ids",
+    "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
+    "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
+    "position_ids": "positions follow from the attention mask; drop it",
+    "output_hidden_states": "call model.generate for hidden states",
+    "output_attentions": "call model.generate for attentions",
+}
+
+
+def check_not_dropped(frame: FrameType | None) -> None:
+    """Refuse what `model.generate` was given and does not hand over to a `custom_generate` callable.
+
+    `transformers` drops some arguments without a word. They can still be seen where it calls: among the variables of
+    its `generate`. Where Python keeps no frames, or `generate` is not the caller, there is nothing to see.
+
+    Args:
+        frame: of the callable that `generate` calls.
+
+    Raises:
+        UnsupportedOptionError: naming the argument.
+    """
+    caller = None if frame is None else frame.f_back
+    if caller is None or caller.f_code.co_name != "generate":
+        return
+    for name in ("streamer", "assistant_model", "synced_gpus"):
+        if caller.f_locals.get(name):
+            raise UnsupportedOptionError(
+                f"{name} is dropped by transformers where it hands over to custom_generate; "
+                + _REMEDIES.get(name, "call spec.generate(...) instead")
+            )
+
+
+def check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
+    """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec.
+
+    Raises:
+        UnsupportedOptionError: naming the option.
+    """
+    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    for name, value in options.items():
+        if name not in fields and value is not None and value is not False:
+            raise unsupported(name)
+    for name in ("max_new_tokens", "max_length"):
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UnsupportedOptionError(f"{name}={value!r} is no positive integer")
+    cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
+    if cache is not None:
+        raise unsupported("cache_implementation", cache)
+
+
+def _defaults() -> dict[str, Any]:
+    return {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+
+
+def check_options(generation_config: GenerationConfig) -> None:
+    """Refuse options that selfspec cannot honour, of a config that `transformers` has prepared.
+
+    Raises:
+        UnsupportedOptionError: naming the option.
+    """
+    given = generation_config.to_dict()
+    for name, default in _defaults().items():
+        value = given.get(name, default)
+        if name.startswith("_") or name in _HONOURED or value in (None, False, default):
+            continue
+        raise unsupported(name, value)
+    if generation_config.use_cache is False:
+        raise unsupported("use_cache", False)
+
+
+def unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
+    """The error that names an option, its value where one is given, and what to do instead."""
+    shown = name if value is ... else f"{name}={value!r}"
+    return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")
