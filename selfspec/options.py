@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import FrameType
 from typing import Any
 
@@ -58,6 +59,23 @@ _HONOURED = frozenset(
     }
 )
 
+# Keywords of `generate` that are no fields of its config, and those that are read before these are looked at.
+_BESIDE_CONFIG = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"})
+_BY_NAME = frozenset(
+    {
+        "input_ids",
+        "inputs",
+        "attention_mask",
+        "generation_config",
+        "past_key_values",
+        "streamer",
+        "tokenizer",
+        "seed",
+        "draft_length",
+        "accept",
+    }
+)
+
 _REMEDIES = {
     "num_beams": "selfspec samples or decodes greedily; use model.generate for beam search",
     "penalty_alpha": "use model.generate for contrastive search",
@@ -105,14 +123,10 @@ def check_keywords(generation_config: GenerationConfig | None, options: Mapping[
     Raises:
         UnsupportedOptionError: naming the option.
     """
-    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    fields = _defaults().keys() | _BESIDE_CONFIG
     for name, value in options.items():
         if name not in fields and value is not None and value is not False:
-            raise unsupported(name)
-    for name in ("max_new_tokens", "max_length"):
-        value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UnsupportedOptionError(f"{name}={value!r} is no positive integer")
+            raise unsupported(name) if name in _REMEDIES else _unknown(name, fields | _BY_NAME)
     cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
     if cache is not None:
         raise unsupported("cache_implementation", cache)
@@ -142,3 +156,10 @@ def unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
     """The error that names an option, its value where one is given, and what to do instead."""
     shown = name if value is ... else f"{name}={value!r}"
     return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")
+
+
+def _unknown(name: str, known: Iterable[str]) -> UnsupportedOptionError:
+    alike = get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+    if not alike:
+        return unsupported(name)
+    return UnsupportedOptionError(f"{name} is no option of generate; did you mean {alike[0]!r}?")

@@ -15,6 +15,8 @@ def checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tenso
     Raises:
         PromptError: empty, ids outside the vocabulary, or a mask that does not fit.
     """
+    if isinstance(inputs, Tensor) and not has_values(inputs):
+        raise PromptError("input_ids is a tensor without values (meta, sparse or nested); pass a dense one")
     if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
         raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")
     input_ids = inputs.long()
@@ -39,6 +41,12 @@ def checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tenso
         raise PromptError(
             f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; they must agree"
         )
+    if not has_values(attention_mask):
+        raise PromptError(
+            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
+        )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")
     mask = (attention_mask.to(input_ids.device) != 0).long()
     if not bool(mask.any(1).all()):
         rows = (~mask.any(1).bool()).nonzero().flatten().tolist()
@@ -49,3 +57,8 @@ def checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tenso
             "padding_side='left')"
         )
     return input_ids, mask
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds a value at each place: it is neither on the meta device, nor sparse, nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
+from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.option_values import Scope, check_values, value_in_call
 from selfspec.options import check_keywords, check_options, unsupported
 from selfspec.past import check_past
 from selfspec.processing import read_processing
@@ -93,12 +96,20 @@ def read_request(
     """
     if inputs is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
+    check_kind("generation_config", generation_config, GenerationConfig, "write GenerationConfig(max_new_tokens=64)")
     input_ids, mask = checked_prompt(model, inputs, attention_mask)
     # transformers drops these two where it hands over to a callable.
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     past = options.pop("past_key_values", None)
     check_keywords(generation_config, options)
+    check_callables("logits_processor", options.get("logits_processor"))
+    check_callables("stopping_criteria", options.get("stopping_criteria"))
+    if options.get("prefix_allowed_tokens_fn") is not None:
+        check_callables("prefix_allowed_tokens_fn", [options["prefix_allowed_tokens_fn"]])
+    check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
+    value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
+    check_values(value_of, _scope(model, input_ids))
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     handed_over: dict[str, Any] = {}
 
@@ -115,7 +126,7 @@ def read_request(
             custom_generate=hand_over,
             **call.options,
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
     # Rows may have been repeated for num_return_sequences; their masks with them.
     repeats = handed_over["input_ids"].shape[0] // mask.shape[0]
@@ -156,6 +167,7 @@ class _Call:
             return self
         if tokenizer is None:
             raise UnsupportedOptionError("stop_strings need the model's tokenizer: pass tokenizer=... as well")
+        check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
         # A twin, because the model's own defaults are not to be touched, and come in whatever else is said.
         model = copy(self.model)
         model.generation_config = _without_stop_strings(self.model.generation_config)
@@ -188,6 +200,9 @@ def prepared_request(
         UnsupportedOptionError: an option that cannot be honoured, by name.
     """
     input_ids, mask = checked_prompt(model, input_ids, attention_mask)
+    check_callables("logits_processor", logits_processor)
+    check_callables("stopping_criteria", stopping_criteria)
+    check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
     check_options(generation_config)
     # transformers has settled what pads.
     pad = generation_config._pad_token_tensor
@@ -209,13 +224,18 @@ def prepared_request(
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
-        pad=0 if pad is None else int(pad.flatten()[0]),
+        # A negative one, which an end that never comes may leave, fills nothing.
+        pad=0 if pad is None else max(int(pad.flatten()[0]), 0),
         returned=Returned(
             whole,
             scores=whole and bool(generation_config.output_scores),
             logits=whole and bool(generation_config.output_logits),
         ),
     )
+
+
+def _scope(model: PreTrainedModel, input_ids: Tensor) -> Scope:
+    return Scope(model.get_input_embeddings().num_embeddings, input_ids.shape[0])
 
 
 def request_with_past(request: Request, past: Cache | None) -> Request:
