@@ -54,7 +54,8 @@ class Generation(Iterator[Round]):
             depth=len(adapter.decoder_layers(model)),
             batch=batch,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
-            slack=control.longest,
+            # No draft is longer than what is left to generate, whatever the control allows.
+            slack=min(control.longest, request.stopping.max_new_tokens),
             device=device,
             aligned="right" if adapter.ragged == "padding" else "left",
             recurrent=recurrent_layers(model.config) if adapter.recurrent else {},

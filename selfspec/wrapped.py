@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.arguments import check_kind, check_weights
 from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
 from selfspec.costs import Costs
 from selfspec.draft import Drafter
@@ -24,10 +25,11 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.generation import Generation
+from selfspec.options import check_not_dropped
 from selfspec.output import GenerateOutput
 from selfspec.plan import Always, Choice, Plan
 from selfspec.recipe import Recipe
-from selfspec.request import Request, check_not_dropped, prepared_request, read_request
+from selfspec.request import Request, prepared_request, read_request
 from selfspec.rotary import check_rotary
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.programs import Programs
@@ -65,11 +67,15 @@ def wrap(
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
         ProfileError: there is no profile that fits model, device, dtype, threads and versions.
-        UnsupportedOptionError: there is no acceptance rule of that name.
+        UnsupportedOptionError: there is no acceptance rule of that name, or an argument is of another kind.
     """
     check_causal(model)
-    found = adapter or find_adapter(model)
-    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, runtime or Traced())
+    check_weights(model)
+    check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
+    check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
+    found = find_adapter(model) if adapter is None else adapter
+    run_by = Traced() if runtime is None else runtime
+    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:

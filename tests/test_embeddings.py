@@ -1,4 +1,4 @@
-"""Prompts given as embeddings: the same text, scores and shapes as `model.generate` gives, padding and pasts included."""
+"""Prompts given as embeddings: the text, scores and shapes that `model.generate` gives, padding and pasts included."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel, way: str
 def test_other_positions_are_refused(llama: PreTrainedModel, positions: Tensor) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    with pytest.raises(UnsupportedOptionError, match="position_ids.*attention mask"):
+    with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
         spec.generate(tiny.prompt(5), position_ids=positions, **GREEDY)
-    with pytest.raises(UnsupportedOptionError, match="position_ids.*attention mask"):
+    with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
         llama.generate(tiny.prompt(5), position_ids=positions, custom_generate=spec, **GREEDY)

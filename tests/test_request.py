@@ -312,10 +312,10 @@ def test_a_generation_config_is_read_like_keywords(
 
 def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, DRAFT, draft_length=4)
-    llama.generation_config.token_healing = True
-    with pytest.raises(UnsupportedOptionError, match=r"token_healing=True"):
+    llama.generation_config.prefill_chunk_size = 4
+    with pytest.raises(UnsupportedOptionError, match=r"prefill_chunk_size=4"):
         spec.generate(tiny.prompt(5), max_new_tokens=3)
-    llama.generation_config.token_healing = None
+    llama.generation_config.prefill_chunk_size = None
     llama.generation_config.repetition_penalty = 1.6
     llama.generation_config.max_new_tokens = 4
     llama.generation_config.eos_token_id = 7
