@@ -49,11 +49,12 @@ _HONOURED = frozenset(
         "suppress_tokens",
         "begin_suppress_tokens",
         "renormalize_logits",
+        "remove_invalid_values",
         "watermarking_config",
         "top_h",
+        "guidance_scale",
         "max_time",
         "stop_strings",
-        "remove_invalid_values",
         # Only read by other decoding methods, or by transformers before it hands over.
         "early_stopping",
         "length_penalty",
@@ -111,7 +112,7 @@ _REMEDIES = {
     "assistant_model": "the model drafts for itself; drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
-    "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
+    "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",
     "position_ids": "positions follow from the attention mask, and these do not; drop it",
     "output_hidden_states": "call model.generate for hidden states",
     "output_attentions": "call model.generate for attentions",
@@ -148,6 +149,8 @@ def check_keywords(generation_config: GenerationConfig | None, options: Mapping[
         UnsupportedOptionError: naming the option.
     """
     fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS
+    if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
+        fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
     if options.get("use_cache") is False:
         raise unsupported("use_cache", False)
     for name, value in options.items():
