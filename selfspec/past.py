@@ -164,9 +164,9 @@ def can_store(cache: SharedCache) -> bool:
 
 def _stock_kind(layer: object) -> type[Any]:
     """What `transformers` keeps a layer of a shared cache in."""
-    if not isinstance(layer, RecurrentLayer):
-        return DynamicLayer
-    return LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer
+    with_states = LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer
+    kind: type[Any] = with_states if isinstance(layer, RecurrentLayer) else DynamicLayer
+    return kind
 
 
 def _has_states(layer: object) -> list[bool]:

@@ -22,7 +22,7 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 
 
 def embedded(model: PreTrainedModel, length: int = 7, rows: int = 1) -> Tensor:
     """Embeddings that are no token's, `[rows, length, hidden]`."""
-    weight = model.get_input_embeddings().weight
+    weight: Tensor = model.get_input_embeddings().weight
     noise = torch.randn(rows, length, weight.shape[1], generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
     return noise * weight.std()
 

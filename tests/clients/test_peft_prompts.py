@@ -46,7 +46,7 @@ ARCHITECTURES = ("llama", "gpt2", "mistral", "qwen2")
 def prompted(method: str, model: PreTrainedModel) -> PeftModel:
     """The model with a random soft prompt, large enough to change the text."""
     torch.manual_seed(1)
-    found = get_peft_model(model, METHODS[method]()).to(model.dtype).eval()
+    found: PeftModel = get_peft_model(model, METHODS[method]()).to(model.dtype).eval()
     for parameter in found.prompt_encoder.parameters():
         torch.nn.init.normal_(parameter, std=1.0)
     return found
