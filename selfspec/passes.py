@@ -91,14 +91,20 @@ class Passes:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
         return self._run(path, None, self._base, tokens, None).states
 
+    def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
+        logits = self._run_stock(self._view(Path.full(self.depth), None), None, embeddings, None).logits
+        assert logits is not None
+        return logits
+
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
 
         Args:
-            tokens: `[batch, tokens]`.
+            tokens: `[batch, tokens]`, or their embeddings `[batch, tokens, hidden]`.
             counts: how many of them each row has; what comes behind them is scrap.
         """
-        if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):
+        if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
             self._run_stock(self._view(Path.full(self.depth), None), self._base, tokens, None)
             return
         # Nothing to start from: the stock model reads them all at once, in recurrent layers too.

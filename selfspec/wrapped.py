@@ -22,6 +22,7 @@ from transformers import (
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.arguments import check_kind, check_weights
 from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
 from selfspec.costs import Costs
 from selfspec.draft import Drafter
@@ -34,17 +35,11 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.generation import Generation
+from selfspec.options import check_not_dropped
 from selfspec.output import GenerateOutput
 from selfspec.plan import Always, Choice, Plan
 from selfspec.recipe import Recipe
-from selfspec.request import (
-    Request,
-    check_model_inputs,
-    check_not_dropped,
-    prepared_request,
-    read_request,
-    request_with_past,
-)
+from selfspec.request import Request, prepared_request, read_request
 from selfspec.rotary import check_rotary
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.programs import Programs
@@ -97,12 +92,16 @@ def wrap(
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
         ProfileError: there is no profile that fits model, device, dtype, threads and versions.
-        UnsupportedOptionError: there is no acceptance rule of that name.
+        UnsupportedOptionError: there is no acceptance rule of that name, or an argument is of another kind.
     """
     model = stock_model(model)
     check_causal(model)
-    found = adapter or find_adapter(model)
-    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, runtime or Traced())
+    check_weights(model)
+    check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
+    check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
+    found = find_adapter(model) if adapter is None else adapter
+    run_by = Traced() if runtime is None else runtime
+    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
@@ -305,14 +304,10 @@ class SelfSpeculative:
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
         check_not_dropped(currentframe())
-        check_model_inputs(model_kwargs)
-        # Not a parameter of its own: transformers would then pass it twice.
-        mask = model_kwargs.get("attention_mask")
-        request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        past = model_kwargs.get("past_key_values")
-        # transformers hands over a cache of its own where the caller gave none.
-        if past is not None and getattr(past, "_is_user_defined", False):
-            request = request_with_past(request, past)
+        # The mask is no parameter of its own: transformers would then pass it twice.
+        request = prepared_request(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        )
         return self._begin(request, seed, draft_length, accept).answer()
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:

@@ -96,7 +96,7 @@ class Profile(Plan):
                 f"the profile {file} cannot be read ({error.strerror or error}); write one: selfspec calibrate MODEL "
                 f"--to {file}"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProfileError(
                 f"the profile {file} is truncated or no JSON ({error}); write it again: selfspec calibrate MODEL "
                 f"--to {file}"
@@ -231,15 +231,20 @@ class _Reader:
             raise self._wrong(name)
         numbers = {each.name: self._number(content.get(each.name), name) for each in fields(Costs)}
         costs = Costs(rows=int(numbers.pop("rows")), **numbers)
-        too_small = min(costs.draft, costs.widening, costs.each_row) < 0 or min(costs.rows, costs.out_of_step) < 1
-        if too_small or costs.of_round(0, 0) <= 0:
+        if costs.verify + costs.overhead <= 0:
             raise self._wrong(name)
         return costs
 
     def _number(self, value: object, name: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name)
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self._wrong(name) from None
+        if not math.isfinite(number):
+            raise self._wrong(name)
+        return number
 
     def _wrong(self, name: str) -> ProfileError:
         return ProfileError(f"{self._file} is incomplete or corrupt ({name}); write it again with selfspec calibrate")

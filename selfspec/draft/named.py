@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+from selfspec.arguments import shown
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.layer_numbers import MOST_LAYERS
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
@@ -30,13 +32,11 @@ _GRAMMAR = (
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
-# More digits than any layer number has, and fewer than `int` refuses.
-_EXIT = re.compile(r"exit:(\d{1,18})", re.ASCII)
-_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
-_HEAD = re.compile(r"(.+)@(\d{1,18})", re.ASCII | re.DOTALL)
-_LONGEST_SHOWN = 200
-# Far more layers than any model has; a range beyond it is a slip of the hand.
-_MOST_LAYERS = 10_000
+# No model has layers of more digits, and Python reads no numbers of thousands of them.
+_NUMBER = r"(\d{1,9})"
+_EXIT = re.compile(rf"exit:{_NUMBER}", re.ASCII)
+_HEAD = re.compile(rf"(.+)@{_NUMBER}", re.ASCII | re.DOTALL)
+_RANGE = re.compile(rf"{_NUMBER}(?:-{_NUMBER})?", re.ASCII)
 
 
 def parse_draft(text: str) -> Drafter | None:
@@ -46,6 +46,8 @@ def parse_draft(text: str) -> Drafter | None:
         DraftConfigError: it is not of the grammar.
         ExitHeadError: what it names on disk cannot be used.
     """
+    if not isinstance(text, str) or "\0" in text:
+        raise _malformed(text)
     given = text.strip()
     if given == PLAIN:
         return None
@@ -119,11 +121,10 @@ def _layers(text: str, numbers: str) -> range:
     if found is None:
         raise _malformed(text)
     first, last = int(found[1]), int(found[2] or found[1])
-    if last < first or last >= _MOST_LAYERS:
+    if last < first or last >= MOST_LAYERS:
         raise _malformed(text)
     return range(first, last + 1)
 
 
 def _malformed(text: str) -> DraftConfigError:
-    shown = text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
-    return DraftConfigError(f"draft {shown!r} is not understood; {_GRAMMAR}")
+    return DraftConfigError(f"draft {shown(text)} is not understood; {_GRAMMAR}")
