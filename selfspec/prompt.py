@@ -35,18 +35,11 @@ def checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tenso
         )
     if attention_mask is None:
         return input_ids, torch.ones_like(input_ids)
-    if not isinstance(attention_mask, Tensor):
-        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
+    check_mask(attention_mask)
     if attention_mask.shape != input_ids.shape:
         raise PromptError(
             f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; they must agree"
         )
-    if not has_values(attention_mask):
-        raise PromptError(
-            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
-        )
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")
     mask = (attention_mask.to(input_ids.device) != 0).long()
     if not bool(mask.any(1).all()):
         rows = (~mask.any(1).bool()).nonzero().flatten().tolist()
@@ -62,3 +55,19 @@ def checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tenso
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor holds a value at each place: it is neither on the meta device, nor sparse, nor nested."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
+def check_mask(attention_mask: Tensor) -> None:
+    """Refuse a mask that says anything but token or padding of a place.
+
+    Raises:
+        PromptError: it is no dense tensor, or holds something else than zeros and ones.
+    """
+    if not isinstance(attention_mask, Tensor):
+        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
+    if not has_values(attention_mask):
+        raise PromptError(
+            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
+        )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")

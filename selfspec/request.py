@@ -24,7 +24,7 @@ from selfspec.option_values import Scope, check_values, value_in_call
 from selfspec.options import check_keywords, check_options, unsupported
 from selfspec.past import check_past
 from selfspec.processing import read_processing
-from selfspec.prompt import checked_prompt
+from selfspec.prompt import check_mask, checked_prompt
 from selfspec.sampling import Sampling
 from selfspec.stopping import Stopping, read_stopping
 
@@ -103,10 +103,6 @@ def read_request(
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     past = options.pop("past_key_values", None)
     check_keywords(generation_config, options)
-    check_callables("logits_processor", options.get("logits_processor"))
-    check_callables("stopping_criteria", options.get("stopping_criteria"))
-    if options.get("prefix_allowed_tokens_fn") is not None:
-        check_callables("prefix_allowed_tokens_fn", [options["prefix_allowed_tokens_fn"]])
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, input_ids))
@@ -160,9 +156,7 @@ class _Call:
         Raises:
             UnsupportedOptionError: there are stop strings and no tokenizer.
         """
-        configs = [config for config in (self.generation_config, self.model.generation_config) if config is not None]
-        given = [self.options.get("stop_strings"), *(config.stop_strings for config in configs)]
-        strings = next((strings for strings in given if strings is not None), None)
+        strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
         if strings is None:
             return self
         if tokenizer is None:
@@ -256,8 +250,12 @@ def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
     `transformers` adds default positions of its own; only what differs from these was asked for.
 
     Raises:
+        PromptError: the attention mask holds something else than zeros and ones.
         UnsupportedOptionError: naming the input.
     """
+    # Positions follow from the mask, and where that is broken it is the mask that has to be mended.
+    if model_kwargs.get("attention_mask") is not None:
+        check_mask(model_kwargs["attention_mask"])
     for name, value in model_kwargs.items():
         if value is None or name in ("attention_mask", "use_cache", "logits_to_keep", "past_key_values"):
             continue
