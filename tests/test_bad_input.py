@@ -168,6 +168,12 @@ def test_values_that_mean_nothing_are_refused_wherever_they_come_from(case: tupl
             spec.generate(PROMPT, tokenizer=tokenizer, **beside)
 
 
+@pytest.mark.parametrize("tokenizer", ["gpt2", 3, _spied_on])
+def test_stop_strings_need_a_tokenizer_that_is_one(tokenizer: Any) -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"tokenizer.*AutoTokenizer"):
+        spec.generate(PROMPT, max_new_tokens=3, stop_strings=["x"], tokenizer=tokenizer)
+
+
 class _Tokenizer:
     def get_vocab(self) -> dict[str, int]:
         raise AssertionError("nothing is to be read before the strings are checked")
@@ -640,6 +646,13 @@ def test_a_draft_of_any_length_takes_no_more_memory_than_can_be_used(
     assert torch.equal(out.sequences, model.generate(prompts, max_new_tokens=9, do_sample=False))
     slots = (5 + 9) + 9
     assert out.stats.cache_bytes <= rows * slots * tiny.DEPTH * 2 * 2 * 8 * 8
+
+
+def test_slack_is_no_longer_than_what_is_left_to_generate() -> None:
+    spec = selfspec.wrap(tiny.llama(), DRAFT, draft_length=10_000)
+    few = spec.generate(PROMPT, max_new_tokens=9, do_sample=False).stats.cache_bytes
+    spec = selfspec.wrap(tiny.llama(), DRAFT, draft_length=9)
+    assert few == spec.generate(PROMPT, max_new_tokens=9, do_sample=False).stats.cache_bytes
 
 
 def test_a_profile_may_allow_drafts_of_any_length() -> None:
