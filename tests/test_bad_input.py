@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import tiny
 from calibrate.profiles import GREEDY, profile_of
 from selfspec.arguments import check_scores
 from selfspec.calibrate.profile import Profile
+from selfspec.control import Control
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.saved import generate_by
@@ -138,7 +140,9 @@ SAMPLED: dict[str, list[Any]] = {
     "epsilon_cutoff": [1.5, -0.1, *NUMBERS],
     "eta_cutoff": [1.5, -0.1, *NUMBERS],
 }
-BAD_OPTIONS = [(name, value, {}) for name, values in OPTIONS.items() for value in values]
+BAD_OPTIONS: list[tuple[str, Any, dict[str, Any]]] = [
+    (name, value, {}) for name, values in OPTIONS.items() for value in values
+]
 BAD_OPTIONS += [(name, value, SAMPLING) for name, values in SAMPLED.items() for value in values]
 
 
@@ -351,92 +355,79 @@ def test_a_batch_is_filled_up_with_tokens(pad: int) -> None:
 
 # What a wrapper is made of.
 
-WRAPPED: list[tuple[str, Callable[[], Any]]] = [
-    ("adapter", lambda: selfspec.wrap(_model(), DRAFT, adapter="llama")),
-    ("adapter", lambda: selfspec.wrap(_model(), DRAFT, adapter=selfspec.Adapter)),
-    ("adapter", lambda: selfspec.wrap(_model(), DRAFT, adapter=0)),
-    ("runtime", lambda: selfspec.wrap(_model(), DRAFT, runtime="eager")),
-    ("runtime", lambda: selfspec.wrap(_model(), DRAFT, runtime=selfspec.Eager)),
-    ("runtime", lambda: selfspec.wrap(_model(), DRAFT, runtime=0)),
-    ("accept", lambda: selfspec.wrap(_model(), DRAFT, accept=3)),
-    ("accept", lambda: selfspec.wrap(_model(), DRAFT, accept=type(selfspec.accept.RULES["block"]))),
-    ("tokn", lambda: selfspec.wrap(_model(), DRAFT, accept="tokn")),
-    ("draft", lambda: selfspec.wrap(_model(), 4)),
-    ("draft", lambda: selfspec.wrap(_model(), selfspec.EarlyExit)),
-    ("draft", lambda: selfspec.wrap(_model(), ["exit:2"])),
-    ("draft", lambda: selfspec.wrap(_model(), b"exit:2")),
-    ("draft length", lambda: selfspec.wrap(_model(), DRAFT, draft_length=0)),
-    ("draft length", lambda: selfspec.wrap(_model(), DRAFT, draft_length="many")),
-    ("meta device", lambda: selfspec.wrap(tiny.llama().to("meta"), DRAFT)),
-    ("transformers model", lambda: selfspec.wrap("llama", DRAFT)),
-    ("transformers model", lambda: selfspec.wrap(None, DRAFT)),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(0))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(-1))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(tiny.DEPTH))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(10**30))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(2.0))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit("2"))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(True))),
-    ("exit layer", lambda: selfspec.wrap(_model(), selfspec.EarlyExit(None))),
-    ("skip set", lambda: selfspec.wrap(_model(), selfspec.LayerSkip())),
-    ("layers", lambda: selfspec.wrap(_model(), selfspec.LayerSkip(layers=[-1]))),
-    ("layers", lambda: selfspec.wrap(_model(), selfspec.LayerSkip(layers=[10**30]))),
-    ("mlp", lambda: selfspec.wrap(_model(), selfspec.LayerSkip(mlp=[1, 1]))),
-    ("attention", lambda: selfspec.LayerSkip(attention=3)),
-    ("attention", lambda: selfspec.LayerSkip(attention="12")),
-    ("attention", lambda: selfspec.LayerSkip(attention=b"12")),
-    ("attention", lambda: selfspec.LayerSkip(attention=[1.0])),
-    ("attention", lambda: selfspec.LayerSkip(attention=itertools.count())),
-    ("layers", lambda: selfspec.LayerSkip(layers=range(10**12))),
-    ("shortest <= longest", lambda: selfspec.PromptLookup(0, 3)),
-    ("shortest <= longest", lambda: selfspec.PromptLookup(3, 2)),
-    ("shortest <= longest", lambda: selfspec.PromptLookup(1, 10**9)),
-    ("shortest <= longest", lambda: selfspec.PromptLookup(1.0, 2)),
-    ("shortest <= longest", lambda: selfspec.PromptLookup(True, 2)),
-    ("shortest <= longest", lambda: selfspec.PromptLookup("1", 2)),
-    ("cascade", lambda: selfspec.Cascade(DRAFT, selfspec.PromptLookup())),
-    ("cascade", lambda: selfspec.Cascade(selfspec.PromptLookup(), 4)),
-    ("cascade", lambda: selfspec.Cascade(selfspec.PromptLookup, DRAFT)),
-    ("threshold", lambda: selfspec.ConfidenceStop(threshold=NAN)),
-    ("threshold", lambda: selfspec.ConfidenceStop(threshold=1.5)),
-    ("threshold", lambda: selfspec.ConfidenceStop(threshold=-0.1)),
-    ("threshold", lambda: selfspec.ConfidenceStop(threshold="0.5")),
-    ("threshold", lambda: selfspec.ConfidenceStop(threshold=None)),
-    ("threshold", lambda: selfspec.ConfidenceStop(threshold=True)),
-    ("draft length", lambda: selfspec.ConfidenceStop(longest=0)),
-    ("draft length", lambda: selfspec.CostAware(longest=0)),
-    ("draft length", lambda: selfspec.CostAware(longest=2.5)),
-    ("draft length", lambda: selfspec.CostAware(longest=NAN)),
-    ("costs", lambda: selfspec.CostAware(costs=0.3)),
-    ("costs", lambda: selfspec.CostAware(costs={"draft": 0.3})),
-    ("costs", lambda: selfspec.CostAware(costs=selfspec.Costs)),
-    ("draft=nan", lambda: selfspec.Costs(draft=NAN)),
-    ("draft=inf", lambda: selfspec.Costs(draft=INF)),
-    ("draft", lambda: selfspec.Costs(draft=-0.1)),
-    ("draft", lambda: selfspec.Costs(draft="0.3")),
-    ("draft", lambda: selfspec.Costs(draft=None)),
-    ("draft", lambda: selfspec.Costs(draft=True)),
-    ("verify=0", lambda: selfspec.Costs(draft=0.3, verify=0.0)),
-    ("verify", lambda: selfspec.Costs(draft=0.3, verify=-1.0)),
-    ("verify", lambda: selfspec.Costs(draft=0.3, verify=NAN)),
-    ("widening", lambda: selfspec.Costs(draft=0.3, widening=-0.1)),
-    ("widening", lambda: selfspec.Costs(draft=0.3, widening=INF)),
-    ("overhead", lambda: selfspec.Costs(draft=0.3, overhead=NAN)),
-    ("out_of_step", lambda: selfspec.Costs(draft=0.3, out_of_step=0.5)),
-    ("rows", lambda: selfspec.Costs(draft=0.3, rows=0)),
-    ("each_row", lambda: selfspec.Costs(draft=0.3, each_row=-0.1)),
-    ("costs", lambda: selfspec.BatchCosts(())),
-    ("costs", lambda: selfspec.BatchCosts((0.3,))),
-    ("costs", lambda: selfspec.BatchCosts((selfspec.Costs,))),
+
+def _wrap(**arguments: Any) -> Any:
+    return selfspec.wrap(**{"model": _model(), "draft": DRAFT, **arguments})
+
+
+def _skipping(**layers: Any) -> Any:
+    return _wrap(draft=selfspec.LayerSkip(**layers))
+
+
+def _looking_up(sizes: Any) -> Any:
+    return selfspec.PromptLookup(*sizes)
+
+
+def _cascade(drafters: Any) -> Any:
+    return selfspec.Cascade(*drafters)
+
+
+RULE: Any = type(selfspec.accept.RULES["block"])
+MADE: list[tuple[str, Callable[..., Any], str, list[Any]]] = [
+    ("adapter", _wrap, "adapter", ["llama", selfspec.Adapter, 0]),
+    ("runtime", _wrap, "runtime", ["eager", selfspec.Eager, 0]),
+    ("accept", _wrap, "accept", [3, RULE]),
+    ("choose one of", _wrap, "accept", ["tokn"]),
+    ("draft", _wrap, "draft", [4, selfspec.EarlyExit, ["exit:2"], b"exit:2"]),
+    ("draft length", _wrap, "draft_length", [0, "many"]),
+    ("transformers model", _wrap, "model", ["llama", None]),
+    ("meta device", _wrap, "model", [tiny.llama().to("meta")]),
+    (
+        "exit layer",
+        lambda layer: _wrap(draft=selfspec.EarlyExit(layer)),
+        "layer",
+        [0, -1, tiny.DEPTH, 10**30, 2.0, "2", True, None],
+    ),
+    ("skip set", _skipping, "layers", [[], range(tiny.DEPTH)]),
+    ("layers", _skipping, "layers", [[-1], [10**30], range(10**12)]),
+    ("mlp", _skipping, "mlp", [[1, 1]]),
+    ("attention", _skipping, "attention", [3, "12", b"12", [1.0], itertools.count()]),
+    ("longest <= 64", _looking_up, "sizes", [(0, 3), (3, 2), (1, 10**9), (1.0, 2), (True, 2), ("1", 2)]),
+    (
+        "cascade",
+        _cascade,
+        "drafters",
+        [(DRAFT, selfspec.PromptLookup()), (selfspec.PromptLookup(), 4), (selfspec.PromptLookup, DRAFT)],
+    ),
+    ("threshold", selfspec.ConfidenceStop, "threshold", [NAN, 1.5, -0.1, "0.5", None, True]),
+    ("draft length", selfspec.ConfidenceStop, "longest", [0]),
+    ("draft length", selfspec.CostAware, "longest", [0, 2.5, NAN]),
+    ("costs", selfspec.CostAware, "costs", [0.3, {"draft": 0.3}, selfspec.Costs]),
+    ("draft", selfspec.Costs, "draft", [NAN, INF, -0.1, "0.3", None, True]),
+    ("costs", selfspec.BatchCosts, "measured", [(), (0.3,), (selfspec.Costs,)]),
 ]
+PARTS_OF_COSTS: dict[str, list[Any]] = {
+    "verify": [0.0, -1.0, NAN],
+    "widening": [-0.1, INF],
+    "overhead": [NAN],
+    "out_of_step": [0.5],
+    "rows": [0],
+    "each_row": [-0.1],
+}
+MADE += [(name, partial(selfspec.Costs, 0.3), name, values) for name, values in PARTS_OF_COSTS.items()]
+WRAPPED = [(match, make, {name: value}) for match, make, name, values in MADE for value in values]
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), WRAPPED, ids=[f"{number} {name}" for number, (name, _) in enumerate(WRAPPED)]
+    ("match", "make", "arguments"),
+    WRAPPED,
+    ids=[f"{number} {next(iter(arguments))}" for number, (_, _, arguments) in enumerate(WRAPPED)],
 )
-def test_wrappers_are_made_of_nothing_that_does_not_fit(name: str, make: Callable[[], Any]) -> None:
-    with nothing_runs(), pytest.raises(SelfSpecError, match=name):
-        make()
+def test_wrappers_are_made_of_nothing_that_does_not_fit(
+    match: str, make: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    with nothing_runs(), pytest.raises(SelfSpecError, match=match):
+        make(**arguments)
 
 
 NAMES = [
@@ -520,8 +511,7 @@ def test_a_profile_that_is_nested_without_end_is_refused(tmp_path: Path) -> None
 
 
 def test_there_are_many_kinds() -> None:
-    kinds = [BAD_OPTIONS, KEYWORDS, PROMPTS, WRAPPED, NAMES, PROFILES]
-    assert sum(map(len, kinds)) >= 150
+    assert len(BAD_OPTIONS) + len(KEYWORDS) + len(PROMPTS) + len(WRAPPED) + len(NAMES) + len(PROFILES) >= 150
 
 
 # What looks odd and means something in transformers means the same here.
@@ -597,7 +587,7 @@ def test_odd_values_mean_what_they_mean_in_transformers(options: dict[str, Any])
 )
 def test_filters_that_keep_all_tokens_keep_them(options: dict[str, Any]) -> None:
     spec = selfspec.wrap(tiny.llama(), DRAFT, draft_length=4)
-    plain = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "top_k": 0}
+    plain: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "top_k": 0}
     assert torch.equal(
         spec.generate(PROMPT, **{**plain, **options}).sequences, spec.generate(PROMPT, **plain).sequences
     )
@@ -637,7 +627,7 @@ def test_a_batch_with_an_end_that_never_comes_goes_on_to_its_length() -> None:
 )
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_draft_of_any_length_takes_no_more_memory_than_can_be_used(
-    draft: selfspec.Drafter, control: int | selfspec.Control, rows: int
+    draft: selfspec.Drafter, control: int | Control, rows: int
 ) -> None:
     model = tiny.llama()
     prompts = tiny.prompt(5, rows)
