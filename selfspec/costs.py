@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from selfspec.draft.draft_head import DraftHead
 
 
+# Every round takes some time; where differences of measured times say otherwise, it is noise.
 _LEAST_ROUND = 0.01
 
 
@@ -119,7 +120,6 @@ class Costs:
             steps: draft steps it takes.
             drafted: tokens its target pass verifies besides the last committed one.
         """
-        # Every round takes some time; where differences of measured times say otherwise, it is noise.
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from selfspec.arguments import check_callables
 from selfspec.errors import UnsupportedOptionError
 from selfspec.masks import smallest_window
 
@@ -156,6 +157,10 @@ def check_keywords(generation_config: GenerationConfig | None, options: Mapping[
     for name, value in options.items():
         if name not in fields and value is not None and value is not False:
             raise unsupported(name) if name in _REMEDIES else _unknown(name, fields | _BY_NAME)
+    check_callables("logits_processor", options.get("logits_processor"))
+    check_callables("stopping_criteria", options.get("stopping_criteria"))
+    allowed = options.get("prefix_allowed_tokens_fn")
+    check_callables("prefix_allowed_tokens_fn", None if allowed is None else [allowed])
     cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
     if cache is not None:
         raise unsupported("cache_implementation", cache)

@@ -73,19 +73,12 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
     rows, columns = read.shape[:2]
     known = 0 if past is None else past_length(past)
     name = "inputs_embeds" if read.is_floating_point() else "input_ids"
-    if not isinstance(attention_mask, Tensor):
-        raise PromptError(f"attention_mask must be a tensor of the shape of {name}, got {attention_mask!r}")
+    check_mask(attention_mask)
     if attention_mask.shape not in ((rows, columns), (rows, columns + known)):
         raise PromptError(
             f"attention_mask has shape {list(attention_mask.shape)}, {name} {list(read.shape[:2])}; they must agree"
             + (f", or the mask must also cover the {known} columns of past_key_values" if known else "")
         )
-    if not has_values(attention_mask):
-        raise PromptError(
-            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
-        )
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")
     mask = (attention_mask.to(read.device) != 0).long()
     if mask.shape[1] <= known:
         raise PromptError(
@@ -108,3 +101,19 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor holds a value at each place: it is neither on the meta device, nor sparse, nor nested."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
+def check_mask(attention_mask: Tensor) -> None:
+    """Refuse a mask that says anything but token or padding of a place.
+
+    Raises:
+        PromptError: it is no dense tensor, or holds something else than zeros and ones.
+    """
+    if not isinstance(attention_mask, Tensor):
+        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
+    if not has_values(attention_mask):
+        raise PromptError(
+            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
+        )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")

@@ -116,10 +116,6 @@ def read_request(
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     check_keywords(generation_config, options)
-    check_callables("logits_processor", options.get("logits_processor"))
-    check_callables("stopping_criteria", options.get("stopping_criteria"))
-    if options.get("prefix_allowed_tokens_fn") is not None:
-        check_callables("prefix_allowed_tokens_fn", [options["prefix_allowed_tokens_fn"]])
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, read))
@@ -167,9 +163,7 @@ class _Call:
         Raises:
             UnsupportedOptionError: there are stop strings and no tokenizer.
         """
-        configs = [config for config in (self.generation_config, self.model.generation_config) if config is not None]
-        given = [self.options.get("stop_strings"), *(config.stop_strings for config in configs)]
-        strings = next((strings for strings in given if strings is not None), None)
+        strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
         if strings is None:
             return self
         if tokenizer is None:

@@ -1085,4 +1085,40 @@ CATALOGUE = (
         "if any(self._cache.lengths) or any(",
         ("tests/adapters/test_recurrent_pasts.py::test_a_chat_goes_on",),
     ),
+    # Bad input.
+    Mutation(
+        "slack is as long as the control allows, however few tokens are wanted",
+        "selfspec/generation.py",
+        "slack=min(control.longest, request.stopping.max_new_tokens)",
+        "slack=control.longest",
+        ("tests/test_bad_input.py::test_slack_is_no_longer_than_what_is_left_to_generate",),
+    ),
+    Mutation(
+        "masks of any number mean what 1 means",
+        "selfspec/prompt.py",
+        "if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):",
+        "if False:",
+        ("tests/test_bad_input.py", "-k", "mask"),
+    ),
+    Mutation(
+        "values of sampling options are not looked at",
+        "selfspec/option_values.py",
+        'if value_of("do_sample"):',
+        "if False:",
+        ("tests/test_bad_input.py", "-k", "top_p or eta_cutoff"),
+    ),
+    Mutation(
+        "token ids beyond the vocabulary are taken",
+        "selfspec/option_values.py",
+        "0 <= int(value) < scope.vocabulary",
+        "0 <= int(value)",
+        ("tests/test_bad_input.py", "-k", "suppress_tokens or bad_words"),
+    ),
+    Mutation(
+        "what a custom_generate is handed is not looked at",
+        "selfspec/request.py",
+        "check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))",
+        "pass",
+        ("tests/test_bad_input.py", "-k", "lets_through"),
+    ),
 )
