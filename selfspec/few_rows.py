@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import linear
 
-from selfspec.twin import twin_running, view_of
+from selfspec.twin import runs_as_written, twin_running, view_of
 
 Pays = Callable[[int, int], bool]
 """Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
@@ -51,7 +52,7 @@ def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> n
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear or not _runs_torchs_product():
         return False
     weight = module.weight
     # Quantised weights are parameters of a class of their own.
@@ -63,22 +64,26 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def _few_rows(linear: nn.Module, pays: Pays, states: Tensor) -> Tensor:
-    assert isinstance(linear, nn.Linear)
+def _runs_torchs_product() -> bool:
+    return runs_as_written(nn.Linear.forward, linear) and runs_as_written(functional.linear, functional)
+
+
+def _few_rows(layer: nn.Module, pays: Pays, states: Tensor) -> Tensor:
+    assert isinstance(layer, nn.Linear)
     # Numbers, and no part of what a program may record.
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
-    if not pays(linear.in_features, rows):
-        return functional.linear(states, linear.weight, linear.bias)
-    block = states.reshape(rows, linear.in_features)
+    if not pays(layer.in_features, rows):
+        return functional.linear(states, layer.weight, layer.bias)
+    block = states.reshape(rows, layer.in_features)
     if rows == 3:
         # Four columns take less time than three.
         block = functional.pad(block, (0, 0, 0, 1))
-    product = torch.mm(linear.weight, block.t())
+    product = torch.mm(layer.weight, block.t())
     if rows == 3:
         product = product[:, :rows]
     # Laid out by rows again: what comes next, another product above all, is slow on columns.
     product = product.t().contiguous()
-    if linear.bias is not None:
-        product += linear.bias
-    return product.view(*shape[:-1], linear.out_features)
+    if layer.bias is not None:
+        product += layer.bias
+    return product.view(*shape[:-1], layer.out_features)

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations import sdpa_attention
 
-from selfspec.twin import twin_with, view_of
+from selfspec.twin import runs_as_written, twin_with, view_of
 
 _NAME = "selfspec_grouped_sdpa"
 
@@ -49,7 +49,15 @@ def _shares_heads(module: nn.Module) -> bool:
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
     # Others call a kernel of their own choice.
     asks = "ALL_ATTENTION_FUNCTIONS" in getattr(type(module).forward, "__code__", _shares_heads.__code__).co_names
-    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks
+    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks and _runs_stock_kernel(module)
+
+
+def _runs_stock_kernel(module: nn.Module) -> bool:
+    """Whether the kernel that an attention asks for is the one of `transformers`, and of torch below it."""
+    kernels = type(module).forward.__globals__["ALL_ATTENTION_FUNCTIONS"]
+    return runs_as_written(kernels["sdpa"], sdpa_attention) and runs_as_written(
+        functional.scaled_dot_product_attention, functional
+    )
 
 
 def _attend(
@@ -65,7 +73,7 @@ def _attend(
     """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
     usual = attention_mask is not None and dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
     if not usual or query.device.type != "cpu" or query.shape[2] == 1:
-        stock: tuple[Tensor, None] = sdpa_attention_forward(
+        stock: tuple[Tensor, None] = sdpa_attention.sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
         return stock
