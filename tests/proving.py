@@ -27,7 +27,10 @@ def ticking() -> Callable[[], float]:
 def as_stock(function: FunctionType, kind: type) -> FunctionType:
     """A function as if it stood where a class does: what others wrote is not recorded."""
     return FunctionType(
-        function.__code__, vars(sys.modules[kind.__module__]), argdefs=function.__defaults__, closure=function.__closure__
+        function.__code__,
+        vars(sys.modules[kind.__module__]),
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
     )
 
 

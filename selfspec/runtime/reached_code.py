@@ -61,11 +61,12 @@ class ReachedCode:
         home = _home(value)
         if not _is_known(home):
             self.others.append(f"{home}.{getattr(value, '__qualname__', type(value).__qualname__)}")
-        elif isinstance(value, FunctionType) and f"{home}.".startswith(_LOOKED_INTO):
-            # What a method finds depends on the class it is called on.
-            if (value, kind) not in self._seen:
-                self._seen.add((value, kind))
-                self._left.append((value, kind))
+            return
+        looked_into = isinstance(value, FunctionType) and f"{home}.".startswith(_LOOKED_INTO)
+        # What a method finds depends on the class it is called on.
+        if looked_into and (value, kind) not in self._seen:
+            self._seen.add((value, kind))
+            self._left.append((value, kind))
 
     def _follow(self, function: FunctionType, kind: type | None) -> None:
         mentioned = {name for code in _codes(function.__code__) for name in code.co_names}

@@ -27,6 +27,8 @@ class Mutation:
 _JOINT = "tests/test_generate.py::test_samples_follow_the_exact_joint"
 _MANY = "tests/test_exactness_more.py::test_many_samples_follow_the_exact_joint"
 _OWN_Q = "tests/test_exactness_more.py::test_a_draft_is_drawn_from_the_q_it_is_scored_with"
+_STATE = "selfspec/runtime/model_state.py"
+_STALE = "tests/runtime/test_stale.py::test_programs_are_of_the_model_as_it_is"
 _ROWS = "tests/test_exactness_more.py::test_rows_of_one_prompt_are_independent_samples"
 _COUPLED = "tests/test_exactness_more.py::test_coupled_drafts_are_accepted_as_often_as_is_promised"
 _GREEDY = "tests/test_generate.py::test_greedy_equals_stock_generate"
@@ -922,5 +924,76 @@ CATALOGUE = (
         "self._put(self.weight.to_dense(), needed)",
         "self._put(self.weight.to_dense())",
         ("tests/test_packed.py",),
+    ),
+    # Programs that outlive what they were recorded of.
+    Mutation(
+        "programs outlive a change of a module's attributes",
+        _STATE,
+        "            self._follow(vars(module), self._constants)\n",
+        "",
+        (f"{_STALE}[scaling-traced]",),
+    ),
+    Mutation(
+        "programs outlive a patch of a class",
+        _STATE,
+        "            self._contents.append(vars(kind).values())\n",
+        "            pass\n",
+        (f"{_STALE}[class: mlp-traced]",),
+    ),
+    Mutation(
+        "programs outlive hooks of all modules",
+        _STATE,
+        "(*GLOBAL_HOOKS, *code.mappings)",
+        "code.mappings",
+        (f"{_STALE}[hook of all-traced]",),
+    ),
+    Mutation(
+        "programs outlive other strides of a weight",
+        _STATE,
+        "tensor.shape, tensor.stride(), ",
+        "tensor.shape, ",
+        (f"{_STALE}[strides of a weight-traced]",),
+    ),
+    Mutation(
+        "programs outlive a function that a kernel library replaced",
+        _STATE,
+        "for space, names in code.names.values()]",
+        "for space, names in ()]",
+        (f"{_STALE}[function: rotary-traced]",),
+    ),
+    Mutation(
+        "what is computed of buffers is recorded as it was",
+        "selfspec/runtime/traced.py",
+        "_jit_pass_constant_propagation_immutable_types(graph)",
+        "_jit_pass_constant_propagation(graph)",
+        (f"{_STALE}[buffers in place-traced]",),
+    ),
+    Mutation(
+        "a model changed within a generation is recorded as the one before",
+        "selfspec/runtime/programs.py",
+        "        if not self.state.holds():\n            return stock()\n",
+        "",
+        ("tests/runtime/test_stale.py::test_what_is_changed_within_a_generation_is_recorded_by_none",),
+    ),
+    Mutation(
+        "programs run where a function mode should see every operation",
+        "selfspec/runtime/recordable.py",
+        "any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())",
+        "False",
+        ("tests/runtime/test_stale.py::test_a_function_mode_sees_every_pass",),
+    ),
+    Mutation(
+        "views compute linear layers though their class was patched",
+        "selfspec/few_rows.py",
+        " or not _runs_torchs_product()",
+        "",
+        ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[class: linear]",),
+    ),
+    Mutation(
+        "views attend by the stock kernel though another took its name",
+        "selfspec/grouped_queries.py",
+        " and _runs_stock_kernel(module)",
+        "",
+        ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[kernel registered]",),
     ),
 )
