@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import linear
 
 from selfspec.twin import runs_as_written, twin_running, view_of
 
@@ -65,25 +64,26 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _runs_torchs_product() -> bool:
-    return runs_as_written(nn.Linear.forward, linear) and runs_as_written(functional.linear, functional)
+    product = runs_as_written(functional.linear, functional.__name__)
+    return product and runs_as_written(nn.Linear.forward, nn.Linear.__module__)
 
 
-def _few_rows(layer: nn.Module, pays: Pays, states: Tensor) -> Tensor:
-    assert isinstance(layer, nn.Linear)
+def _few_rows(linear: nn.Module, pays: Pays, states: Tensor) -> Tensor:
+    assert isinstance(linear, nn.Linear)
     # Numbers, and no part of what a program may record.
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
-    if not pays(layer.in_features, rows):
-        return functional.linear(states, layer.weight, layer.bias)
-    block = states.reshape(rows, layer.in_features)
+    if not pays(linear.in_features, rows):
+        return functional.linear(states, linear.weight, linear.bias)
+    block = states.reshape(rows, linear.in_features)
     if rows == 3:
         # Four columns take less time than three.
         block = functional.pad(block, (0, 0, 0, 1))
-    product = torch.mm(layer.weight, block.t())
+    product = torch.mm(linear.weight, block.t())
     if rows == 3:
         product = product[:, :rows]
     # Laid out by rows again: what comes next, another product above all, is slow on columns.
     product = product.t().contiguous()
-    if layer.bias is not None:
-        product += layer.bias
-    return product.view(*shape[:-1], layer.out_features)
+    if linear.bias is not None:
+        product += linear.bias
+    return product.view(*shape[:-1], linear.out_features)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfspec.twin import runs_as_written, twin_with, view_of
 
@@ -54,10 +54,9 @@ def _shares_heads(module: nn.Module) -> bool:
 
 def _runs_stock_kernel(module: nn.Module) -> bool:
     """Whether the kernel that an attention asks for is the one of `transformers`, and of torch below it."""
-    kernels = type(module).forward.__globals__["ALL_ATTENTION_FUNCTIONS"]
-    return runs_as_written(kernels["sdpa"], sdpa_attention) and runs_as_written(
-        functional.scaled_dot_product_attention, functional
-    )
+    kernels = type(module).forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+    product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
+    return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)
 
 
 def _attend(
@@ -73,7 +72,7 @@ def _attend(
     """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
     usual = attention_mask is not None and dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
     if not usual or query.device.type != "cpu" or query.shape[2] == 1:
-        stock: tuple[Tensor, None] = sdpa_attention.sdpa_attention_forward(
+        stock: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
         return stock

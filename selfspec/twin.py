@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import BuiltinFunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -88,14 +88,16 @@ def has_other_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
 
 
-def runs_as_written(function: Callable[..., Any], module: ModuleType) -> bool:
+def runs_as_written(function: Callable[..., Any], home: str) -> bool:
     """Whether a function is one that a module defines, or a kernel of torch's: kernel libraries put others there.
 
     Args:
         function: found in the module, or in a class of it.
-        module: where it was written.
+        home: name of the module.
     """
-    return isinstance(function, BuiltinFunctionType) or getattr(function, "__globals__", None) is vars(module)
+    # A wrapper says that it comes from where the wrapped one does; what it looks names up in does not lie.
+    space = getattr(function, "__globals__", {})
+    return isinstance(function, BuiltinFunctionType) or space.get("__name__") == home
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -37,7 +37,7 @@ class ModelState:
 
     Attributes:
         model: the model.
-        others: functions that it runs and that are neither of `torch` nor of `transformers`, by name.
+        others: names of functions that it may run and that others wrote: see `ReachedCode`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,8 +57,8 @@ class ModelState:
             self._contents.append(shared.values())
         for kind in {base for module in self._modules for base in type(module).__mro__ if base is not object}:
             self._contents.append(vars(kind).values())
-        # The first twice, since one name alone would give no tuple.
-        self._names = [(itemgetter(*names, next(iter(names))), space) for space, names in code.names.values()]
+        # Twice, since one name alone would give no tuple.
+        self._names = [(itemgetter(*names, *names), space) for space, names in code.names.values()]
         self._objects = self._found()
         self._layouts = self._laid_out()
         self._settings = _settings()

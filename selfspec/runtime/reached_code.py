@@ -13,9 +13,11 @@ from torch import nn
 from transformers.utils.generic import GeneralInterface
 
 # Whose modules and functions are known not to decide anew at every call.
-_KNOWN = ("torch.", "transformers.", "selfspec.")
+_KNOWN = ("torch.", "numpy.", "transformers.", "selfspec.")
 # Where to look on: torch's other functions call kernels, or the like.
 _LOOKED_INTO = ("torch.nn.", "transformers.")
+# The kernels of attention that selfspec runs, and of masks for them.
+_KERNELS = {"sdpa", "eager"}
 
 
 class ReachedCode:
@@ -28,16 +30,15 @@ class ReachedCode:
         model: its modules, and the functions that they hold as attributes.
 
     Attributes:
-        names: looked up in each namespace, by its id: the namespace, and what stands under the names now.
+        names: looked up in each namespace, by its id: the namespace, and the names.
         mappings: kernels by name, among which a configuration chooses.
-        others: names of functions that are not of `torch`, `transformers` or Python itself.
+        others: names of functions that are not of Python itself, `torch`, NumPy or `transformers`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.names: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self.names: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.mappings: list[dict[str, Any]] = []
         self.others: list[str] = []
-        self._kernels = {"sdpa", "eager"}
         self._seen: set[object] = set()
         self._left: list[tuple[FunctionType, type | None]] = []
         for module in model.modules():
@@ -77,7 +78,7 @@ class ReachedCode:
         for space in spaces:
             for name in mentioned & space.keys():
                 value = space[name]
-                self.names.setdefault(id(space), (space, {}))[1][name] = value
+                self.names.setdefault(id(space), (space, set()))[1].add(name)
                 if isinstance(value, ModuleType):
                     inner = vars(value)
                     if not any(inner is known for known in spaces):
@@ -94,7 +95,7 @@ class ReachedCode:
             for mapping in mappings:
                 if not any(mapping is known for known in self.mappings):
                     self.mappings.append(mapping)
-            for name in self._kernels & set(value):
+            for name in _KERNELS & set(value):
                 self._add(value[name], None)
         elif isinstance(value, (FunctionType, MethodType, partial, property, staticmethod, classmethod)):
             self._add(value, kind)

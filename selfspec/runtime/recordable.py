@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -19,7 +19,7 @@ from selfspec.twin import copied, has_other_forward
 # Whose modules are known not to decide anew at every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)
+GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks)
 """Hooks of every module of the process, by number."""
 
 
@@ -31,13 +31,13 @@ def why_not(model: nn.Module) -> str | None:
     """
     if any(GLOBAL_HOOKS):
         return "every module of this process has hooks"
-    for name, part in model.named_modules():
-        kind = type(part)
+    for name, module in model.named_modules():
+        kind = type(module)
         if not f"{kind.__module__}.".startswith(_KNOWN):
             return f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__}, which may do otherwise next time"
-        if has_other_forward(part):
+        if has_other_forward(module):
             return f"the forward of {name or 'the model'} was replaced"
-        if any(part.__dict__[hooks] for hooks in _HOOKS):
+        if any(module.__dict__[hooks] for hooks in _HOOKS):
             return f"{name or 'the model'} has hooks"
     for name, weight in model.named_parameters():
         if type(weight) is not nn.Parameter or weight.is_meta or not weight.dtype.is_floating_point:
