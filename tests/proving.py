@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ def ticking() -> Callable[[], float]:
     return lambda: 1.0 - 1.0 / next(ticks)
 
 
-def as_stock(function: FunctionType, kind: type) -> FunctionType:
+def as_stock(function: Callable[..., Any], kind: type) -> FunctionType:
     """A function as if it stood where a class does: what others wrote is not recorded."""
+    assert isinstance(function, FunctionType)
     return FunctionType(
         function.__code__,
         vars(sys.modules[kind.__module__]),

@@ -127,9 +127,10 @@ def _settings() -> tuple[object, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
         (cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed()),
-        (mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision),
+        (mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
         (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        (torch.backends.fp32_precision, cuda.matmul.fp32_precision, cuda.preferred_blas_library()),
+        torch.backends.fp32_precision,  # type: ignore[attr-defined]
+        (cuda.matmul.fp32_precision, cuda.preferred_blas_library()),
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
     )

@@ -37,7 +37,7 @@ class ReachedCode:
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self.mappings: list[dict[str, Any]] = []
+        self.mappings: list[dict[Any, Any]] = []
         self.others: list[str] = []
         self._seen: set[object] = set()
         self._left: list[tuple[FunctionType, type | None]] = []

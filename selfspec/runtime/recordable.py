@@ -19,7 +19,7 @@ from selfspec.twin import copied, has_other_forward
 # Whose modules are known not to decide anew at every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks)
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forward_pre_hooks)
 """Hooks of every module of the process, by number."""
 
 

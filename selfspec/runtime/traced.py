@@ -97,7 +97,7 @@ def _graph(function: Function, example: tuple[Tensor, ...]) -> Any:
     )
     torch._C._jit_pass_erase_shape_information(graph)
     # Numbers alone: what is computed of weights must follow when these are written over.
-    torch._C._jit_pass_constant_propagation_immutable_types(graph)
+    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_cse(graph)
     torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_dce(graph)

@@ -273,15 +273,6 @@ OTHERS: dict[str, tuple[Callable[[], Model], Change]] = {
 }
 """The same of other architectures."""
 
-SETTINGS: dict[str, Change] = {
-    "default dtype": _default_dtype,
-    "deterministic": lambda _: _deterministic(),
-    "kernels of attention": lambda _: sdpa_kernel(SDPBackend.MATH),
-    "autocast": lambda _: torch.autocast("cpu", torch.bfloat16),
-    "default device": lambda _: torch.device("cpu"),
-}
-"""What torch is told for a while, which need not change the text."""
-
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
@@ -290,6 +281,16 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+SETTINGS: dict[str, Change] = {
+    "default dtype": _default_dtype,
+    "deterministic": lambda _: _deterministic(),
+    "kernels of attention": lambda _: sdpa_kernel(SDPBackend.MATH),
+    "autocast": lambda _: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda _: torch.device("cpu"),
+}
+"""What torch is told for a while, which need not change the text."""
 
 
 def _llama() -> Model:
