@@ -538,8 +538,8 @@ CATALOGUE = (
     Mutation(
         "programs outlive the weights they were made of",
         _PROGRAMS,
-        "if state != self._state:",
-        "if not self._state:",
+        " or not current.state.holds()",
+        "",
         ("tests/runtime/test_programs.py::test_other_weights_are_noticed",),
     ),
     Mutation(
