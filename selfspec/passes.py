@@ -65,7 +65,7 @@ class Passes:
         # A runtime that needs passes of few shapes can do nothing for others.
         shaped = programs is None or programs.bucket == cache.bucket
         recordable = shaped and self._takes_positions and adapter.publishes is None
-        self._programs = programs if programs and recordable and programs.ready_for(model) else None
+        self._programs = programs.bound_to(model) if programs and recordable else None
         self._packed = tuple(layer.weight for layer in packed_layers(model))
 
     def logits(

@@ -278,7 +278,8 @@ class SelfSpeculative:
     ) -> Generation:
         """Generate step by step: iterate over the result for what each round commits. Arguments as in `generate`.
 
-        Errors in the arguments are raised by the call itself, not by the first step of the iteration.
+        Errors in the arguments are raised by the call itself, not by the first step of the iteration. Change the model
+        before or after the iteration, not within it: how much of a change the rest of it sees is left open.
         """
         return self._begin(
             self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept

@@ -72,6 +72,8 @@ _STOPPING = "selfspec/stopping.py"
 _RECORD = "selfspec/record.py"
 _GATE = "selfspec/gate.py"
 _RECURRENT = "selfspec/recurrent.py"
+_STATE = "selfspec/runtime/model_state.py"
+_STALE = "tests/runtime/test_stale.py::test_programs_are_of_the_model_as_it_is"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -540,8 +542,8 @@ CATALOGUE = (
     Mutation(
         "programs outlive the weights they were made of",
         _PROGRAMS,
-        "if state != self._state:",
-        "if not self._state:",
+        " or not current.state.holds()",
+        "",
         ("tests/runtime/test_programs.py::test_other_weights_are_noticed",),
     ),
     Mutation(
@@ -1120,5 +1122,76 @@ CATALOGUE = (
         "check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))",
         "pass",
         ("tests/test_bad_input.py", "-k", "lets_through"),
+    ),
+    # Programs that outlive what they were recorded of.
+    Mutation(
+        "programs outlive a change of a module's attributes",
+        _STATE,
+        "            self._follow(vars(module), self._constants)\n",
+        "",
+        (f"{_STALE}[scaling-traced]",),
+    ),
+    Mutation(
+        "programs outlive a patch of a class",
+        _STATE,
+        "            self._contents.append(vars(kind).values())\n",
+        "            pass\n",
+        (f"{_STALE}[class: mlp-traced]",),
+    ),
+    Mutation(
+        "programs outlive hooks of all modules",
+        _STATE,
+        "(*GLOBAL_HOOKS, *code.mappings)",
+        "code.mappings",
+        (f"{_STALE}[hook of all-traced]",),
+    ),
+    Mutation(
+        "programs outlive other strides of a weight",
+        _STATE,
+        "tensor.shape, tensor.stride(), ",
+        "tensor.shape, ",
+        (f"{_STALE}[strides of a weight-traced]",),
+    ),
+    Mutation(
+        "programs outlive a function that a kernel library replaced",
+        _STATE,
+        "for space, names in code.names.values()]",
+        "for space, names in ()]",
+        (f"{_STALE}[function: rotary-traced]",),
+    ),
+    Mutation(
+        "what is computed of buffers is recorded as it was",
+        "selfspec/runtime/traced.py",
+        "_jit_pass_constant_propagation_immutable_types(graph)",
+        "_jit_pass_constant_propagation(graph)",
+        (f"{_STALE}[buffers in place-traced]",),
+    ),
+    Mutation(
+        "a model changed within a generation is recorded as the one before",
+        "selfspec/runtime/programs.py",
+        "        if not self.state.holds():\n            return stock()\n",
+        "",
+        ("tests/runtime/test_stale.py::test_what_is_changed_within_a_generation_is_recorded_by_none",),
+    ),
+    Mutation(
+        "programs run where a function mode should see every operation",
+        "selfspec/runtime/recordable.py",
+        "any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())",
+        "False",
+        ("tests/runtime/test_stale.py::test_a_function_mode_sees_every_pass",),
+    ),
+    Mutation(
+        "views compute linear layers though their class was patched",
+        "selfspec/few_rows.py",
+        " or not _runs_torchs_product()",
+        "",
+        ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[class: linear]",),
+    ),
+    Mutation(
+        "views attend by the stock kernel though another took its name",
+        "selfspec/grouped_queries.py",
+        " and _runs_stock_kernel(module)",
+        "",
+        ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[kernel registered]",),
     ),
 )
