@@ -78,6 +78,7 @@ class Generation(Iterator[Round]):
             scores=Record(request.pad) if request.returned.scores else None,
             logits=Record(request.pad) if request.returned.logits else None,
             past=_past_to_fill(request, cache),
+            lockstep=request.sampling.in_order or request.stopping.stateful,
         )
         # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
         self._committed, self._failed = state.committed, state.failed

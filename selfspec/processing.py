@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import (
     ClassifierFreeGuidanceLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WatermarkLogitsProcessor,
 )
 
 from selfspec.errors import UnsupportedOptionError
@@ -32,7 +42,14 @@ from selfspec.text import Prefixes
 
 
 class Processing(Protocol):
-    """Turns the logits of a block into scores."""
+    """Turns the logits of a block into scores.
+
+    Attributes:
+        processors: in the order in which `transformers` applies them.
+    """
+
+    @property
+    def processors(self) -> LogitsProcessorList: ...
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """The scores of each place, float32 as in `transformers`.
@@ -52,20 +69,20 @@ class Warping:
     """Processors that look at the scores alone: all places of a block go through them at once.
 
     Attributes:
-        warpers: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
+        processors: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
     """
 
-    warpers: LogitsProcessorList
+    processors: LogitsProcessorList
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """All places at once; the prefixes are not looked at."""
         scores = logits.float()
-        if not self.warpers:
+        if not self.processors:
             return scores
         flat = scores.flatten(0, 1)
         no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         # One by one: the list would look at the signature of each anew, which takes longer than what they do.
-        for warper in self.warpers:
+        for warper in self.processors:
             flat = warper(no_prefix, flat)
         return flat.reshape(scores.shape)
 
@@ -80,8 +97,8 @@ class PrefixProcessing:
     are known on the host, so each block waits for the device.
 
     Attributes:
-        processors: in the order in which `transformers` applies them. Taken to be functions of ids and scores, for
-            they also see draft tokens that are rejected later.
+        processors: in the order in which `transformers` applies them. Functions of ids and scores, for they also see
+            draft tokens that are rejected later.
         eos: token ids that end a row; what a draft holds after one is no prefix of anything.
         limit: length, prompt included, at which rows end.
     """
@@ -112,24 +129,120 @@ class PrefixProcessing:
             places = [min(max(length - first[row], 0), logits.shape[1] - 1) for row in running]
             whole = scores.new_zeros(len(runs), scores.shape[-1])
             whole[running] = scores[range(len(running)), places]
-            found = self._called(ids[:, :length], whole)
+            found = called(self.processors, ids[:, :length], whole)
             processed[asked, [places[index] for index in asked]] = found[[running[index] for index in asked]]
         return processed
-
-    def _called(self, ids: Tensor, scores: Tensor) -> Tensor:
-        found: Tensor = self.processors(ids.contiguous(), scores.to(ids.device))
-        return found.to(scores.device)
 
     def _before_end(self, run: list[int]) -> int:
         """How many tokens of a run stand before anything that ends the row."""
         return next((index for index, token in enumerate(run) if token in self.eos), len(run))
 
 
-# Processors that look at the scores alone. Their exact classes: one that derives from them may do anything.
+@dataclass(frozen=True)
+class SequentialProcessing:
+    """Processors of which some have memory, called once for each committed token, in order, as plain decoding does.
+
+    A draft is filtered by those alone that a rejected token does not harm: stateless ones, and those that can go back.
+
+    Attributes:
+        processors: all, in the order in which `transformers` applies them.
+        eos: token ids that end a row.
+        for_drafts: filters drafts.
+    """
+
+    processors: LogitsProcessorList
+    eos: frozenset[int]
+    for_drafts: Processing
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """The scores of a draft step. The target's places are scored by `next_scores`, one after the other."""
+        return self.for_drafts.scores(logits, prefixes)
+
+    def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The target's scores of the next place.
+
+        Args:
+            ids: all that is committed, `[batch, length]`, rows that have ended padded.
+            logits: `[batch, vocab]`, float32; zeros for rows that passes run no more.
+
+        Returns:
+            `[batch, vocab]`.
+        """
+        return called(self.processors, ids, logits)
+
+    def forget_draft(self) -> None:
+        """Take back what draft steps told processors."""
+        if isinstance(self.for_drafts, RollbackProcessing):
+            self.for_drafts.roll_back()
+
+
+class RollbackProcessing:
+    """Filters drafts by processors that can go back: `rollback(calls)` undoes the last `calls` calls of one.
+
+    Args:
+        processors: stateless, or with `rollback`, in the order in which `transformers` applies them.
+        eos: token ids that end a row.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, eos: frozenset[int]) -> None:
+        self.processors = processors
+        self._eos = eos
+        self._calls = 0
+        self._stuck = False
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """The scores of one draft step, `[rows, 1, vocab]`, with its whole prefix; raw logits where there is none.
+
+        There is none once all rows have ended in the draft, or one has no token left to choose.
+        """
+        scores = logits.float()
+        text = prefixes.text
+        runs = [self._to_end(run) for run in prefixes.runs()]
+        going = [row for row, run in enumerate(runs) if text.live[row] and not self._has_ended(run)]
+        if self._stuck or not going:
+            return scores
+        whole = scores.new_zeros(len(runs), scores.shape[-1])
+        whole[text.rows] = scores[:, 0]
+        self._calls += 1
+        found = called(self.processors, text.followed_by(runs), whole)
+        self._stuck = not bool(found[going].amax(-1).isfinite().all())
+        return found[text.rows][:, None]
+
+    def roll_back(self) -> None:
+        """Undo all calls since the last time."""
+        calls, self._calls, self._stuck = self._calls, 0, False
+        for processor in self.processors:
+            if calls and _can_roll_back(processor):
+                processor.rollback(calls)
+
+    def _to_end(self, run: list[int]) -> list[int]:
+        return run[: next((index + 1 for index, token in enumerate(run) if token in self._eos), len(run))]
+
+    def _has_ended(self, run: list[int]) -> bool:
+        return bool(run) and run[-1] in self._eos
+
+
+def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
+    """What processors make of the scores of one place of each row.
+
+    Args:
+        processors: in order.
+        ids: prefixes, `[batch, length]`.
+        scores: `[batch, vocab]`.
+
+    Returns:
+        `[batch, vocab]`, where `scores` are.
+    """
+    found: Tensor = processors(ids.contiguous(), scores.to(ids.device))
+    return found.to(scores.device)
+
+
+# Their exact classes: one that derives from them may do anything. Those that look at the scores alone.
 _WARPERS = frozenset(
     {
         EpsilonLogitsWarper,
         EtaLogitsWarper,
+        InfNanRemoveLogitsProcessor,
         LogitNormalization,
         MinPLogitsWarper,
         SuppressTokensLogitsProcessor,
@@ -140,19 +253,37 @@ _WARPERS = frozenset(
         TypicalLogitsWarper,
     }
 )
-# Processors of `transformers` that remember earlier calls, or that need more than the ids and scores of the rows.
-_REFUSED: Mapping[type[LogitsProcessor], str] = MappingProxyType(
-    {
-        UnbatchedClassifierFreeGuidanceLogitsProcessor: (
-            "guidance_scale keeps a cache of its own, which grows with every call and cannot take back a draft"
-        ),
-        ClassifierFreeGuidanceLogitsProcessor: "it needs a batch of conditional and unconditional rows",
-        SynthIDTextWatermarkLogitsProcessor: "it remembers earlier calls, and a draft's cannot be taken back",
-        InfNanRemoveLogitsProcessor: (
-            "remove_invalid_values hides broken logits; selfspec ends the row there and says so"
-        ),
-    }
-)
+# And those that look at the prefix too, and remember nothing.
+_STATELESS = _WARPERS | {
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    WatermarkLogitsProcessor,
+}
+
+
+def is_stateless(processor: Any) -> bool:
+    """Whether a processor is known to be a function of ids and scores, whatever it was called with before.
+
+    Those of `transformers` are, but for SynthID's, guidance and a prefix function of the caller's own. Others say so by
+    an attribute `stateless = True`, of the processor or of the prefix function.
+    """
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        processor = processor._prefix_allowed_tokens_fn
+    return type(processor) in _STATELESS or getattr(processor, "stateless", False) is True
+
+
+def _can_roll_back(processor: Any) -> bool:
+    return callable(getattr(processor, "rollback", None))
 
 
 def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:
@@ -164,15 +295,23 @@ def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit:
         limit: length, prompt included, at which rows end.
 
     Raises:
-        UnsupportedOptionError: a processor is none of ids and scores alone, by name.
+        UnsupportedOptionError: a processor needs more than the rows of the batch, by name.
     """
     for processor in processors:
-        reason = next((reason for kind, reason in _REFUSED.items() if isinstance(processor, kind)), None)
-        if reason is not None:
+        if isinstance(processor, ClassifierFreeGuidanceLogitsProcessor):
             raise UnsupportedOptionError(
-                f"the logits processor {type(processor).__name__} is not supported: {reason}; drop it or use "
-                "model.generate"
+                f"the logits processor {type(processor).__name__} is not supported: it needs a batch of conditional "
+                "and unconditional rows; pass guidance_scale=... instead"
             )
+    if all(map(is_stateless, processors)):
+        return _stateless(processors, eos, limit)
+    kept = LogitsProcessorList(each for each in processors if is_stateless(each) or _can_roll_back(each))
+    if all(map(is_stateless, kept)):
+        return SequentialProcessing(processors, eos, _stateless(kept, eos, limit))
+    return SequentialProcessing(processors, eos, RollbackProcessing(kept, eos))
+
+
+def _stateless(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:
     if all(type(processor) in _WARPERS for processor in processors):
         return Warping(processors)
     return PrefixProcessing(processors, eos, limit)

@@ -61,6 +61,7 @@ _HONOURED = frozenset(
         "renormalize_logits",
         "watermarking_config",
         "top_h",
+        "guidance_scale",
         "max_time",
         "stop_strings",
         # Only read by other decoding methods, or by transformers before it hands over.
@@ -82,7 +83,6 @@ _REMEDIES = {
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
     "inputs_embeds": "pass input_ids",
-    "guidance_scale": "it keeps a cache of its own that cannot take back a draft; use model.generate for guidance",
     "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
     "position_ids": "positions follow from the attention mask; drop it",
     "output_hidden_states": "call model.generate for hidden states",
@@ -379,7 +379,13 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
 
 def _check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
     """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec."""
-    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    fields = _defaults().keys() | {
+        "logits_processor",
+        "stopping_criteria",
+        "prefix_allowed_tokens_fn",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+    }
     for name, value in options.items():
         if name not in fields and value is not None and value is not False:
             raise _unsupported(name)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.generation import InfNanRemoveLogitsProcessor
 
 from selfspec.coupling import Coupling
-from selfspec.processing import Processing
+from selfspec.processing import Processing, SequentialProcessing
 from selfspec.text import Prefixes
 
 
@@ -34,6 +35,10 @@ class Sampling:
         greedy: whether the distribution is one-hot at the largest score.
         coupling: chooses tokens by the noise of their place; None: by independent draws.
         left: the rows of the batch that are still run; None: all.
+
+    Attributes:
+        greedy: as given.
+        mends: whether processors put numbers in the place of logits that are not finite.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Sampling:
         self._coupling = coupling
         self._left = left
         self.greedy = greedy
+        self.mends = any(type(each) is InfNanRemoveLogitsProcessor for each in processing.processors)
 
     def coupled(self, seed: int) -> Sampling:
         """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
@@ -64,6 +70,21 @@ class Sampling:
     def decided(self) -> bool:
         """Whether `decide` leaves one possible token everywhere, so that nothing is drawn."""
         return self.greedy or self._coupling is not None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether some processor has memory, so that the target's places are scored by `next_scores`, in order."""
+        return isinstance(self._processing, SequentialProcessing)
+
+    def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """See `SequentialProcessing.next_scores`."""
+        assert isinstance(self._processing, SequentialProcessing)
+        return self._processing.next_scores(ids, logits)
+
+    def forget_draft(self) -> None:
+        """See `SequentialProcessing.forget_draft`."""
+        assert isinstance(self._processing, SequentialProcessing)
+        self._processing.forget_draft()
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """The logits as processors and warpers leave them, float32 as in `transformers`.

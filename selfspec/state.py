@@ -34,6 +34,7 @@ class State:
         scores: keeps the scores of committed tokens; None: nobody asked for them.
         logits: the same of the target's own logits.
         past: gets the keys and values when the generation ends; None: they go with it.
+        lockstep: whether processors or stopping criteria need all unfinished rows at one length in every round.
         doubted: numbers of rows whose logits were not finite in the last round, behind a draft. A draft token's keys
             and values may have done that, so they get a round without a draft before they are given up.
         indexes: of the text of each row that a look-up has asked for.
@@ -50,6 +51,7 @@ class State:
     scores: Record | None = None
     logits: Record | None = None
     past: Cache | None = None
+    lockstep: bool = False
     doubted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     indexes: dict[int, SuffixIndex] = field(default_factory=dict)
@@ -96,18 +98,20 @@ class State:
         self.last = self.last[kept]
         self.sampling = self.sampling.narrowed(self.text.rows, len(self.live))
 
-    def record(self, scores: Tensor, logits: Tensor, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...] | None:
-        """Keep scores and logits of tokens about to be committed, as far as anybody asked for them.
+    def record(
+        self, scores: Tensor, logits: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Tensor, ...] | None:
+        """Keep scores and logits of tokens about to be committed, as far as the caller asked for them.
 
         Args:
             scores: `[rows, places, vocab]`, of the rows that passes run.
             logits: the same before processors and warpers.
-            runs: the tokens, one for each place from the first.
+            starts: new tokens that each row of the batch has before the first place.
+            counts: places of each row of the batch to keep, from the first.
 
         Returns:
             The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
         """
-        starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
         if self.logits is not None:
             self.logits.keep(logits, self.text.rows, starts, counts)
         if self.scores is None:

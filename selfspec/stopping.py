@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import StoppingCriteriaList
-from transformers.generation import ConfidenceCriteria, EosTokenCriteria, MaxLengthCriteria
+from transformers.generation import (
+    ConfidenceCriteria,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.text import Text
@@ -21,13 +28,22 @@ class Stopping:
         max_new_tokens: the most tokens a row may grow by, at least 1.
         eos: token ids that end a row.
         criteria: all others. They see what they would see in `transformers`: the whole batch, token by token as each
-            row grows. Rows of another length are cut or padded to that of the call, and what is said of them is not
-            used.
+            row grows. A stateless criterion may be shown rows of different lengths: others are then cut or padded to
+            that of the call, and what is said of them is not used.
     """
 
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a criterion may have memory: it is shown rows in lockstep, then, as in plain decoding."""
+        return any(not is_stateless(criterion) for criterion in self.criteria)
+
+    def ends(self, count: int, last: int) -> bool:
+        """Whether a row ends with its `count`-th new token, criteria aside."""
+        return count >= self.max_new_tokens or last in self.eos
 
     def shortened(self, text: Text, runs: Sequence[Sequence[int]]) -> list[list[int]]:
         """Each row's run up to the first end-of-sequence token, and no longer than there is room for.
@@ -49,7 +65,10 @@ class Stopping:
             runs: as `shortened` leaves them.
             scores: one tensor `[batch, vocab]` for each new token, those of the runs included; None: not kept.
         """
-        ends = [self._end(run, tokens) for run, tokens in zip(runs, text.committed, strict=True)]
+        ends = [
+            len(run) if run and self.ends(len(tokens) + len(run), run[-1]) else None
+            for run, tokens in zip(runs, text.committed, strict=True)
+        ]
         if not self.criteria:
             return ends
         sooner = self._by_criteria(text, runs, scores)
@@ -57,10 +76,6 @@ class Stopping:
 
     def _first_eos(self, run: Sequence[int]) -> int:
         return next((index + 1 for index, token in enumerate(run) if token in self.eos), len(run))
-
-    def _end(self, run: Sequence[int], tokens: list[int]) -> int | None:
-        full = len(tokens) + len(run) == self.max_new_tokens
-        return len(run) if full or (run and run[-1] in self.eos) else None
 
     def _by_criteria(
         self, text: Text, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
@@ -108,3 +123,12 @@ def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -
         eos=frozenset(token for tokens in ends for token in tokens.flatten().tolist()),
         criteria=StoppingCriteriaList(others),
     )
+
+
+def is_stateless(criterion: StoppingCriteria) -> bool:
+    """Whether a criterion is known to answer by what it is shown alone, whatever it was shown before.
+
+    Those of `transformers` are; others say so by an attribute `stateless = True`.
+    """
+    # Their exact classes: one that derives from them may do anything.
+    return type(criterion) in (StopStringCriteria, MaxTimeCriteria) or getattr(criterion, "stateless", False) is True

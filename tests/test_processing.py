@@ -40,10 +40,18 @@ def by_last_token_and_row(row: int, ids: Tensor) -> list[int]:
 class Frequency(LogitsProcessor):
     """A penalty for each time a token stands in the prefix."""
 
+    stateless = True
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         assert input_ids.ndim == scores.ndim == 2
         assert len(input_ids) == len(scores)
         return scores.scatter_add(1, input_ids, torch.full_like(input_ids, -0.7, dtype=scores.dtype))
+
+
+class Unsaid(Frequency):
+    """The same, without saying that it has no memory."""
+
+    stateless = False
 
 
 class InPlace(LogitsProcessor):
@@ -73,6 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefix function": {"prefix_allowed_tokens_fn": by_last_token_and_row},
     "the caller's own": {"logits_processor": LogitsProcessorList([Frequency()])},
     "a plain function": {"logits_processor": LogitsProcessorList([lambda ids, scores: Frequency()(ids, scores)])},
+    "one that may have memory": {"logits_processor": LogitsProcessorList([Unsaid()])},
     "one that writes": {"logits_processor": LogitsProcessorList([InPlace()])},
     "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "eos_token_id": [3, 9]},
 }
@@ -204,6 +213,8 @@ def test_samples_follow_the_exact_joint() -> None:
 
 class Witness(LogitsProcessor):
     """Notes every prefix it is called with."""
+
+    stateless = True
 
     def __init__(self) -> None:
         self.seen: list[list[list[int]]] = []

@@ -52,6 +52,9 @@ _TOKEN_LEVEL = "selfspec/accept/token_level.py"
 _BLOCK = "selfspec/accept/block.py"
 _ALONG_PATH = "selfspec/draft/along_path.py"
 _LOOP = "selfspec/generate.py"
+_JUDGE = "selfspec/judge.py"
+_SEQUENTIAL = "selfspec/sequential.py"
+_LOCKSTEP = "selfspec/lockstep.py"
 _SAMPLING = "selfspec/sampling.py"
 _SHARED_CACHE = "selfspec/cache.py"
 _CONTROL = "selfspec/control.py"
@@ -195,7 +198,7 @@ CATALOGUE = (
     ),
     Mutation(
         "a sampled draft judged as if q were one-hot: exact, and wasteful",
-        _LOOP,
+        _JUDGE,
         "q = None if sampling.decided else draft.q",
         "q = None",
         ("tests/draft/test_along_path.py",),
@@ -210,14 +213,14 @@ CATALOGUE = (
     # What p is and what is drawn from it.
     Mutation(
         "the bonus token drawn without temperature or filters",
-        _LOOP,
+        _JUDGE,
         "p = sampling.probabilities(scores)",
         "p = torch.cat([sampling.probabilities(scores)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)",
         (_JOINT,),
     ),
     Mutation(
         "filters applied again to the residual",
-        _LOOP,
+        _JUDGE,
         "token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)",
         "again = rule.next(draft.tokens, q, decided, count).log()[:, None]; "
         "token = sampling.draw(sampling.probabilities(sampling.scores(again, Prefixes(state.text)))[:, 0], "
@@ -240,8 +243,9 @@ CATALOGUE = (
     ),
     Mutation(
         "acceptance and residual share their noise",
-        _LOOP,
-        "noise = torch.rand(coins, generator=state.generator, dtype=p.dtype, device=p.device)",
+        _JUDGE,
+        "noise = torch.rand((len(state.live), draft.length), generator=state.generator, "
+        "dtype=p.dtype, device=p.device)",
         # In float64 the generator gives uniform numbers and exponential ones of the same bits.
         "noise = torch.rand((len(state.live), p.shape[-1]), generator=state.generator.clone_state(), "
         "dtype=torch.float64)[:, : draft.length].to(p.dtype)",
@@ -249,9 +253,9 @@ CATALOGUE = (
     ),
     Mutation(
         "every round throws the same coins",
-        _LOOP,
-        "noise = torch.rand(coins, generator=state.generator,",
-        "noise = torch.rand(coins, generator=torch.Generator().manual_seed(0),",
+        _JUDGE,
+        "noise = torch.rand((len(state.live), draft.length), generator=state.generator,",
+        "noise = torch.rand((len(state.live), draft.length), generator=torch.Generator().manual_seed(0),",
         (_JOINT, _MANY),
     ),
     Mutation(
@@ -285,8 +289,8 @@ CATALOGUE = (
     Mutation(
         "probabilities in the precision of the logits, not in float32",
         _PROCESSING,
-        "scores = logits.float()\n        if not self.warpers:",
-        "scores = logits.clone()\n        if not self.warpers:",
+        "scores = logits.float()\n        if not self.processors:",
+        "scores = logits.clone()\n        if not self.processors:",
         ("tests/test_sampling.py",),
     ),
     Mutation(
@@ -298,9 +302,9 @@ CATALOGUE = (
     ),
     Mutation(
         "logits that are NaN are drawn from",
-        _LOOP,
-        "finite = logits.amax(-1).isfinite() & p.sum(-1).isfinite()",
-        "finite = torch.ones_like(logits[..., 0], dtype=torch.bool)",
+        _JUDGE,
+        "finite &= logits.amax(-1).isfinite()",
+        "finite = torch.ones_like(finite)",
         ("tests/test_generate.py", "-k", "not_finite"),
     ),
     # Where text ends.
@@ -328,8 +332,8 @@ CATALOGUE = (
     Mutation(
         "generation stops a token short of max_new_tokens",
         _STOPPING,
-        "full = len(tokens) + len(run) == self.max_new_tokens",
-        "full = len(tokens) + len(run) >= self.max_new_tokens - 1",
+        "return count >= self.max_new_tokens or",
+        "return count >= self.max_new_tokens - 1 or",
         (_EXACT_LENGTH,),
     ),
     Mutation(
@@ -355,31 +359,31 @@ CATALOGUE = (
     ),
     Mutation(
         "text after a stop string is streamed and returned",
-        _LOOP,
-        "kept = runs[row][:end]",
-        "kept = runs[row]",
+        _JUDGE,
+        "tokens=cut[row][:end]",
+        "tokens=cut[row]",
         (_CRITERIA,),
     ),
     # What logits processors see.
     Mutation(
         "logits processors are given the last token alone",
         _PROCESSING,
-        "self._called(ids[:, :length],",
-        "self._called(ids[:, length - 1 : length],",
+        "called(self.processors, ids[:, :length],",
+        "called(self.processors, ids[:, length - 1 : length],",
         (_PROCESSORS,),
     ),
     Mutation(
         "penalties count draft tokens that come later, rejected ones among them",
         _PROCESSING,
-        "self._called(ids[:, :length],",
-        "self._called(ids,",
+        "called(self.processors, ids[:, :length],",
+        "called(self.processors, ids,",
         (_PROCESSORS,),
     ),
     Mutation(
         "every place is processed with the prefix of the first",
         _PROCESSING,
-        "self._called(ids[:, :length],",
-        "self._called(ids[:, : min(first)],",
+        "called(self.processors, ids[:, :length],",
+        "called(self.processors, ids[:, : min(first)],",
         (_PROCESSORS, _PLACES),
     ),
     Mutation(
@@ -714,28 +718,28 @@ CATALOGUE = (
     # Rows that are kept in step.
     Mutation(
         "a row that was cut goes on from the token that was cut off last",
-        _LOOP,
+        _JUDGE,
         "accepted.count.clamp(max=most)[:, None]",
         "accepted.count[:, None]",
         (_IN_STEP,),
     ),
     Mutation(
         "a row that was cut goes on from the target's token after what was cut off",
-        _LOOP,
+        _JUDGE,
         "own = accepted.finite & (accepted.count < most)",
         "own = accepted.finite",
         (_IN_STEP,),
     ),
     Mutation(
         "a row that ends is not cut: ends come too often",
-        _LOOP,
-        "runs = [run[:most] for run in stood]",
-        "runs = [run if set(run) & request.stopping.eos else run[:most] for run in stood]",
+        _JUDGE,
+        "cut = [run[:most] for run in runs]",
+        "cut = [run if set(run) & stopping.eos else run[:most] for run in runs]",
         (f"{_IN_STEP}::test_samples_follow_the_exact_joint",),
     ),
     Mutation(
         "a row in doubt that has no token stalls the others",
-        _LOOP,
+        _LOCKSTEP,
         "for run in runs if run), default=whole)",
         "for run in runs), default=whole)",
         (f"{_IN_STEP}::test_a_row_that_is_not_finite_does_not_stall_the_others",),
