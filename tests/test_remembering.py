@@ -28,7 +28,7 @@ import tiny
 from goodness import holm_rejects, p_value
 from selfspec.draft import Drafter
 
-WIDTH, NEW, PAD = 8, 20, 0
+WIDTH, NEW, PAD = 8, 16, 0
 ENDS = [7, 25]
 """Several ends of sequence, so that rows end in turn."""
 
@@ -273,10 +273,9 @@ def test_the_batch_is_a_hard_one(model: PreTrainedModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("length", [1, 7])
-def test_a_row_alone(model: PreTrainedModel, name: str, length: int) -> None:
+def test_a_row_alone(model: PreTrainedModel, name: str) -> None:
     prompt = {key: value[1:2] for key, value in ragged().items()}
-    for ends in (None, ENDS[:1]):
+    for ends, length in ((None, 7), (ENDS[:1], 1)):
         options = {**GREEDY, "eos_token_id": ends}
         wanted, calls = stock(model, name, **prompt, **options)
         log: list[Call] = []
@@ -337,7 +336,7 @@ def test_coupled_samples_and_their_calls_are_those_of_plain_decoding(model: PreT
     plain = wrapped(model, "plain", 1, "coupled").generate(**ragged(2), **options, **OPTIONS[name](calls))
     assert len(plain.sequences) == 4
     assert len({tuple(row) for row in plain.sequences.tolist()}) > 2
-    for draft in ("exit", "skip", "look-up", "cascade"):
+    for draft in ("skip", "cascade"):
         log: list[Call] = []
         out = wrapped(model, draft, 3, "coupled").generate(**ragged(2), **options, **OPTIONS[name](log))
         assert torch.equal(out.sequences, plain.sequences)
@@ -427,7 +426,7 @@ CASES: list[tuple[Drafter, str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("calls", [60, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [25, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("processor", [Drifting, Undone])
 def test_samples_follow_the_exact_joint(processor: type[Drifting], calls: int) -> None:
     found = {}
@@ -550,7 +549,7 @@ def test_a_prefix_function_may_remember(model: PreTrainedModel) -> None:
 
     calls: list[tuple[int, list[int]]] = []
     wanted = model.generate(**ragged(), **GREEDY, prefix_allowed_tokens_fn=remembering(calls))
-    for draft in DRAFTS:
+    for draft in ("skip", "look-up"):
         log: list[tuple[int, list[int]]] = []
         out = wrapped(model, draft, 4).generate(**ragged(), **GREEDY, prefix_allowed_tokens_fn=remembering(log))
         assert torch.equal(out.sequences, wanted)
@@ -565,7 +564,7 @@ def test_one_that_derives_from_a_known_processor_may_remember(model: PreTrainedM
 
     wanted = model.generate(**ragged(), **GREEDY, logits_processor=LogitsProcessorList([Growing(1.0)]))
     assert not torch.equal(wanted, model.generate(**ragged(), **GREEDY, repetition_penalty=1.1))
-    for draft in DRAFTS:
+    for draft in ("skip", "look-up"):
         out = wrapped(model, draft, 4).generate(**ragged(), **GREEDY, logits_processor=[Growing(1.0)])
         assert torch.equal(out.sequences, wanted)
 
@@ -584,7 +583,7 @@ STOCK_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["plain", "exit", "cascade"])
 @pytest.mark.parametrize("name", STOCK_OPTIONS)
 @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
 def test_the_remembering_processors_of_transformers(model: PreTrainedModel, name: str, draft: str) -> None:
@@ -592,10 +591,17 @@ def test_the_remembering_processors_of_transformers(model: PreTrainedModel, name
     assert not torch.equal(wanted, model.generate(**ragged(), **GREEDY))
     spec = wrapped(model, draft, 4)
     assert torch.equal(spec.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name]()).sequences, wanted)
-    assert torch.equal(model.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name](), custom_generate=spec), wanted)
-    sampled = {**GREEDY, "do_sample": True, "seed": 3, **STOCK_OPTIONS[name]()}
-    plain = wrapped(model, "plain", 1, "coupled").generate(**ragged(), **sampled)
-    assert torch.equal(wrapped(model, draft, 3, "coupled").generate(**ragged(), **sampled).sequences, plain.sequences)
+    if draft == "exit":
+        assert torch.equal(model.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name](), custom_generate=spec), wanted)
+
+
+@pytest.mark.parametrize("name", STOCK_OPTIONS)
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
+def test_the_remembering_processors_of_transformers_sampled(model: PreTrainedModel, name: str) -> None:
+    options = {**GREEDY, "do_sample": True, "seed": 3}
+    plain = wrapped(model, "plain", 1, "coupled").generate(**ragged(), **options, **STOCK_OPTIONS[name]())
+    out = wrapped(model, "skip", 3, "coupled").generate(**ragged(), **options, **STOCK_OPTIONS[name]())
+    assert torch.equal(out.sequences, plain.sequences)
 
 
 # Which say what they are.
@@ -659,11 +665,10 @@ def test_a_stateless_one_beside_one_that_remembers(model: PreTrainedModel) -> No
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize(("rule", "rows"), [("token", 4), ("block", 1), ("coupled", 3)])
 def test_calls_that_are_not_rolled_back_are_those_of_transformers(
-    model: PreTrainedModel, rule: str, draft: str
+    model: PreTrainedModel, rule: str, rows: int, draft: str
 ) -> None:
-    rows = {"token": 4, "block": 1, "coupled": 3}[rule]
     wanted, calls = stock(model, "processor", **ragged(rows), **GREEDY)
     processor = Undone()
     out = wrapped(model, draft, 4, rule).generate(**ragged(rows), **GREEDY, logits_processor=[processor])
@@ -690,7 +695,7 @@ def test_coupled_samples_with_one_that_can_go_back(model: PreTrainedModel) -> No
     options = {**GREEDY, "do_sample": True, "seed": 6}
     spec = wrapped(model, "plain", 1, "coupled")
     plain = spec.generate(**ragged(), **options, logits_processor=[Drifting()])
-    for draft in DRAFTS:
+    for draft in ("exit", "look-up", "cascade"):
         processor = Undone()
         out = wrapped(model, draft, 3, "coupled").generate(**ragged(), **options, logits_processor=[processor])
         assert torch.equal(out.sequences, plain.sequences)
