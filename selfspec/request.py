@@ -59,6 +59,7 @@ _HONOURED = frozenset(
         "suppress_tokens",
         "begin_suppress_tokens",
         "renormalize_logits",
+        "remove_invalid_values",
         "watermarking_config",
         "top_h",
         "guidance_scale",
@@ -83,7 +84,7 @@ _REMEDIES = {
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
     "inputs_embeds": "pass input_ids",
-    "remove_invalid_values": "selfspec ends a row where logits are not finite, and says so; drop it",
+    "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",
     "position_ids": "positions follow from the attention mask; drop it",
     "output_hidden_states": "call model.generate for hidden states",
     "output_attentions": "call model.generate for attentions",
@@ -379,13 +380,9 @@ def _checked_prompt(model: PreTrainedModel, inputs: Tensor, attention_mask: Tens
 
 def _check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
     """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec."""
-    fields = _defaults().keys() | {
-        "logits_processor",
-        "stopping_criteria",
-        "prefix_allowed_tokens_fn",
-        "negative_prompt_ids",
-        "negative_prompt_attention_mask",
-    }
+    fields = _defaults().keys() | {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
+        fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
     for name, value in options.items():
         if name not in fields and value is not None and value is not False:
             raise _unsupported(name)

@@ -844,7 +844,6 @@ def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> 
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams.*model.generate for beam search"),
-        ({"guidance_scale": 1.2}, "guidance_scale"),
         ({"cache_implementation": "static"}, "cache_implementation.*drop it"),
         ({"use_cache": False}, "use_cache"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
