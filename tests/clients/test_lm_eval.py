@@ -1,4 +1,4 @@
-"""lm-eval through selfspec: what its stop strings, which remember, leave of each document is what plain decoding gives."""
+"""lm-eval through selfspec: its stop strings, which remember, leave each document as plain decoding does."""
 
 from __future__ import annotations
 
