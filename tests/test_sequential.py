@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, SynthIDTextWatermarkingConfig
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, SynthIDTextWatermarkingConfig
 
 import selfspec
 import tiny
@@ -204,3 +204,58 @@ def test_logits_that_are_not_finite_are_mended_where_the_caller_asks(
     wanted = llama.generate(tiny.prompt(6, 2), **options)
     out = selfspec.wrap(llama, draft, draft_length=3).generate(tiny.prompt(6, 2), **options)
     assert torch.equal(out.sequences, wanted)
+
+
+class Witness(StoppingCriteria):
+    """Notes what it is shown, and ends a row where its own memory of it says so."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.seen.append(input_ids.tolist())
+        return (input_ids[:, -1] + len(self.seen)) % 9 == 0
+
+
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[3]), selfspec.PromptLookup(1, 3)])
+@pytest.mark.parametrize("processor", [None, Alternating, Undoable])
+def test_criteria_are_shown_what_plain_decoding_shows_them(
+    llama: PreTrainedModel, draft: Drafter, processor: type[Alternating] | None
+) -> None:
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = tiny.prompt(9, 3) * mask
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    stock, own = Witness(), Witness()
+    made = [[] if processor is None else [processor()] for _ in range(2)]
+    wanted = llama.generate(ids, stopping_criteria=[stock], logits_processor=made[0], eos_token_id=[9, 33], **options)
+    spec = selfspec.wrap(llama, draft, draft_length=4)
+    out = spec.generate(ids, stopping_criteria=[own], logits_processor=made[1], eos_token_id=[9, 33], **options)
+    assert torch.equal(out.sequences, wanted)
+    assert own.seen == stock.seen
+    assert len(set(out.lengths)) > 1
+    assert out.stats.drafted > 0
+    assert out.stats.accepted > 0 or isinstance(draft, selfspec.PromptLookup)
+
+
+def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> None:
+    # NaN in the values of a rejected token reaches the places before it: masked, but 0 * NaN is NaN.
+    llama = tiny.llama(attention="eager")
+    options: dict[str, Any] = {"max_new_tokens": 18, "do_sample": False}
+    text = llama.generate(tiny.prompt(5, 2), logits_processor=[Alternating()], **options)
+    poison = next(token for token in range(50) if token not in set(text.flatten().tolist()))
+    with torch.no_grad():
+        llama.model.embed_tokens.weight[poison] = torch.nan
+
+    class Poisoning(selfspec.LayerSkip):
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            made: selfspec.Draft = super().draft(state, length)
+            made.tokens[0, -1] = poison
+            return made
+
+    processor = Alternating()
+    # A path that skips the first layer leaves nothing to resume: the target reads the whole block at once.
+    spec = selfspec.wrap(llama, Poisoning(layers=[0]), draft_length=3)
+    out = spec.generate(tiny.prompt(5, 2), logits_processor=[processor], **options)
+    assert torch.equal(out.sequences, text)
+    assert processor.calls == 18

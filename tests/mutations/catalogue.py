@@ -927,4 +927,47 @@ CATALOGUE = (
         "self._put(self.weight.to_dense())",
         ("tests/test_packed.py",),
     ),
+    # Processors and criteria with memory.
+    Mutation(
+        "processors with memory are asked for whole blocks",
+        _PROCESSING,
+        'return type(processor) in _STATELESS or getattr(processor, "stateless", False) is True',
+        "return True",
+        ("tests/test_sequential.py",),
+    ),
+    Mutation(
+        "what a draft told a processor is not rolled back",
+        _PROCESSING,
+        "if calls and _can_roll_back(processor):",
+        "if False:",
+        ("tests/test_sequential.py",),
+    ),
+    Mutation(
+        "a criterion with memory is shown rows filled up with padding",
+        "selfspec/generation.py",
+        "lockstep=request.sampling.in_order or request.stopping.stateful,",
+        "lockstep=request.sampling.in_order,",
+        ("tests/test_sequential.py", "-k", "criteria"),
+    ),
+    Mutation(
+        "a place is judged in order though a draft token spoiled it",
+        _SEQUENTIAL,
+        "if draft.length and broken:",
+        "if False:",
+        ("tests/test_sequential.py", "-k", "spoils"),
+    ),
+    Mutation(
+        "a row that rejects does not end the round for the others",
+        _SEQUENTIAL,
+        "if not all(row.ended or row.accepted > place for row in rows.values()):",
+        "if not any(row.ended or row.accepted > place for row in rows.values()):",
+        ("tests/test_sequential.py", "-k", "criteria or memory"),
+    ),
+    Mutation(
+        "recovered tokens of a draft judged in order are drawn from p",
+        _SEQUENTIAL,
+        "own = sampling.draw(rule.next(token, q, p_rule, torch.zeros_like(accepted)), state.generator)",
+        "own = sampling.draw(decided[:, 0], state.generator)",
+        ("tests/test_sequential.py", "-k", "joint"),
+    ),
 )
