@@ -702,7 +702,7 @@ def test_coupled_samples_with_one_that_can_go_back(model: PreTrainedModel) -> No
         assert processor.calls == max(out.lengths)
 
 
-def test_where_one_cannot_go_back_none_is_asked_for_drafts(model: PreTrainedModel) -> None:
+def test_one_that_can_go_back_beside_one_that_cannot(model: PreTrainedModel) -> None:
     calls: list[Call] = []
     wanted = model.generate(
         **ragged(), **GREEDY, logits_processor=LogitsProcessorList([Drifting(calls), Drifting(calls, "other")])
