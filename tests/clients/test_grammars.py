@@ -220,7 +220,7 @@ def test_samples_follow_the_exact_joint(
     made = LIBRARIES[library](speaker, SHORT)
     first = list(LIBRARIES).index(library)
     found = {}
-    for number, (rows, calls) in enumerate(((1, 150), (3, 100))):
+    for number, (rows, calls) in enumerate(((1, 120), (3, 80))):
         name = list(DRAFTS)[(first + number) % len(DRAFTS)]
         rule = RULES[(first // len(DRAFTS) + number) % 2]
         # Fresh processors are to be asked, not passes to be recorded.
@@ -290,7 +290,7 @@ def test_samples_with_the_adapter_follow_the_exact_joint(
 ) -> None:
     compiled = compiled_by_xgrammar(speaker, SHORT)
     found = {}
-    for rows, calls, name in ((1, 150, "exit"), (3, 100, "cascade")):
+    for rows, calls, name in ((1, 120, "exit"), (3, 80, "cascade")):
         spec = selfspec.wrap(speaker.model, DRAFTS[name], draft_length=3, runtime=selfspec.Eager())
         prompts = speaker.prompts(STARTS[:rows])
         width = prompts["input_ids"].shape[1]
