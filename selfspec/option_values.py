@@ -172,7 +172,14 @@ def _are_strings(value: object, _: Scope) -> bool:
 _ID = "a token id of the model's vocabulary"
 _CHECKS = (
     _Check(
-        ("do_sample", "renormalize_logits", "return_dict_in_generate", "output_scores", "output_logits"),
+        (
+            "do_sample",
+            "renormalize_logits",
+            "remove_invalid_values",
+            "return_dict_in_generate",
+            "output_scores",
+            "output_logits",
+        ),
         "True or False",
         _is_flag,
     ),
