@@ -442,8 +442,8 @@ CATALOGUE = (
     Mutation(
         "a padded row takes up the keys and values of its padding",
         "selfspec/past.py",
-        "shifts = [-columns for columns in padding]",
-        "shifts = [0 for columns in padding]",
+        "slots = [row.nonzero().flatten() for row in mask[:, : past_length(past)]]",
+        "slots = [torch.arange(past_length(past)) for row in mask]",
         (_PADDED_PAST,),
     ),
     Mutation(
@@ -626,8 +626,8 @@ CATALOGUE = (
     Mutation(
         "prefill reads a padded row from its padding on",
         _LOOP,
-        "request.input_ids[row, -1 - count : -1]",
-        "request.input_ids[row, :count]",
+        "request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]",
+        "request.read[row, :count]",
         (_RAGGED,),
     ),
     Mutation(
@@ -655,8 +655,8 @@ CATALOGUE = (
     Mutation(
         "recurrent layers read what stands behind a shorter prompt",
         "selfspec/passes.py",
-        "if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):",
-        "if any(self._cache.lengths):",
+        "if not self._cache.empty or any(count < tokens.shape[1] for count in counts):",
+        "if not self._cache.empty:",
         ("tests/adapters/test_hybrids.py",),
     ),
     # Paths and gates.
