@@ -176,11 +176,12 @@ def test_a_prefix_function_says_itself_that_it_has_no_memory(llama: PreTrainedMo
 
 @pytest.mark.parametrize("name", ["guidance", "guidance away from a prompt", "SynthID"])
 def test_processors_of_transformers_with_memory_give_its_tokens(llama: PreTrainedModel, name: str) -> None:
-    options = {
+    settings: dict[str, dict[str, Any]] = {
         "guidance": {"guidance_scale": 1.7},
         "guidance away from a prompt": {"guidance_scale": 2.5, "negative_prompt_ids": tiny.prompt(4, 3, seed=9)},
         "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
-    }[name]
+    }
+    options = settings[name]
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[1, :3] = 0
     given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}

@@ -15,6 +15,7 @@ from selfspec import Draft, DraftConfigError, EarlyExit, LayerSkip, generate, st
 from selfspec.costs import Costs
 from selfspec.measure import Estimate, MeasuredCosts, measure_costs
 from selfspec.state import State
+from selfspec.stopping import Stopping
 from selfspec.wrapped import find_adapter
 
 LAYER, HEAD, TOKEN = 1.0, 0.5, 0.25
@@ -127,13 +128,13 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
     planted: PreTrainedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judging = {True: 0.7, False: 0.3}
-    judge = generate.accept
+    judge = generate.judge_together
 
-    def slow(state: State, draft: Draft, *others: Any) -> Any:
+    def slow(state: State, stopping: Stopping, draft: Draft, *others: Any) -> Any:
         clock.now += judging[draft.length > 0]
-        return judge(state, draft, *others)
+        return judge(state, stopping, draft, *others)
 
-    monkeypatch.setattr(generate, "accept", slow)
+    monkeypatch.setattr(generate, "judge_together", slow)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=clock))
     costs = _measured(planted, clock, lengths=(2,)).of("exit:1")
     step = 4 * LAYER + HEAD + judging[False]

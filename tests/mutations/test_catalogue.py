@@ -25,7 +25,8 @@ def test_a_bug_can_be_planted_and_has_tests_to_meet(mutation: Mutation) -> None:
     for name in mutation.tests:
         file, _, test = name.partition("::")
         if file.startswith("tests/"):
-            assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")
+            # One set of its parameters may be asked for.
+            assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
