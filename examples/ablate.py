@@ -41,3 +41,4 @@ print(
     .round(2)
     .to_string(index=False)
 )
+assert (confirmed.measured_acceptance_rate > 0).all()

@@ -19,3 +19,4 @@ print(f"{out.stats.mean_accepted_length:.2f} tokens per pass of the full model")
 
 plain = model.generate(prompt, max_new_tokens=60, do_sample=False)
 assert torch.equal(out.sequences, plain)
+assert out.stats.accepted > 0

@@ -30,5 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     for draft in (selfspec.EarlyExit(layer=3), selfspec.ExitHead.from_pretrained(heads, layer=3)):
-        stats = selfspec.wrap(model, draft=draft).generate(ids, max_new_tokens=60, do_sample=False).stats
+        spec = selfspec.wrap(model, draft=draft, draft_length=3)
+        stats = spec.generate(ids, max_new_tokens=60, do_sample=False).stats
+        assert stats.accepted > 0
         print(f"{type(draft).__name__}: acceptance rate {stats.acceptance_rate:.2f}")

@@ -1,5 +1,6 @@
-"""Declare an architecture selfspec has never heard of, and see that its text is its own."""
+"""Declare an architecture selfspec has never heard of, and see that drafts are right and its text is its own."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import selfspec
+from selfspec.verify import draft_logits, pruned_logits
 
 
 # The made-up architecture: attention and MLP side by side, under names of their own, two values from the MLP.
@@ -56,10 +58,25 @@ model = MadeUpForCausalLM(config).double().eval()
 # All that has to be said of it.
 adapter = selfspec.Adapter(model_types=("made_up",), attention="look", mlp="think", mlp_returns=2)
 
-prompt = torch.tensor([[7, 11, 13, 17]])
+
+# Each draft, and the linears without which the model is what drafts.
+drafts = {
+    selfspec.EarlyExit(layer=3): ["3.look.o_proj", "3.think.down_proj"],
+    selfspec.LayerSkip(attention=[1], mlp=[2]): ["1.look.o_proj", "2.think.down_proj"],
+    selfspec.LayerSkip(layers=[2]): ["2.look.o_proj", "2.think.down_proj"],
+}
+prompt = torch.tensor([[7, 11, 13, 17, 19, 23, 29, 31]])
 plain = model.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-for draft in (selfspec.EarlyExit(layer=3), selfspec.LayerSkip(attention=[1], mlp=[2]), selfspec.LayerSkip(layers=[0])):
-    spec = selfspec.wrap(model, draft, adapter=adapter)
+for draft, left_out in drafts.items():
+    # A wrong declaration shows here, in what drafts, and not in the text.
+    pruned = copy.deepcopy(model)
+    for name in left_out:
+        nn.init.zeros_(pruned.model.layers.get_submodule(name).weight)
+    drafted = draft_logits(model, draft, prompt, block=4, adapter=adapter)
+    torch.testing.assert_close(drafted, pruned_logits(model, pruned, prompt, block=4))
+
+    spec = selfspec.wrap(model, draft, draft_length=2, adapter=adapter)
     out = spec.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(out.sequences, plain)
+    assert out.stats.accepted > 0
     print(f"{draft}: {out.stats.mean_accepted_length:.2f} tokens per pass of the full model")

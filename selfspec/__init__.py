@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from selfspec import demo
     from selfspec.ablation.inline import ablate
     from selfspec.adapter import Adapter
     from selfspec.calibrate.profile import Profile
@@ -90,6 +91,7 @@ __all__ = [
     "UnsupportedOptionError",
     "__version__",
     "ablate",
+    "demo",
     "pack",
     "unpack",
     "wrap",
@@ -125,6 +127,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """The public name, from the module it lives in."""
+    if name == "demo":
+        return import_module("selfspec.demo")
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"selfspec.{module}"), name)

@@ -181,6 +181,11 @@ class SharedCache(Cache):
         return not self._recurrent
 
     @property
+    def empty(self) -> bool:
+        """Whether no token has been read."""
+        return not any(self.lengths) and not any(layer.settled.nbytes for layer in self._recurrent)
+
+    @property
     def most_bytes(self) -> int:
         """The most bytes that were allocated for keys and values at any time."""
         return max(self._most_bytes, self.nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.json_text import parse_json
 from selfspec.wrapped import adapter_for
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -268,7 +268,7 @@ def _one_line(error: Exception) -> str:
 
 def _read_json_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{file} is not readable JSON ({error}); copy it from the original again") from error
     if not isinstance(content, dict):

@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from selfspec.arguments import check_kind, shown
 from selfspec.costs import Costs, CostsByRows
 from selfspec.errors import DraftConfigError
 
@@ -155,7 +157,7 @@ class ConfidenceStop(Control):
 
     def __post_init__(self) -> None:
         _check_length(self.longest)
-        if not 0 <= self.threshold <= 1:
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real) or not 0 <= self.threshold <= 1:
             raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
 
     def begin(self, costs: CostsByRows) -> Controller:
@@ -191,6 +193,7 @@ class CostAware(Control):
 
     def __post_init__(self) -> None:
         _check_length(self.longest)
+        check_kind("costs", self.costs, CostsByRows, "write Costs(draft=0.3), or leave them out")
 
     def begin(self, costs: CostsByRows) -> Controller:
         return _CostAware(self.longest, self.costs or costs)
@@ -198,7 +201,7 @@ class CostAware(Control):
 
 def _check_length(length: int) -> None:
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise DraftConfigError(f"draft length must be an integer of at least 1, got {length!r}")
+        raise DraftConfigError(f"draft length must be an integer of at least 1, got {shown(length)}")
 
 
 class NoDraft(Controller):
@@ -389,8 +392,9 @@ class _Acceptance:
 
 # Plain steps that drafts may lose at any time, but at most so much of all there will be, and for each round more.
 _MAY_LOSE, _OF_ALL, _FOR_EACH_ROUND = 3.0, 0.04, 0.005
-# How often tokens of a good draft are accepted.
+# How often tokens of a good draft are accepted; and a length beyond which more of them gain a billionth of a token.
 _GOOD = 0.85
+_LONG_DRAFT = 128
 
 
 def may_lose(at_once: float, rounds: int) -> float:
@@ -473,6 +477,7 @@ class _Prospects:
     def __init__(self, costs: Costs, longest: int) -> None:
         self._costs = costs
         self._longest = longest
+        self._lengths = range(1, min(longest, _LONG_DRAFT) + 1)
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
     def look_up_length(self, share: float) -> int:
@@ -482,11 +487,11 @@ class _Prospects:
         """
         if self._costs.rows == 1:
             return self._longest
-        best = max(range(1, self._longest + 1), key=lambda length: self._speed(0, length, share))
+        best = max(self._lengths, key=lambda length: self._speed(0, length, share))
         return best if share == 1 or self._speed(0, best, share) > 1 else 0
 
     def _risk(self, steps: int) -> float:
-        pays = any(self._speed(steps, length) > 1 for length in range(1, self._longest + 1))
+        pays = any(self._speed(steps, length) > 1 for length in self._lengths)
         return 0.0 if pays else self._costs.of_round(steps, 1) - 1
 
     def _speed(self, steps: int, length: int, share: float = 1.0) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
 from selfspec.path import Part, Path, Sublayer
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from selfspec.draft.draft_head import DraftHead
 
 
+# Every round takes some time; where differences of measured times say otherwise, it is noise.
+_LEAST_ROUND = 0.01
+
+
+@runtime_checkable
 class CostsByRows(Protocol):
     """Says what the parts of a round cost in a batch of any size."""
 
@@ -36,7 +43,7 @@ class Costs:
     """The terms of the speed-up formula, after Leviathan et al. (2023). The unit is one step of plain decoding.
 
     Attributes:
-        draft: c, a draft step, head included.
+        draft: c, a draft step, head included; 0 for a draft that runs no model.
         verify: V(1), a target pass over a single token; more than 1 where drafting costs it something extra.
         widening: what every further token of the block adds to V.
         overhead: o, all else in a round that drafts.
@@ -45,6 +52,9 @@ class Costs:
         rows: of the batch that all this is about.
         each_row: what a further row adds to a pass over one token of each, where it is more than a further token of a
             block does by `widening`: kernels for a few rows in all do not help batches.
+
+    Raises:
+        DraftConfigError: a number is not finite, or below what it can be.
     """
 
     draft: float
@@ -54,6 +64,20 @@ class Costs:
     out_of_step: float = 1.2
     rows: int = 1
     each_row: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, number in numbers.items():
+            if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+                raise DraftConfigError(f"costs must be finite numbers, got {name}={number!r}")
+            least = 1 if name in ("rows", "out_of_step") else 0
+            # What is left of a round beside its passes is measured as a difference, and may be negative.
+            if name != "overhead" and number < least:
+                raise DraftConfigError(f"of costs {name} is at least {least}, got {number!r}")
+        if self.verify == 0:
+            raise DraftConfigError(
+                "a target pass costs something, got verify=0; 1.0 is what a step of plain decoding is"
+            )
 
     @classmethod
     def assumed(cls, draft: float, device: torch.device) -> Costs:
@@ -96,7 +120,7 @@ class Costs:
             steps: draft steps it takes.
             drafted: tokens its target pass verifies besides the last committed one.
         """
-        return steps * self.draft + self.verify + drafted * self.widening + self.overhead
+        return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 
 
 @dataclass(frozen=True)
@@ -116,6 +140,8 @@ class BatchCosts:
     measured: tuple[Costs, ...]
 
     def __post_init__(self) -> None:
+        for costs in self.measured:
+            check_kind("each of the measured costs", costs, Costs, "write BatchCosts((Costs(draft=0.3),))")
         sizes = [costs.rows for costs in self.measured]
         if not sizes or sizes != sorted(set(sizes)):
             raise DraftConfigError(f"costs are measured once for each number of rows, in order, got {sizes}")

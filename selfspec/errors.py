@@ -45,7 +45,7 @@ class StudyError(SelfSpecError, ValueError):
 
 
 class StorageError(SelfSpecError, RuntimeError):
-    """The storage of a study went away, is full or is damaged; what was finished before stays there."""
+    """What results go to cannot be written, went away, is full or is damaged; what was finished before stays there."""
 
 
 class ExitHeadError(SelfSpecError, OSError):

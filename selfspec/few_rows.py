@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from selfspec.twin import twin_running, view_of
+from selfspec.twin import runs_as_written, twin_running, view_of
 
 Pays = Callable[[int, int], bool]
 """Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
@@ -51,7 +51,7 @@ def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> n
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear or not _runs_torchs_product():
         return False
     weight = module.weight
     # Quantised weights are parameters of a class of their own.
@@ -61,6 +61,11 @@ def _is_plain(module: nn.Module) -> bool:
         and weight.dtype in _DTYPES
         and weight.is_contiguous()
     )
+
+
+def _runs_torchs_product() -> bool:
+    product = runs_as_written(functional.linear, functional.__name__)
+    return product and runs_as_written(nn.Linear.forward, nn.Linear.__module__)
 
 
 def _few_rows(linear: nn.Module, pays: Pays, states: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from selfspec.draft import Draft, Drafter
 from selfspec.gate import ExactStates
 from selfspec.judge import Verdict, judge_together
 from selfspec.output import Round, RowRound
-from selfspec.past import load_past, store_past
+from selfspec.past import can_store, load_past, store_past
 from selfspec.path import Path
 from selfspec.request import Request
 from selfspec.sequential import judge_in_order
@@ -45,7 +45,8 @@ def rounds(
         while any(state.live):
             state.cache.reserve(state.longest)
             state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])
-            length = 0 if drafter is None or state.doubted else choose_length(state, request)
+            without = drafter is None or state.doubted or state.opening is not None
+            length = 0 if without else choose_length(state, request)
             with clock.phase("draft"):
                 draft = drafter.draft(state, length) if drafter and length else state.no_draft()
             with clock.phase("verify"):
@@ -55,8 +56,8 @@ def rounds(
             with clock.phase("commit"):
                 committed = commit(state, draft, verdict, stats)
             yield committed
-        if state.past is not None:
-            store_past(state.cache, state.past, request.padding)
+        if state.past is not None and can_store(state.cache):
+            store_past(state.cache, state.past, request.mask)
     finally:
         stats.cache_bytes = state.cache.most_bytes
         stats.seconds = clock.seconds()
@@ -65,18 +66,19 @@ def rounds(
 def prefill(state: State, request: Request) -> None:
     """Fill the cache with each prompt but its last token, which the first round reads.
 
-    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap. What the
-    caller's own cache holds is not computed again.
+    Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap. What a
+    past holds is not computed again.
     """
     if request.past is not None:
-        load_past(request.past, state.cache, request.padding)
+        load_past(request.past, state.cache, request.mask)
     unread = [length - 1 - known for length, known in zip(request.lengths, state.cache.lengths, strict=True)]
     if max(unread) == 0:
         return
     state.cache.reserve(max(request.lengths))
-    prompts = torch.zeros_like(request.input_ids[:, : max(unread)])
+    prompts = torch.zeros_like(request.read[:, : max(unread)])
+    columns = request.mask[:, -request.read.shape[1] :]
     for row, count in enumerate(unread):
-        prompts[row, :count] = request.input_ids[row, -1 - count : -1]
+        prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
     prompts = prompts.to(state.last.device)
     start = 0
     for width in state.cache.prefill_widths(unread):
@@ -100,8 +102,12 @@ def verify(state: State, draft: Draft) -> Tensor:
     """One target pass over the last committed token and the draft; logits `[batch, drafted + 1, vocab]`.
 
     Where the draft's work is exact up to some sublayer, its last token, which no draft step has read, is brought up
-    to there too, and the target pass goes on from there with the states of all tokens.
+    to there too, and the target pass goes on from there with the states of all tokens. Where prompts were given as
+    embeddings, the first round reads the last of these, and has no draft.
     """
+    if state.opening is not None:
+        opening, state.opening = state.opening, None
+        return state.passes.logits_of_embeddings(opening)
     target = Path.full(state.passes.depth)
     block = torch.cat([state.last, draft.tokens], 1)
     if draft.resume is None:

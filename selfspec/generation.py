@@ -17,7 +17,7 @@ from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.generate import rounds
 from selfspec.output import GenerateOutput, Round
 from selfspec.passes import Passes
-from selfspec.past import can_store
+from selfspec.past import check_kinds, is_callers
 from selfspec.record import Record
 from selfspec.request import Request
 from selfspec.runtime.programs import Programs
@@ -54,7 +54,8 @@ class Generation(Iterator[Round]):
             depth=len(adapter.decoder_layers(model)),
             batch=batch,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
-            slack=control.longest,
+            # No draft is longer than what is left to generate, whatever the control allows.
+            slack=min(control.longest, request.stopping.max_new_tokens),
             device=device,
             aligned="right" if adapter.ragged == "padding" else "left",
             recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
@@ -73,11 +74,13 @@ class Generation(Iterator[Round]):
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,
             control=control,
-            last=request.input_ids[:, -1:].to(device),
+            # No token stands at the end of embeddings; the first round reads these, and no id.
+            last=(torch.zeros(batch, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(device),
             text=Text(request.input_ids, request.pad),
             scores=Record(request.pad) if request.returned.scores else None,
             logits=Record(request.pad) if request.returned.logits else None,
             past=_past_to_fill(request, cache),
+            opening=request.read[:, -1:].to(device) if request.embeddings else None,
             lockstep=request.sampling.in_order or request.stopping.stateful,
         )
         # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
@@ -143,7 +146,7 @@ class Generation(Iterator[Round]):
             lossless=self.lossless,
             scores=None if self._scores is None else self._scores.padded(lengths),
             logits=None if self._logits is None else self._logits.padded(lengths),
-            past_key_values=None if any(self._live) else self._past,
+            past_key_values=self._past if self._past and not any(self._live) else None,
         )
 
 
@@ -151,16 +154,19 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
     """Where keys and values go at the end: to the caller's own cache, or to a new one where they are to be returned.
 
     Raises:
-        UnsupportedOptionError: the caller's cache cannot hold all of this model's state.
+        UnsupportedOptionError: the caller's cache is another model's, or could not be filled at the end.
     """
-    if request.past is not None and not can_store(cache):
-        raise UnsupportedOptionError(
-            "past_key_values is not supported for a model whose layers keep more than keys and values; pass the whole "
-            "conversation as input_ids"
-        )
     if request.past is not None:
-        return request.past
-    return DynamicCache() if request.returned.whole and can_store(cache) else None
+        check_kinds(request.past, cache)
+    if request.past is None or not is_callers(request.past):
+        return DynamicCache() if request.returned.whole else None
+    apart = len(request.lengths) > 1 and bool(request.stopping.eos or request.stopping.criteria)
+    if apart and not cache.rolls_back_by_cursor:
+        raise UnsupportedOptionError(
+            "past_key_values is not supported for several rows of a recurrent model that may end at different places, "
+            "for its states would be those of different lengths; pass one row at a time"
+        )
+    return request.past
 
 
 def _device(model: PreTrainedModel, request: Request) -> torch.device:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from selfspec.twin import twin_with, view_of
+from selfspec.twin import runs_as_written, twin_with, view_of
 
 _NAME = "selfspec_grouped_sdpa"
 
@@ -49,7 +49,14 @@ def _shares_heads(module: nn.Module) -> bool:
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
     # Others call a kernel of their own choice.
     asks = "ALL_ATTENTION_FUNCTIONS" in getattr(type(module).forward, "__code__", _shares_heads.__code__).co_names
-    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks
+    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks and _runs_stock_kernel(module)
+
+
+def _runs_stock_kernel(module: nn.Module) -> bool:
+    """Whether the kernel that an attention asks for is the one of `transformers`, and of torch below it."""
+    kernels = type(module).forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+    product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
+    return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)
 
 
 def _attend(

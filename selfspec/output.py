@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from selfspec.stats import Stats
 
@@ -51,27 +53,48 @@ class Round:
         return self.rows[0].tokens
 
 
-@dataclass(frozen=True)
-class GenerateOutput:
-    """A finished generation.
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """A finished generation: what `transformers` gives for one, and what selfspec adds to it.
+
+    Attributes, items, slices, tuples and iteration are as in every output of `transformers`: items are the fields that
+    are not None, in the order of `GenerateDecoderOnlyOutput`. `lengths`, `stats` and `lossless` are attributes alone,
+    so that code which goes over the items of an output finds what it knows.
 
     Attributes:
         sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
-        lengths: number of new tokens of each row.
-        stats: what was counted.
-        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
         scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
             unless `return_dict_in_generate` and `output_scores` ask for them. Where a row has ended, 0 for the padding
             token and -inf for others.
         logits: the same of the full model's own logits, for `output_logits`.
         past_key_values: keys and values of all tokens but each row's last, for the next turn: a cache that the caller
             passed, or a new one for `return_dict_in_generate`; else None, and of a generation under way.
+        lengths: number of new tokens of each row.
+        stats: what was counted.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
+    # Said again for type checkers, which do not read those of transformers.
     sequences: Tensor
-    lengths: tuple[int, ...]
-    stats: Stats
-    lossless: bool
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     past_key_values: Cache | None = None
+    # transformers builds outputs anew from their items, and takes no other default.
+    lengths: tuple[int, ...] = None  # type: ignore[assignment]
+    stats: Stats = None  # type: ignore[assignment]
+    lossless: bool = None  # type: ignore[assignment]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ATTRIBUTES_ALONE:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in _ATTRIBUTES_ALONE:
+            object.__setattr__(self, key, value)
+        else:
+            super().__setitem__(key, value)
+
+
+_ATTRIBUTES_ALONE = frozenset({"lengths", "stats", "lossless"})

@@ -60,13 +60,12 @@ class Passes:
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
-        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self._window = smallest_window(self._config)
         self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
         # A runtime that needs passes of few shapes can do nothing for others.
         shaped = programs is None or programs.bucket == cache.bucket
         recordable = shaped and self._takes_positions and adapter.publishes is None
-        self._programs = programs if programs and recordable and programs.ready_for(model) else None
+        self._programs = programs.bound_to(model) if programs and recordable else None
         self._packed = tuple(layer.weight for layer in packed_layers(model))
 
     def logits(
@@ -82,20 +81,30 @@ class Passes:
         """
         result = self._run(path, head, None, tokens, entering)
         assert result.logits is not None
-        return Pass(result.logits if head is None else head.spread(result.logits, self._vocabulary), result.states)
+        if head is None:
+            return Pass(result.logits, result.states)
+        # Only a head of plain weights can be exchanged for one that draws on some of them.
+        vocabulary = self._stock_model.get_output_embeddings().weight.shape[0]
+        return Pass(head.spread(result.logits, vocabulary), result.states)
 
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
         return self._run(path, None, self._base, tokens, None).states
 
+    def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
+        logits = self._run_stock(self._view(Path.full(self.depth), None), None, embeddings, None).logits
+        assert logits is not None
+        return logits
+
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
 
         Args:
-            tokens: `[batch, tokens]`.
+            tokens: `[batch, tokens]`, or their embeddings `[batch, tokens, hidden]`.
             counts: how many of them each row has; what comes behind them is scrap.
         """
-        if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):
+        if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
             self._run_stock(self._view(Path.full(self.depth), None), self._base, tokens, None)
             return
         # Nothing to start from: the stock model reads them all at once, in recurrent layers too.

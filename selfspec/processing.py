@@ -37,6 +37,7 @@ from transformers.generation import (
     WatermarkLogitsProcessor,
 )
 
+from selfspec.arguments import check_scores
 from selfspec.errors import UnsupportedOptionError
 from selfspec.text import Prefixes
 
@@ -232,8 +233,13 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
 
     Returns:
         `[batch, vocab]`, where `scores` are.
+
+    Raises:
+        UnsupportedOptionError: a processor returned no scores of this shape.
     """
-    found: Tensor = processors(ids.contiguous(), scores.to(ids.device))
+    ids, found = ids.contiguous(), scores.to(ids.device)
+    for processor in processors:
+        found = check_scores(processor, processor(ids, found), found)
     return found.to(scores.device)
 
 

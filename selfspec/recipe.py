@@ -15,13 +15,15 @@ from selfspec.control import Control, CostAware, FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.json_text import parse_json
 from selfspec.plan import Plan
+from selfspec.writing import whole
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
 
 from selfspec.saved import generate_by
 
-RECIPE = """{recipe}"""
+RECIPE = {recipe}
 
 
 def generate(inputs=None, generation_config=None, *, model, **options):
@@ -72,8 +74,22 @@ class Recipe:
 
     @classmethod
     def read(cls, text: str) -> Recipe:
-        """A recipe from its JSON."""
-        return cls(**json.loads(text))
+        """A recipe from its JSON.
+
+        Raises:
+            DraftConfigError: it is something else.
+        """
+        try:
+            found = parse_json(text)
+            recipe = cls(**found)
+            if not isinstance(recipe.draft, str):
+                raise TypeError(f"draft = {recipe.draft!r}")
+        except (ValueError, TypeError) as error:
+            raise DraftConfigError(
+                f"the recipe in custom_generate/generate.py cannot be read ({error}); save the model again: "
+                "selfspec.wrap(model, ...).save_pretrained(folder)"
+            ) from error
+        return recipe
 
     @property
     def drafter(self) -> Drafter | None:
@@ -85,11 +101,15 @@ class Recipe:
         return parse_draft(self.draft)
 
     def save(self, folder: Path) -> None:
-        """Write `custom_generate/` into a saved model's folder."""
+        """Write `custom_generate/` into a saved model's folder.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         from selfspec import __version__
 
         target = folder / "custom_generate"
-        target.mkdir(parents=True, exist_ok=True)
-        program = _PROGRAM.format(recipe=json.dumps(asdict(self)))
-        (target / "generate.py").write_text(program, encoding="utf-8")
-        (target / "requirements.txt").write_text(f"selfspec>={__version__}\n", encoding="utf-8")
+        program = _PROGRAM.format(recipe=repr(json.dumps(asdict(self))))
+        for name, text in (("generate.py", program), ("requirements.txt", f"selfspec>={__version__}\n")):
+            with whole(target / name) as draft:
+                draft.write_text(text, encoding="utf-8")

@@ -88,6 +88,15 @@ class RecurrentLayer(LinearAttentionLayer):
         )
         self._most = max(self._most, sum(snapshot.nbytes for snapshot in self._after.values()))
 
+    @property
+    def settled(self) -> Snapshot:
+        """The state after all committed tokens; empty before the first."""
+        return self._after.get(0, Snapshot({}, {}))
+
+    def begin_with(self, snapshot: Snapshot) -> None:
+        """Go on from the state of an earlier generation."""
+        self._after = {0: snapshot}
+
     def settle(self, tokens: Sequence[int]) -> None:
         """Take each row's state after its own number of tokens as committed, and drop all others."""
         if not self._after or not any(tokens):

@@ -34,6 +34,8 @@ class State:
         scores: keeps the scores of committed tokens; None: nobody asked for them.
         logits: the same of the target's own logits.
         past: gets the keys and values when the generation ends; None: they go with it.
+        opening: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads in place of `last`;
+            None: prompts are tokens, or the first round has begun.
         lockstep: whether processors or stopping criteria need all unfinished rows at one length in every round.
         doubted: numbers of rows whose logits were not finite in the last round, behind a draft. A draft token's keys
             and values may have done that, so they get a round without a draft before they are given up.
@@ -51,6 +53,7 @@ class State:
     scores: Record | None = None
     logits: Record | None = None
     past: Cache | None = None
+    opening: Tensor | None = None
     lockstep: bool = False
     doubted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MethodType
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -86,6 +86,18 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 def has_other_forward(module: nn.Module) -> bool:
     """Whether something runs in place of the module's own `forward`, which may not look at the children of a twin."""
     return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def runs_as_written(function: Callable[..., Any], home: str) -> bool:
+    """Whether a function is one that a module defines, or a kernel of torch's: kernel libraries put others there.
+
+    Args:
+        function: found in the module, or in a class of it.
+        home: name of the module.
+    """
+    # A wrapper says that it comes from where the wrapped one does; what it looks names up in does not lie.
+    space = getattr(function, "__globals__", {})
+    return isinstance(function, BuiltinFunctionType) or space.get("__name__") == home
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.adapter import Adapter
 from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.arguments import check_kind, check_weights
 from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
 from selfspec.costs import Costs
 from selfspec.draft import Drafter
+from selfspec.draft.named import draft_name
 from selfspec.errors import (
     ClosedError,
     DraftConfigError,
@@ -24,26 +35,34 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.generation import Generation
+from selfspec.options import check_not_dropped
 from selfspec.output import GenerateOutput
 from selfspec.plan import Always, Choice, Plan
 from selfspec.recipe import Recipe
-from selfspec.request import (
-    Request,
-    check_model_inputs,
-    check_not_dropped,
-    prepared_request,
-    read_request,
-    request_with_past,
-)
+from selfspec.request import Request, prepared_request, read_request
 from selfspec.rotary import check_rotary
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.programs import Programs
+from selfspec.stock import check_modules, check_saved_whole, stock_model
+from selfspec.writing import check_output_folder, writing
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
+_OF_THE_MODEL = frozenset(
+    {
+        "can_generate",
+        "config",
+        "device",
+        "dtype",
+        "generation_config",
+        "hf_device_map",
+        "input_modalities",
+        "output_modalities",
+    }
+)
 
 
 def wrap(
-    model: PreTrainedModel,
+    model: nn.Module,
     draft: Drafter | Plan | str | None = None,
     *,
     draft_length: int | Control | None = None,
@@ -56,7 +75,8 @@ def wrap(
     The model is not changed: every generation runs it through views of its own that share all weights.
 
     Args:
-        model: any causal LM of a supported architecture.
+        model: any causal LM of a supported architecture. Of one in `torch.compile`'s or PEFT's wrapper, what is inside
+            is wrapped: see `selfspec.stock`.
         draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" drafts as
             `selfspec calibrate` found best here, "auto:FILE" or a `Profile` by a profile of your choice; None decodes
             plainly, in the same loop.
@@ -72,11 +92,16 @@ def wrap(
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
         ProfileError: there is no profile that fits model, device, dtype, threads and versions.
-        UnsupportedOptionError: there is no acceptance rule of that name.
+        UnsupportedOptionError: there is no acceptance rule of that name, or an argument is of another kind.
     """
+    model = stock_model(model)
     check_causal(model)
-    found = adapter or find_adapter(model)
-    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, runtime or Traced())
+    check_weights(model)
+    check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
+    check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
+    found = find_adapter(model) if adapter is None else adapter
+    run_by = Traced() if runtime is None else runtime
+    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
@@ -127,7 +152,11 @@ class SelfSpeculative:
     """A wrapped model. Make one with `selfspec.wrap`.
 
     It holds the model, the draft's configuration and programs recorded of passes, and nothing of any generation, so
-    several threads may generate with it at once, each with a seed of its own.
+    several threads may generate with it at once, each with a seed of its own. Copies, deep ones too, are wrappers of
+    the same model. A pickle carries the model, and no programs.
+
+    Where a pipeline of `transformers` asks its model (`config`, `generation_config`, `device`, `dtype`,
+    `can_generate()` and the like), this answers as the model does.
 
     Attributes:
         model: the stock model, unchanged.
@@ -137,7 +166,16 @@ class SelfSpeculative:
         adapter: where the model keeps its layers.
         runtime: how passes are run.
         programs: recorded of passes so far.
+        config: the model's.
+        generation_config: the model's.
+        device: the model's.
+        dtype: the model's.
     """
+
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    device: torch.device
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -160,9 +198,39 @@ class SelfSpeculative:
         self._closed = False
         adapter.check(model)
         self._check_model()
-        runtime.check(model.get_input_embeddings().weight.device)
-        self._plan.check_model(model, adapter)
-        self._choices = {greedy: self._checked(self._plan.choose(greedy)) for greedy in (True, False)}
+        self._prepare()
+
+    # Type checkers would take any name for an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _OF_THE_MODEL:
+                return getattr(self.model, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpeculative:
+        # Options of a generation are copied deeply by some who pass them on, and name the model's own wrapper.
+        return copy(self)
+
+    def __repr__(self) -> str:
+        draft = type(self.draft).__name__ if isinstance(self.draft, Plan) else draft_name(self.draft)
+        closed = ", unwrapped" if self._closed else ""
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, draft={draft!r}, control={self.control!r}, "
+            f"rule={self.rule!r}, runtime={self.runtime!r}{closed})"
+        )
+
+    def to(self, device: torch.device | str | int) -> SelfSpeculative:
+        """Move the model itself to a device, and give this wrapper back.
+
+        Raises:
+            UnsupportedOptionError: the runtime cannot run passes there.
+            ClosedError: this wrapper was unwrapped.
+        """
+        self._check_open()
+        self.model.to(device)
+        self._prepare()
+        return self
 
     def generate(
         self,
@@ -210,7 +278,8 @@ class SelfSpeculative:
     ) -> Generation:
         """Generate step by step: iterate over the result for what each round commits. Arguments as in `generate`.
 
-        Errors in the arguments are raised by the call itself, not by the first step of the iteration.
+        Errors in the arguments are raised by the call itself, not by the first step of the iteration. Change the model
+        before or after the iteration, not within it: how much of a change the rest of it sees is left open.
         """
         return self._begin(
             self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept
@@ -236,27 +305,35 @@ class SelfSpeculative:
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
         check_not_dropped(currentframe())
-        check_model_inputs(model_kwargs)
-        # Not a parameter of its own: transformers would then pass it twice.
-        mask = model_kwargs.get("attention_mask")
-        request = prepared_request(model, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        past = model_kwargs.get("past_key_values")
-        # transformers hands over a cache of its own where the caller gave none.
-        if past is not None and getattr(past, "_is_user_defined", False):
-            request = request_with_past(request, past)
+        # The mask is no parameter of its own: transformers would then pass it twice.
+        request = prepared_request(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        )
         return self._begin(request, seed, draft_length, accept).answer()
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Save the model so that plain `generate` of `transformers` drafts for itself: see `selfspec.saved`.
 
+        Args:
+            folder: where to.
+            tokenizer: the model's, or its processor, to save beside it.
+
         Raises:
+            UnsupportedModelError: adapters of PEFT are part of the model.
             DraftConfigError: the drafter has no name to save it by.
             UnsupportedOptionError: the rule has none.
+            StorageError: the folder cannot be written to, or the disk is full.
         """
         self._check_open()
         recipe = Recipe.of(self.draft, self.control, self.rule)
-        self.model.save_pretrained(folder)
-        recipe.save(Path(folder))
+        check_saved_whole(self.model)
+        place = Path(folder)
+        check_output_folder(place)
+        with writing(place):
+            self.model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        recipe.save(place)
 
     def drafting(
         self, draft: Drafter | Plan | str | None, draft_length: int | Control | None = None
@@ -321,11 +398,18 @@ class SelfSpeculative:
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs)
 
+    def _prepare(self) -> None:
+        """Check runtime and draft, and estimate costs, for where the model is."""
+        self.runtime.check(self.model.get_input_embeddings().weight.device)
+        self._plan.check_model(self.model, self.adapter)
+        self._choices = {greedy: self._checked(self._plan.choose(greedy)) for greedy in (True, False)}
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this wrapper was unwrapped; call selfspec.wrap(model) again")
 
     def _check_model(self) -> None:
+        check_modules(self.model)
         kernel = self.model.config._attn_implementation
         if kernel not in _ATTENTION_KERNELS:
             raise UnsupportedModelError(

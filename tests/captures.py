@@ -7,17 +7,18 @@ nothing behind; and it fails where the host would wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selfspec.runtime import CudaGraphs
+from selfspec.runtime import Compiled, CudaGraphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 
 
@@ -91,3 +92,14 @@ class StandIn(CudaGraphs):
     def recorder(self, device: torch.device) -> Recorder:
         self.recorders.append(StandInRecorder())
         return self.recorders[-1]
+
+
+@dataclass(frozen=True)
+class Interpreted(Compiled):
+    """Runs the graphs that would be compiled, operator by operator."""
+
+    graphs: list[GraphModule] = field(default_factory=list, compare=False)
+
+    def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        self.graphs.append(graph)
+        return graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -101,6 +102,42 @@ def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTraine
     ids = next_turn(wanted)
     again = llama.generate(ids, past_key_values=out.past_key_values, **GREEDY)
     assert torch.equal(again, llama.generate(ids, **GREEDY))
+
+
+def test_rows_that_ended_apart_go_on_from_what_all_have_filled(llama: PreTrainedModel) -> None:
+    """Columns behind the end of a shorter row hold padding, which a pass has to read like any other token."""
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    ids, ones = tiny.prompt(8, 2), torch.ones(2, 8, dtype=torch.long)
+    text = llama.generate(ids, attention_mask=ones, **GREEDY)
+    ends = next(int(token) for token in text[0, 10:] if int(token) not in text[1, 8:].tolist())
+    out = spec.generate(ids, ones, eos_token_id=ends, return_dict_in_generate=True, **GREEDY)
+    assert out.lengths[0] < out.lengths[1]
+    assert out.past_key_values is not None
+    assert out.past_key_values.get_seq_length() == 8 + out.lengths[0] - 1
+    more = next_turn(out.sequences)
+    mask = torch.ones_like(more)
+    again = spec.generate(more, mask, past_key_values=out.past_key_values, **GREEDY)
+    assert torch.equal(again.sequences, llama.generate(more, attention_mask=mask, **GREEDY))
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_turn_may_be_given_by_itself_with_a_mask_over_all(llama: PreTrainedModel, way: str, padded: bool) -> None:
+    """As `transformers` takes it: ids of the new columns alone. Padding may stand before them, too."""
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    first = spec.generate(tiny.prompt(5, 2), return_dict_in_generate=True, **GREEDY)
+    assert first.past_key_values is not None
+    ids = torch.cat([first.sequences[:, -1:], tiny.prompt(4, 2, seed=9)], 1)
+    mask = torch.ones(2, 13 + 5, dtype=torch.long)
+    if padded:
+        mask[0, 13:16] = 0
+    options = {"attention_mask": mask, "past_key_values": first.past_key_values, **GREEDY}
+    wanted = llama.generate(ids, **{**options, "past_key_values": deepcopy(first.past_key_values)})
+    if way == "wrapper":
+        found = spec.generate(ids, **options).sequences
+    else:
+        found = llama.generate(ids, custom_generate=spec, **options)
+    assert torch.equal(found, wanted)
 
 
 def test_samples_are_those_of_a_fresh_run(llama: PreTrainedModel) -> None:

@@ -244,8 +244,7 @@ OPTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 3}, "drop it"),
     ("assistant_early_exit", lambda: {"assistant_early_exit": 2}, r"EarlyExit\(layer="),
     ("assistant_model", lambda: {"assistant_model": tiny.llama()}, "drop it"),
-    ("inputs_embeds", lambda: {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "input_ids"),
-    ("position_ids", lambda: {"position_ids": torch.arange(5)[None]}, "drop it"),
+    ("position_ids", lambda: {"position_ids": torch.arange(1, 6)[None]}, "drop it"),
     ("cache_implementation", lambda: {"cache_implementation": "static"}, "drop it"),
     ("cache_implementation", lambda: {"cache_implementation": "paged"}, "drop it"),
     ("cache_implementation", lambda: {"cache_implementation": "quantized"}, "drop it"),
@@ -299,10 +298,10 @@ def test_a_generation_config_is_read_like_keywords(
 
 def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, DRAFT, draft_length=4)
-    llama.generation_config.output_attentions = True
-    with pytest.raises(UnsupportedOptionError, match=r"output_attentions=True"):
+    llama.generation_config.prefill_chunk_size = 4
+    with pytest.raises(UnsupportedOptionError, match=r"prefill_chunk_size=4"):
         spec.generate(tiny.prompt(5), max_new_tokens=3)
-    llama.generation_config.output_attentions = None
+    llama.generation_config.prefill_chunk_size = None
     llama.generation_config.repetition_penalty = 1.6
     llama.generation_config.max_new_tokens = 4
     llama.generation_config.eos_token_id = 7
@@ -415,3 +414,65 @@ def test_several_returned_sequences_repeat_their_prompt_and_mask(llama: PreTrain
     assert out.sequences.tolist() == greedy.repeat_interleave(3, 0).tolist()
     with pytest.raises(UnsupportedOptionError, match="num_return_sequences"):
         spec.generate(prompts, mask, max_new_tokens=8, do_sample=False, num_return_sequences=3)
+
+
+# What changes nothing without another option, and what a checkpoint says by itself.
+
+INERT: list[dict[str, Any]] = [
+    {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic"},
+    {"assistant_confidence_threshold": 0.1, "assistant_lookbehind": 3, "target_lookbehind": 3},
+    {"max_matching_ngram_size": 3},
+    {"low_memory": True},
+    {"penalty_alpha": 0.6, "top_k": 1},
+    {"max_cache_len": 64},
+    {"output_attentions": True},
+    {"output_hidden_states": True},
+]
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+@pytest.mark.parametrize("options", INERT, ids=lambda options: next(iter(options)))
+def test_what_changes_nothing_is_no_reason_to_refuse(llama: PreTrainedModel, options: dict[str, Any], way: str) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    for name, value in options.items():
+        setattr(llama.generation_config, name, value)
+    given: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    if way == "wrapper":
+        found = spec.generate(tiny.prompt(5), **given).sequences
+    else:
+        found = llama.generate(tiny.prompt(5), custom_generate=spec, **given)
+    assert torch.equal(found, wanted)
+
+
+def test_what_is_returned_with_the_whole_output_is_still_refused(spec: selfspec.SelfSpeculative) -> None:
+    refused(
+        spec,
+        UnsupportedOptionError,
+        "output_hidden_states",
+        tiny.prompt(5),
+        output_hidden_states=True,
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+def test_a_checkpoint_that_says_use_cache_false_is_decoded(llama: PreTrainedModel, way: str) -> None:
+    """mpt's config says so by default. Who asks for it in the call is still refused."""
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    llama.generation_config.use_cache = False
+    llama.config.use_cache = False
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    if way == "wrapper":
+        found = spec.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False).sequences
+    else:
+        found = llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=9, do_sample=False)
+    assert torch.equal(found, wanted)
+    with pytest.raises(UnsupportedOptionError, match="use_cache"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3, use_cache=False)
+
+
+def test_use_cache_false_of_a_call_is_refused_through_transformers_too(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    with pytest.raises(UnsupportedOptionError, match="use_cache"):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, use_cache=False)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, dynamic_module_utils
 
 import selfspec
 import tiny
 from selfspec.accept import TokenLevel, Typical
 from selfspec.control import FixedLength
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Draft, Drafter, SkipFile
+from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.skip_file import write_skip_file
+from selfspec.fingerprint import fingerprint
 from selfspec.recipe import Recipe
 from selfspec.state import State
 
@@ -39,16 +43,23 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def _written(folder: Path) -> str:
+    """The recipe in the code of a saved folder, as Python reads it."""
+    recipe = runpy.run_path(str(folder / "custom_generate" / "generate.py"))["RECIPE"]
+    assert isinstance(recipe, str)
+    return recipe
+
+
+def rounds(monkeypatch: pytest.MonkeyPatch, kind: type[PathDrafter] = selfspec.EarlyExit) -> list[int]:
     """Counts rounds by their drafts' lengths."""
     drafted: list[int] = []
-    right = selfspec.EarlyExit.draft
+    right = kind.draft
 
-    def counted(self: selfspec.EarlyExit, state: State, length: int) -> Draft:
+    def counted(self: PathDrafter, state: State, length: int) -> Draft:
         drafted.append(length)
         return right(self, state, length)
 
-    monkeypatch.setattr(selfspec.EarlyExit, "draft", counted)
+    monkeypatch.setattr(kind, "draft", counted)
     return drafted
 
 
@@ -68,6 +79,14 @@ def test_the_folder_holds_the_model_and_its_recipe(folder: str, plain: PreTraine
     assert "exit:2" in (Path(folder) / "custom_generate" / "generate.py").read_text()
     wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
     assert torch.equal(plain.generate(tiny.prompt(5), **OPTIONS), wanted)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    selfspec.wrap(tiny.llama()).save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert loaded("ab ba").input_ids == tokenizer("ab ba").input_ids
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == tiny.VOCABULARY
 
 
 def test_a_model_loaded_with_trust_drafts_for_itself(trusted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +148,44 @@ def test_recipes_come_back_as_they_were(
     spec = selfspec.wrap(tiny.llama(), draft, draft_length=5, accept=accept)
     assert Recipe.of(spec.draft, spec.control, spec.rule) == wanted
     wanted.save(tmp_path)
-    text = (tmp_path / "custom_generate" / "generate.py").read_text().split('"""')[3]
+    text = _written(tmp_path)
     assert Recipe.read(text) == wanted
     assert Recipe.read(text).drafter == draft
     assert json.loads(text)["draft_length"] == 5
+
+
+@pytest.mark.parametrize("name", ['"""', "it's", "back\\slash", "line\nbreak", '\\"', "{brace}", "\\N{x}", "'''"])
+def test_a_draft_of_any_name_is_saved_as_code_that_runs(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.llama()
+    file = tmp_path / f"set {name}.json"
+    write_skip_file(selfspec.LayerSkip(layers=[1]), fingerprint(model), file, {})
+    selfspec.wrap(model, f"skip-file:{file}", draft_length=3).save_pretrained(tmp_path / "model")
+    assert Recipe.read(_written(tmp_path / "model")) == Recipe(f"skip-file:{file}", 3, None)
+
+    drafted = rounds(monkeypatch, SkipFile)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, trust_remote_code=True)
+    assert torch.equal(loaded.generate(tiny.prompt(5), **OPTIONS), model.generate(tiny.prompt(5), **OPTIONS))
+    assert drafted
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "5", "{}", '{"draft": 5, "draft_length": null, "accept": null}', "[" * 100_000, "1" * 5000],
+    ids=lambda text: text[:20],
+)
+def test_a_recipe_that_was_damaged_is_refused(text: str) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match=r"custom_generate/generate\.py"):
+        Recipe.read(text)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3)
+    for place in (tmp_path / "file", tmp_path / "file" / "model"):
+        with pytest.raises(selfspec.StorageError, match="cannot be written"):
+            spec.save_pretrained(place)
 
 
 def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BitNetConfig,
     BitNetForCausalLM,
@@ -23,6 +24,8 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -107,6 +110,15 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
 def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
     """Random token ids, `[batch, length]`."""
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are single bytes; models that read it need a vocabulary of 256."""
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    built = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=built, pad_token="!", eos_token="!")
 
 
 def _built(

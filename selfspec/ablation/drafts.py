@@ -17,10 +17,11 @@ from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.exit_head import WEIGHTS
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import SelfSpecError, StudyError
+from selfspec.json_text import parse_json
 from selfspec.path import Part, Sublayer
 from selfspec.search.space import Space
 
-_RANDOM = re.compile(r"random:(\d+)x(\d+)", re.ASCII)
+_RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
 # Sets drawn in vain, all known, before there are held to be no more.
 _PATIENCE = 1000
 
@@ -135,13 +136,11 @@ def _random(space: Space, count: int, seed: str) -> Iterator[str]:
 
 
 def _exits_of(folder: str) -> list[int]:
-    import json
-
     from selfspec.draft.exit_head import CONFIG
 
     try:
-        exits: list[int] = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))["exits"]
-    except (OSError, ValueError, KeyError) as error:
+        exits: list[int] = list(parse_json((Path(folder) / CONFIG).read_text(encoding="utf-8"))["exits"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StudyError(f"drafts: heads:{folder} names no exit heads ({error})") from error
     return exits
 

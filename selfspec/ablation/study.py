@@ -144,7 +144,7 @@ def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
 def _parsed_toml(file: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StudyError(f"{file} is not TOML: {error}") from error
 
 
@@ -155,7 +155,7 @@ def _parsed_yaml(file: Path, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise StudyError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
 
 
@@ -164,6 +164,9 @@ _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 
 def _checked(where: str, key: str, kind: str, value: Any) -> Any:
     """A value as the study keeps it."""
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, int | float) and not -(2**63) <= number < 2**63:
+            raise StudyError(f"{where}: {key} holds a number out of range")
     if not kind.startswith("tuple"):
         wanted: type = {"int": int, "str": str}.get(kind, str)
         if isinstance(value, bool) or not isinstance(value, wanted):

@@ -10,6 +10,7 @@ from selfspec.accept.coupled import Coupled
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.accept.rule import Rule
 from selfspec.accept.token_level import TokenLevel
+from selfspec.arguments import check_kind
 from selfspec.errors import UnsupportedOptionError
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -36,9 +37,10 @@ def find_rule(accept: str | Rule) -> Rule:
     """The rule of that name, or the rule itself.
 
     Raises:
-        UnsupportedOptionError: there is none of that name.
+        UnsupportedOptionError: there is none of that name, or it is no rule.
     """
     if not isinstance(accept, str):
+        check_kind("accept", accept, Rule, f"choose one of {', '.join(RULES)}")
         return accept
     if accept not in RULES:
         raise UnsupportedOptionError(f"no acceptance rule {accept!r}; choose one of {', '.join(RULES)}")

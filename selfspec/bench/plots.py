@@ -14,10 +14,14 @@ from selfspec.bench.prediction import prediction
 from selfspec.bench.record import Counts, Record
 from selfspec.bench.results_file import MeasuredCell
 from selfspec.errors import BenchError
+from selfspec.writing import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+KEPT = "the results are kept: make room and repeat the command"
+"""What messages say of a report that cannot be written."""
 
 SPEED, ACCEPTANCE, PREDICTION = "speed.png", "acceptance.png", "prediction.png"
 
@@ -50,12 +54,17 @@ def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[str]:
     Returns:
         The names of the files.
     """
-    drawn = {SPEED: _speed(cells), ACCEPTANCE: _acceptance(cells), PREDICTION: _prediction(cells)}
-    for name, figure in drawn.items():
-        if figure is not None:
-            figure.savefig(folder / name, dpi=_DPI)
-        else:
-            (folder / name).unlink(missing_ok=True)
+    from matplotlib import rc_context
+
+    # Names may hold dollar signs.
+    with rc_context({"text.parse_math": False}):
+        drawn = {SPEED: _speed(cells), ACCEPTANCE: _acceptance(cells), PREDICTION: _prediction(cells)}
+        for name, figure in drawn.items():
+            if figure is not None:
+                with whole(folder / name, KEPT) as draft:
+                    figure.savefig(draft, dpi=_DPI)
+            else:
+                (folder / name).unlink(missing_ok=True)
     return [name for name, figure in drawn.items() if figure is not None]
 
 

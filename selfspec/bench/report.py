@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from selfspec.bench import figures
 from selfspec.bench.arm import ArmSpec, Kind
+from selfspec.bench.markdown import escaped, table
 from selfspec.bench.prediction import prediction, round_cost
 from selfspec.bench.record import Record
 from selfspec.bench.results_file import MeasuredCell
@@ -31,8 +32,8 @@ def report(cells: Sequence[MeasuredCell]) -> str:
     """
     parts = ["# Benchmark", _NOTES, *_settings(cells), "## Overview", overview(cells)]
     for measured in cells:
-        parts += [f"## {measured.cell.title}", _heading(measured, cells), speeds(measured), _not_scored(measured)]
-        parts += [rounds(measured), memory(measured)]
+        parts += [f"## {escaped(measured.cell.title)}", _heading(measured, cells), speeds(measured)]
+        parts += [_not_scored(measured), rounds(measured), memory(measured)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -43,9 +44,9 @@ def overview(cells: Sequence[MeasuredCell]) -> str:
     names, places = [arm.name for arm in arms], [_short(measured) for measured in cells]
     by_arm = [[_against(_found(measured, arm), measured) for measured in cells] for arm in arms]
     if len(cells) <= len(arms):
-        return _table([title, *places], [[name, *shown] for name, shown in zip(names, by_arm, strict=True)])
+        return table([title, *places], [[name, *shown] for name, shown in zip(names, by_arm, strict=True)])
     by_cell = zip(*by_arm, strict=True)
-    return _table([title, *names], [[place, *shown] for place, shown in zip(places, by_cell, strict=True)])
+    return table([title, *names], [[place, *shown] for place, shown in zip(places, by_cell, strict=True)])
 
 
 def speeds(measured: MeasuredCell) -> str:
@@ -68,7 +69,7 @@ def speeds(measured: MeasuredCell) -> str:
         "equal texts": lambda arm: "" if arm.agreement is None else f"{arm.agreement.share:.0%}",
     }
     rows = [[arm.arm.name, *(shown(arm) for shown in columns.values())] for arm in measured.arms if arm.scored]
-    return _table(["", *columns], rows)
+    return table(["", *columns], rows)
 
 
 def rounds(measured: MeasuredCell) -> str:
@@ -96,7 +97,7 @@ def rounds(measured: MeasuredCell) -> str:
     if not rows:
         return ""
     head = ["a round, in plain steps", "draft steps", "drafted", "draft", "verify", "rest"]
-    return _table([*head, "c", "V(4)", "o", "predicted speed-up", "measured", "efficiency"], rows)
+    return table([*head, "c", "V(4)", "o", "predicted speed-up", "measured", "efficiency"], rows)
 
 
 def _terms(record: Record) -> list[str]:
@@ -125,38 +126,39 @@ def memory(measured: MeasuredCell) -> str:
         return ""
     counted = next(record.memory.counted_by for record in measured.arms if record.memory is not None)
     head = [f"memory, MiB, counted by {counted}", "weights", "above them", "peak", "against selfspec plain", "KV cache"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _settings(cells: Sequence[MeasuredCell]) -> list[str]:
     lines = []
     for measured in cells:
         settings, environment = measured.settings, measured.arms[0].environment
-        lines.append(
+        line = (
             f"{settings.model}, {settings.parameters / 1e6:.1f}M parameters, {settings.dtype}, {settings.repeats} "
             f"repeats, {settings.threads} threads, {environment['device']}, {environment['processor']}; selfspec "
             f"{environment['selfspec']}, commit {environment['commit'] or 'unknown'}, torch {environment['torch']}, "
             f"transformers {environment['transformers']}, Python {environment['python']}."
         )
+        lines.append(escaped(line))
     return list(dict.fromkeys(lines))
 
 
 def _heading(measured: MeasuredCell, cells: Sequence[MeasuredCell]) -> str:
     settings = measured.settings
     several = len({each.settings.model + each.settings.dtype for each in cells}) > 1
-    return f"{settings.model}, {settings.dtype}, {settings.threads} threads" if several else ""
+    return escaped(f"{settings.model}, {settings.dtype}, {settings.threads} threads") if several else ""
 
 
 def _not_scored(measured: MeasuredCell) -> str:
     lines = []
     for record in measured.arms:
         if record.absence is not None:
-            lines.append(f"- {record.arm.name}: absent. {record.absence}.")
+            lines.append(f"- {escaped(record.arm.name)}: absent. {escaped(record.absence)}.")
         elif record.refused and record.agreement is not None:
             parted = record.agreement.texts - record.agreement.equal
             lines.append(
-                f"- {record.arm.name}: REFUSED. {parted} of {record.agreement.texts} greedy texts differ from those of "
-                "model.generate."
+                f"- {escaped(record.arm.name)}: REFUSED. {parted} of {record.agreement.texts} greedy texts differ from "
+                "those of model.generate."
             )
     return "\n".join(lines)
 
@@ -193,12 +195,3 @@ def _short(measured: MeasuredCell) -> str:
 
 def _mib(number: int) -> str:
     return f"{number / 2**20:.1f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -11,6 +11,8 @@ from selfspec.bench.arm import ArmSpec
 from selfspec.bench.cell import Cell
 from selfspec.bench.record import Record, Settings
 from selfspec.errors import BenchError
+from selfspec.json_text import parse_json
+from selfspec.writing import check_output_file, writing
 
 FILE = "results.jsonl"
 
@@ -45,14 +47,29 @@ class ResultsFile:
         self._file = folder / FILE
 
     def add(self, records: Sequence[Record]) -> None:
-        """Write the lines of a cell, all at once."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        """Write the lines of a cell, all at once.
+
+        Raises:
+            StorageError: they cannot be written; those of other cells are kept.
+        """
         lines = "".join(json.dumps(record.to_dict(), allow_nan=False) + "\n" for record in records)
         kept = self._whole_lines()
-        with self._file.open("r+b" if self._file.exists() else "wb") as file:
-            file.truncate(len(kept.encode()))
-            file.seek(0, 2)
-            file.write(lines.encode())
+        with writing(self._file, "cells measured before are kept: make room and repeat the command to go on"):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("r+b" if self._file.exists() else "wb") as file:
+                file.truncate(len(kept.encode()))
+                file.seek(0, 2)
+                file.write(lines.encode())
+
+    def check(self) -> None:
+        """Refuse, before any work, results that cannot be gone on with or written to.
+
+        Raises:
+            BenchError: a line cannot be read.
+            StorageError: file or folder cannot be written.
+        """
+        check_output_file(self._file)
+        self.cells()
 
     def find(self, cell: Cell, settings: Settings, arms: Sequence[ArmSpec]) -> MeasuredCell | None:
         """An earlier measurement of the cell under the same settings, with all of these arms."""
@@ -87,7 +104,7 @@ class ResultsFile:
 
     def _record(self, number: int, line: str) -> Record:
         try:
-            return Record.from_dict(json.loads(line))
+            return Record.from_dict(parse_json(line))
         except (ValueError, KeyError, TypeError) as error:
             raise BenchError(
                 f"line {number} of {self._file} is no result of this version of selfspec bench "

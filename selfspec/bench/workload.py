@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.demo import PROMPTS
 from selfspec.errors import PromptError
+from selfspec.json_text import parse_json
 
 BUILT_IN = "demo"
 """The workload of whoever names none: beginnings of four Python files."""
@@ -120,7 +120,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 def _line(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         raise PromptError(f"line {number} of {file} is no JSON ({error}); a workload is JSONL") from error
     if not isinstance(found, dict):

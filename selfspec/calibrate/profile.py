@@ -17,7 +17,9 @@ from selfspec.control import CostAware
 from selfspec.costs import BatchCosts, Costs
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
+from selfspec.json_text import parse_json
 from selfspec.plan import Choice, Plan
+from selfspec.writing import whole
 
 FORMAT = 5
 _WHAT_DIFFERS = {
@@ -88,13 +90,13 @@ class Profile(Plan):
             ProfileError: it is missing, truncated, corrupt, foreign or of another format.
         """
         try:
-            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            content = parse_json(Path(file).read_text(encoding="utf-8"))
         except OSError as error:
             raise ProfileError(
                 f"the profile {file} cannot be read ({error.strerror or error}); write one: selfspec calibrate MODEL "
                 f"--to {file}"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProfileError(
                 f"the profile {file} is truncated or no JSON ({error}); write it again: selfspec calibrate MODEL "
                 f"--to {file}"
@@ -117,7 +119,7 @@ class Profile(Plan):
         """Write it: the whole file or none of it.
 
         Raises:
-            ProfileError: it cannot be written there.
+            StorageError: it cannot be written there.
         """
         content = {
             "format": FORMAT,
@@ -126,13 +128,9 @@ class Profile(Plan):
             "sampled": asdict(self.sampled),
             "report": dict(self.report),
         }
-        part = file.with_name(file.name + ".part")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            part.replace(file)
-        except OSError as error:
-            raise ProfileError(f"the profile {file} cannot be written: {error.strerror or error}") from error
+        text = json.dumps(content, indent=1, allow_nan=False)
+        with whole(file) as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
 
     def choose(self, greedy: bool) -> Choice:
         return (self.greedy if greedy else self.sampled).choice
@@ -233,15 +231,20 @@ class _Reader:
             raise self._wrong(name)
         numbers = {each.name: self._number(content.get(each.name), name) for each in fields(Costs)}
         costs = Costs(rows=int(numbers.pop("rows")), **numbers)
-        too_small = min(costs.draft, costs.widening, costs.each_row) < 0 or min(costs.rows, costs.out_of_step) < 1
-        if too_small or costs.of_round(0, 0) <= 0:
+        if costs.verify + costs.overhead <= 0:
             raise self._wrong(name)
         return costs
 
     def _number(self, value: object, name: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name)
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self._wrong(name) from None
+        if not math.isfinite(number):
+            raise self._wrong(name)
+        return number
 
     def _wrong(self, name: str) -> ProfileError:
         return ProfileError(f"{self._file} is incomplete or corrupt ({name}); write it again with selfspec calibrate")

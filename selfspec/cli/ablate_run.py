@@ -23,6 +23,7 @@ from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
 from selfspec.measure.environment import versions
+from selfspec.writing import check_output_folder
 
 _SHOWN = 8
 _COLUMNS = {
@@ -76,6 +77,7 @@ def run(job: Job) -> None:
     require_packages((*WORK, *REPORT))
     study = _study(job)
     to = job.to or Path(study.name)
+    check_output_folder(to)
     with shown_progress("studying") as told:
         finding = run_study(study, to, job.storage, job.device, told)
     files = write_report(finding, to)
@@ -150,7 +152,7 @@ def _print_panel(panel: Panel) -> None:
         table.add_column(name, justify="right")
     for row in _ranked(panel)[:_SHOWN]:
         table.add_row(row["draft"], *(_cell(row.get(name)) for name in _COLUMNS))
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 def _print_comparison(found: Comparison) -> None:
@@ -164,7 +166,7 @@ def _print_comparison(found: Comparison) -> None:
     for row in found.rows:
         cells = [_cell(row[f"{figure}_{side}"]) for figure in figures for side in "ab"]
         table.add_row(row["draft"], row["workload"], f"{row['temperature']:g}", *cells)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
     if any(found.alone):
         print(f"only in a: {found.alone[0]} drafts; only in b: {found.alone[1]}")
 

@@ -13,7 +13,7 @@ from selfspec.anatomy import Anatomy, ExitAnatomy, LayerAnatomy, Weights
 
 def print_anatomy(name: str, anatomy: Anatomy) -> None:
     """Print the tables on stdout."""
-    Console(highlight=False).print(
+    Console(highlight=False, markup=False).print(
         Group(_summary(name, anatomy), "", _parts(anatomy), "", _exits(anatomy)), soft_wrap=False
     )
 
@@ -60,7 +60,7 @@ def _parts(anatomy: Anatomy) -> Table:
 
 def print_exits(title: str, exits: tuple[ExitAnatomy, ...]) -> None:
     """Print a table of exits on stdout."""
-    Console(highlight=False).print("", _exit_rows(title, exits), sep="\n")
+    Console(highlight=False, markup=False).print("", _exit_rows(title, exits), sep="\n")
 
 
 def _exit_rows(title: str, exits: tuple[ExitAnatomy, ...]) -> Table:

@@ -18,6 +18,7 @@ from selfspec.bench.results_file import FILE, MeasuredCell, ResultsFile
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.errors import BenchError
+from selfspec.writing import whole
 
 REPORT = "report.md"
 
@@ -41,16 +42,21 @@ def make_report(folder: Path, with_plots: bool, output: OutputFormat) -> None:
 
 
 def write_report(cells: Sequence[MeasuredCell], folder: Path, with_plots: bool) -> None:
-    """Write the Markdown, and the plots where they are wanted."""
+    """Write the Markdown, and the plots where they are wanted.
+
+    Raises:
+        StorageError: they cannot be written; the results are kept.
+    """
     text = report(cells)
     if with_plots:
         text += "\n" + "".join(f"![{Path(name).stem}]({name})\n" for name in plots.draw(cells, folder))
-    (folder / REPORT).write_text(text, encoding="utf-8")
+    with whole(folder / REPORT, plots.KEPT) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def print_overview(cells: Sequence[MeasuredCell], folder: Path) -> None:
     """Print the overview as a table, and where the rest is."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(Markdown(overview(cells)))
     console.print(f"{folder / REPORT} has the rest.", style="dim")
 

@@ -103,12 +103,12 @@ def run(job: Job) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     device = find_device(job.device)
+    file = ResultsFile(job.folder)
+    file.check()
     place = str(checkpoint_folder()) if job.model is None else job.model
     specs = _specs(job, place, device)
     checkpoint = load_checkpoint(place, job.dtype, str(device))
     name = _EMBEDDED if job.model is None else Path(job.model).name
-    file = ResultsFile(job.folder)
-    file.cells()  # results that cannot be gone on with are refused before work starts
     session = Session(Subject(name, place, checkpoint.model), specs, job.plan, file)
     cells = _cells(job, checkpoint)
     with progress_bar("measuring") as progress:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from selfspec.cli.verify_prompts import read_prompts as read_lines
 from selfspec.errors import PromptError
+from selfspec.json_text import parse_json
 
 # The beginning of a text stands for a prompt.
 _CHARACTERS = 400
@@ -30,7 +30,7 @@ def read_prompts(file: Path, most: int) -> tuple[str, ...]:
 
 def _prompt(line: str, place: str) -> str:
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError as error:
         raise PromptError(f"{place} is no JSON ({error})") from error
     found = {name: content.get(name) for name in ("prompt", "text")} if isinstance(content, dict) else {}

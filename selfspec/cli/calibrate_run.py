@@ -16,6 +16,7 @@ from transformers.utils import logging
 from selfspec.calibrate import Calibration, Chosen, Settings, calibrate
 from selfspec.calibrate.candidates import considered
 from selfspec.calibrate.place import default_file
+from selfspec.calibrate.place import folder as default_folder
 from selfspec.calibrate.run import Kind
 from selfspec.checkpoint import DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.json_output import print_json
@@ -25,11 +26,11 @@ from selfspec.demo import PROMPTS as DEMO_PROMPTS
 from selfspec.demo import checkpoint_folder
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN
-from selfspec.errors import ProfileError
 from selfspec.measure import Estimate
 from selfspec.measure.environment import versions
 from selfspec.packed import pack
 from selfspec.verify import PROMPTS
+from selfspec.writing import check_output_file, check_output_folder
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,16 @@ def run(job: Job) -> None:
 
     Raises:
         SelfSpecError: the job cannot be done; nothing was written or printed.
+        StorageError: the profile cannot be written; that is found out before anything is measured, where it can be.
     """
     logging.set_verbosity_error()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     find_device(job.device)
-    if job.to is not None and job.to.is_dir():
-        raise ProfileError(f"--to {job.to} is a folder; name the file to write")
+    if job.to is None:
+        check_output_folder(default_folder())
+    else:
+        check_output_file(job.to)
     # Weights may take minutes to load: what the configuration can tell is told before.
     considered(read_config(job.model).get_text_config(decoder=True).num_hidden_layers, job.drafters)
     checkpoint = load_checkpoint(job.model, job.dtype, job.device)
@@ -118,7 +122,7 @@ def _result(job: Job, found: Calibration, file: Path, seconds: float) -> dict[st
 
 
 def _print(job: Job, found: Calibration, file: Path, seconds: float) -> None:
-    console, setting = Console(highlight=False), found.profile.setting
+    console, setting = Console(highlight=False, markup=False), found.profile.setting
     threads = f", {setting.threads} threads" if setting.threads else ""
     console.print(f"{job.model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s")
     console.print()

@@ -149,7 +149,7 @@ def _verdict(comparison: Comparison, checkpoint: Checkpoint) -> str:
 
 
 def _print(job: Job, checkpoint: Checkpoint, greedy: Comparison, sampled: Comparison) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(_texts(checkpoint, greedy))
     same = all(greedy.identical)
     console.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")

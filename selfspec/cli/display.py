@@ -72,7 +72,7 @@ class DraftDisplay:
 
     def __init__(self, stream: TextStream, out: IO[str]) -> None:
         self._stream = stream
-        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._console = Console(file=out, highlight=False, markup=False, soft_wrap=True)
         self._write("accepted draft", _ACCEPTED)
         self._write(" | ", Style())
         self._write("the target's own", _OWN)

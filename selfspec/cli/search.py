@@ -21,7 +21,7 @@ from selfspec.cli.study_options import (
 )
 from selfspec.errors import DraftConfigError
 
-_SIZES = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_SIZES = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def search(

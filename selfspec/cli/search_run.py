@@ -17,11 +17,11 @@ from selfspec.ablation.subject import check_inputs, loader
 from selfspec.cli.ablate_run import prepare, shown_progress
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
-from selfspec.errors import StorageError
 from selfspec.measure.environment import versions
 from selfspec.search.job import find, save
 from selfspec.search.plan import SearchPlan
 from selfspec.search.run import Found
+from selfspec.writing import check_output_file, check_output_folder
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ def run(job: Job) -> None:
     prepare(job.threads)
     require_packages()
     study = Study.of({**job.declared, "draft_lengths": list(job.plan.draft_lengths), "reach": 1}, "the command line")
+    check_output_file(job.to)
+    if job.storage is not None and "://" not in job.storage:
+        check_output_folder(Path(job.storage))
     check_inputs(study)
-    if not job.to.parent.is_dir():
-        raise StorageError(f"{job.to} cannot be written: there is no folder {job.to.parent}")
     subject = loader(study, job.device)(study.models[0])
     storage = None if job.storage is None else open_storage(job.storage)
     with shown_progress("searching") as told:
@@ -84,5 +85,5 @@ def _print(found: Found, to: Path) -> None:
         layers = (",".join(map(str, row[part])) for part in ("attention", "mlp"))
         figures = (f"{row['alpha']:.3f}", f"{row['cost']:.3f}", str(row["draft_length"]), f"{row['speedup']:.3f}")
         table.add_row(*layers, *figures, style="bold" if score == found.best else None)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
     print(f"{len(found.scores)} sets evaluated; the best is in {to}: --draft skip-file:{to}")

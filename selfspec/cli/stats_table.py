@@ -26,7 +26,7 @@ def print_stats(stats: Stats) -> None:
         table.add_row("drafted", "nothing")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))
     table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
-    Console(stderr=True, highlight=False).print(table)
+    Console(stderr=True, highlight=False, markup=False).print(table)
 
 
 def by_position(accepted: list[int], judged: list[int]) -> str:

@@ -40,7 +40,7 @@ EvaluateEvery = Annotated[int, typer.Option("--evaluate-every", min=1, help="Ste
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write logs for TensorBoard as well.")]
 Exits = Annotated[str, typer.Option("--exits", metavar="LAYERS", help="Exit layers to teach, e.g. 2,3,4.")]
 
-_NUMBERS = re.compile(r"\d+(,\d+)*", re.ASCII)
+_NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 
 def parse_exits(text: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from selfspec.train.course import Course, Observer
 from selfspec.train.exit_job import ExitPlan, train_exit
 from selfspec.train.jobs import Source, train_layerskip
 from selfspec.train.recipe import Recipe
-from selfspec.train.vocabulary import most_frequent, write_vocabulary
+from selfspec.train.vocabulary import check_vocabulary_file, most_frequent, write_vocabulary
 
 
 def run_layerskip(
@@ -51,6 +51,7 @@ def run_exit(
 def run_vocabulary(model: str, text: tuple[Path, ...], size: int, to: Path, output: OutputFormat) -> None:
     """Count tokens, write the most frequent ones, and print how much of the text they are."""
     _prepare(None)
+    check_vocabulary_file(to)
     rows = describe_config(read_config(model)).vocabulary
     documents = [document for file in text for document in read_documents(file)]
     counted = most_frequent(packed(documents, load_tokenizer(model), 1), size, rows)
@@ -98,7 +99,7 @@ def show_report(report: Mapping[str, Any], to: Path, output: OutputFormat) -> No
     for name, after in report["after"].items():
         before = report["before"].get(name)
         table.add_row(name, "" if before is None else f"{before:.3f}", f"{after:.3f}")
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 def _prepare(threads: int | None) -> None:

@@ -26,7 +26,7 @@ _MOST_LISTED = 20
 
 def print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report, seconds: float) -> None:
     """Print the tables on stdout, the verdict last."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     settings = report.settings
     console.print(
         f"{name}: {report.model} with {report.depth} layers, {report.dtype}, {report.device}; {report.prompts} "

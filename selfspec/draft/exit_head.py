@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_adapter import ExitAdapter
 from selfspec.errors import ExitHeadError
 from selfspec.fingerprint import fingerprint
+from selfspec.json_text import parse_json
 from selfspec.path import Path
 
 if TYPE_CHECKING:
@@ -69,9 +69,11 @@ class ExitHead(PathDrafter):
         if chosen not in config["exits"]:
             listed = ", ".join(map(str, config["exits"]))
             raise ExitHeadError(f"{folder} has no head for exit {chosen!r}; it has {listed}")
-        adapter = ExitAdapter(config["hidden"], config["rank"])
         prefix = f"exits.{chosen}."
         own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if config["hidden"] * config["rank"] > sum(value.numel() for value in own.values()):
+            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: they are fewer than it says")
+        adapter = ExitAdapter(config["hidden"], config["rank"])
         try:
             adapter.load_state_dict(own)
         except RuntimeError as error:
@@ -106,7 +108,7 @@ class ExitHead(PathDrafter):
 
 def _read_config(file: FilePath) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ExitHeadError(
             f"{file} cannot be read ({error.strerror}); give a folder of selfspec train exit"

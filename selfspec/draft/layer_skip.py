@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.layer_numbers import is_layer_number
+from selfspec.draft.layer_numbers import MOST_LAYERS, is_layer_number
 from selfspec.errors import DraftConfigError
 from selfspec.path import Part, Path, Sublayer, sublayers
 
@@ -74,9 +75,11 @@ class LayerSkip(PathDrafter):
 
 
 def _numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+    if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")
-    listed = tuple(numbers)
+    listed = tuple(islice(numbers, MOST_LAYERS + 1))
+    if len(listed) > MOST_LAYERS:
+        raise DraftConfigError(f"{name} lists more than {MOST_LAYERS} layers, which no model has")
     for number in listed:
         if not is_layer_number(number):
             raise DraftConfigError(f"{name}={list(listed)!r}: {number!r} is not an integer layer number")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+from selfspec.arguments import shown
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.layer_numbers import MOST_LAYERS
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
@@ -30,10 +32,11 @@ _GRAMMAR = (
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
-_EXIT = re.compile(r"exit:(\d+)", re.ASCII)
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-# Far more layers than any model has; a range beyond it is a slip of the hand.
-_MOST_LAYERS = 10_000
+# No model has layers of more digits, and Python reads no numbers of thousands of them.
+_NUMBER = r"(\d{1,9})"
+_EXIT = re.compile(rf"exit:{_NUMBER}", re.ASCII)
+_HEAD = re.compile(rf"(.+)@{_NUMBER}", re.ASCII | re.DOTALL)
+_RANGE = re.compile(rf"{_NUMBER}(?:-{_NUMBER})?", re.ASCII)
 
 
 def parse_draft(text: str) -> Drafter | None:
@@ -43,22 +46,23 @@ def parse_draft(text: str) -> Drafter | None:
         DraftConfigError: it is not of the grammar.
         ExitHeadError: what it names on disk cannot be used.
     """
+    if not isinstance(text, str) or "\0" in text:
+        raise _malformed(text)
     given = text.strip()
     if given == PLAIN:
         return None
     if given == _LOOK_UP:
         return PromptLookup()
     if given.startswith(_LOOK_UP + "+"):
-        drafter = parse_draft(given.removeprefix(_LOOK_UP + "+"))
-        if not isinstance(drafter, PathDrafter):
-            raise _malformed(text)
-        return Cascade(PromptLookup(), drafter)
-    path, reduced, file = given.rpartition("+vocab:")
+        return Cascade(PromptLookup(), _path_drafter(text, given.removeprefix(_LOOK_UP + "+").strip()))
+    return _path_drafter(text, given)
+
+
+def _path_drafter(text: str, given: str) -> PathDrafter:
+    """The drafter along a path that `given`, a part of `text`, names."""
+    path, reduced, file = given.partition("+vocab:")
     if reduced:
-        drafter = parse_draft(path)
-        if not isinstance(drafter, PathDrafter):
-            raise _malformed(text)
-        return ReducedVocabulary.from_file(drafter, file)
+        return ReducedVocabulary.from_file(_path_drafter(text, path.strip()), file)
     if given.startswith("head:"):
         return _exit_head(given.removeprefix("head:"))
     leaves_early = _EXIT.fullmatch(given)
@@ -95,9 +99,9 @@ def draft_name(drafter: Drafter | None) -> str:
 
 
 def _exit_head(place: str) -> ExitHead:
-    folder, named, layer = place.rpartition("@")
-    if named and layer.isdecimal():
-        return ExitHead.from_pretrained(folder, int(layer))
+    named = _HEAD.fullmatch(place)
+    if named:
+        return ExitHead.from_pretrained(named[1], int(named[2]))
     return ExitHead.from_pretrained(place)
 
 
@@ -117,10 +121,10 @@ def _layers(text: str, numbers: str) -> range:
     if found is None:
         raise _malformed(text)
     first, last = int(found[1]), int(found[2] or found[1])
-    if last < first or last >= _MOST_LAYERS:
+    if last < first or last >= MOST_LAYERS:
         raise _malformed(text)
     return range(first, last + 1)
 
 
 def _malformed(text: str) -> DraftConfigError:
-    return DraftConfigError(f"draft {text!r} is not understood; {_GRAMMAR}")
+    return DraftConfigError(f"draft {shown(text)} is not understood; {_GRAMMAR}")

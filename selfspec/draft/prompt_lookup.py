@@ -13,6 +13,9 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from selfspec.state import State
 
+# The index of a text takes memory in proportion to the square of this.
+_LONGEST = 64
+
 
 @dataclass(frozen=True)
 class PromptLookup(Drafter):
@@ -23,8 +26,8 @@ class PromptLookup(Drafter):
 
     Attributes:
         shortest: tokens of the shortest match that counts, at least 1.
-        longest: tokens up to which matches are indexed; among places the one with the longest match is taken, and the
-            latest of these.
+        longest: tokens up to which matches are indexed, at most 64; among places the one with the longest match is
+            taken, and the latest of these.
     """
 
     shortest: int = 2
@@ -32,9 +35,10 @@ class PromptLookup(Drafter):
 
     def __post_init__(self) -> None:
         whole = all(type(size) is int for size in (self.shortest, self.longest))
-        if not whole or not 1 <= self.shortest <= self.longest:
+        if not whole or not 1 <= self.shortest <= self.longest <= _LONGEST:
             raise DraftConfigError(
-                f"look-ups need match lengths 1 <= shortest <= longest, got {self.shortest!r} and {self.longest!r}"
+                f"look-ups need match lengths 1 <= shortest <= longest <= {_LONGEST}, got {self.shortest!r} and "
+                f"{self.longest!r}"
             )
 
     def check(self, depth: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.draft_head import DraftHead
 from selfspec.errors import DraftConfigError
+from selfspec.json_text import parse_json
 from selfspec.path import Path
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ReducedVocabulary(PathDrafter):
     def __post_init__(self) -> None:
         if not isinstance(self.draft_with, PathDrafter):
             raise DraftConfigError(f"a reduced vocabulary needs a drafter along a path, got {self.draft_with!r}")
-        whole = all(type(token) is int and token >= 0 for token in self.tokens)
+        whole = all(type(token) is int and 0 <= token < 2**63 for token in self.tokens)
         if not self.tokens or not whole or len(set(self.tokens)) != len(self.tokens):
             raise DraftConfigError("a reduced vocabulary must list token ids, at least one and none twice")
         tokens = torch.tensor(self.tokens)
@@ -80,7 +80,7 @@ def read_vocabulary(file: str | FilePath) -> tuple[int, ...]:
         DraftConfigError: the file cannot be read or lists no tokens.
     """
     try:
-        content = json.loads(FilePath(file).read_text(encoding="utf-8"))
+        content = parse_json(FilePath(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DraftConfigError(f"the vocabulary {file} cannot be read ({error})") from error
     tokens = content.get("tokens") if isinstance(content, dict) else None

@@ -12,7 +12,9 @@ from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.fingerprint import fingerprint
+from selfspec.json_text import parse_json
 from selfspec.path import Path
+from selfspec.writing import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +47,7 @@ class SkipFile(PathDrafter):
             DraftConfigError: the file is missing, unreadable, or something else.
         """
         try:
-            content = json.loads(FilePath(file).read_text(encoding="utf-8"))
+            content = parse_json(FilePath(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DraftConfigError(
                 f"the skip set {str(file)!r} cannot be read ({error}); give a file that selfspec search wrote"
@@ -83,8 +85,11 @@ def write_skip_file(skip: LayerSkip, base: str, file: FilePath, about: Mapping[s
         base: fingerprint of the weights.
         file: what to write; replaced whole if it is there.
         about: whatever else is worth knowing, ready for JSON.
+
+    Raises:
+        StorageError: it cannot be written.
     """
     sets = {part: list(getattr(skip, part)) for part in _PARTS}
-    draft = file.with_name(f"{file.name}.part")
-    draft.write_text(json.dumps({"format": FORMAT, "base": base, **sets, **about}, indent=1) + "\n", encoding="utf-8")
-    draft.replace(file)
+    content = json.dumps({"format": FORMAT, "base": base, **sets, **about}, indent=1)
+    with whole(file) as draft:
+        draft.write_text(content + "\n", encoding="utf-8")

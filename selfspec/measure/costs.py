@@ -82,7 +82,8 @@ class MeasuredCosts:
         slope, intercept = (0.0, values[0]) if len(widths) == 1 else statistics.linear_regression(widths, values)
         # A pass over more tokens does not cost less; where it looks so, it is noise.
         widening = max(slope, 0.0)
-        verify = intercept + slope if slope > 0 else statistics.mean(values)
+        # Nor does one over a single token cost next to nothing, as a steep line through wider ones may say.
+        verify = max(intercept + slope, min(values) / 2) if slope > 0 else statistics.mean(values)
         costs = Costs(
             self.draft[name].value,
             verify,

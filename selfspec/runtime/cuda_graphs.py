@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.runtime import RECORDING, Function, RecordingError, Runtime, equal
 
 # Graphs of one kind of pass: one for every bucket of slots, and again for every cache that lies elsewhere.
@@ -154,7 +154,7 @@ class _Graphs:
         self._held = held
         self._recorder = recorder
         self._graphs: dict[object, _Graph] = {}
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         inputs, memory = tensors[: len(tensors) - self._held], tensors[len(tensors) - self._held :]

@@ -123,13 +123,13 @@ def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[st
     """What a stock model is called with, besides its cache.
 
     Args:
-        tokens: `[rows, width]`.
+        tokens: `[rows, width]`, or embeddings in their place, `[rows, width, hidden]`.
         positions: `[rows or 1, width]`; None: the model takes none.
         mask: as the model takes it.
     """
     return {
         **({} if positions is None else {"position_ids": positions}),
-        "input_ids": tokens,
+        "inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens,
         "attention_mask": mask,
         "use_cache": True,
         "output_attentions": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +15,10 @@ from selfspec.draft.draft_head import DraftHead
 from selfspec.gate import ExactStates, GatedModel
 from selfspec.path import Path
 from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
-from selfspec.runtime.recordable import run_watched, state_of, why_not
+from selfspec.runtime.process_lock import ProcessLock
+from selfspec.runtime.recordable import run_watched, why_not
 from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
 
 # Comparisons over one number of slots after which a program is used over that number, if over no other yet.
@@ -81,7 +82,7 @@ class _Candidate:
     seconds: list[float] = field(default_factory=list)
     proved: bool = False
     refused: str | None = None
-    making: threading.Lock = field(default_factory=threading.Lock)
+    making: ProcessLock = field(default_factory=ProcessLock)
 
     def serves(self, length: int) -> bool:
         """Whether its program runs passes over so many slots.
@@ -106,8 +107,7 @@ class Programs:
     def __init__(self, runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> None:
         self._runtime = runtime
         self._clock = clock
-        self._state: tuple[object, ...] = ()
-        self._candidates: dict[PassKind, _Candidate] = {}
+        self._current: BoundPrograms | None = None
 
     def __reduce__(self) -> tuple[type[Programs], tuple[Runtime]]:
         # A copy makes its own: programs belong to the weights in this memory.
@@ -117,10 +117,6 @@ class Programs:
     def bucket(self) -> int:
         """Passes of a round look at a multiple of so many slots."""
         return self._runtime.bucket
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        """Let calls stand in for layers of a view, where the runtime can make something of that: see `Runtime`."""
-        return self._runtime.put_calls(view, model, adapter)
 
     @property
     def refusals(self) -> dict[PassKind, str]:
@@ -132,19 +128,57 @@ class Programs:
         """Kinds that programs run."""
         return [kind for kind, each in self._candidates.items() if each.proved]
 
-    def ready_for(self, model: PreTrainedModel) -> bool:
-        """Whether programs may run passes of a generation that begins. All are forgotten if the model has changed.
+    @property
+    def _candidates(self) -> dict[PassKind, _Candidate]:
+        return {} if self._current is None else self._current.candidates
+
+    def bound_to(self, model: PreTrainedModel) -> BoundPrograms | None:
+        """The programs of the model as it is now, for a generation that begins. All are forgotten if it has changed.
+
+        Returns:
+            None: nothing of this model, as it is, is recorded.
 
         Raises:
             UnsupportedOptionError: the model has moved to where the runtime cannot run it.
         """
         self._runtime.check(model.get_input_embeddings().weight.device)
-        if self._runtime.after is None or why_not(model) is not None:
-            return False
-        state = state_of(model)
-        if state != self._state:
-            self._state, self._candidates = state, {}
-        return True
+        if self._runtime.after is None:
+            return None
+        current = self._current
+        if current is None or current.state.model is not model or not current.state.holds():
+            # Weights that the model has no more are let go.
+            self._current = current = None
+            if why_not(model) is None:
+                self._current = current = BoundPrograms(self._runtime, self._clock, ModelState(model))
+        # The code of others may do otherwise next time.
+        return None if current is None or current.state.others else current
+
+
+class BoundPrograms:
+    """The programs of one state of a model.
+
+    A generation keeps those of the state that the model was in when it began. Nothing is recorded while the model is
+    in another.
+
+    Args:
+        runtime: makes programs.
+        clock: tells the time, in seconds.
+        state: what they are bound to.
+
+    Attributes:
+        state: the same.
+        candidates: how far kinds of passes have come.
+    """
+
+    def __init__(self, runtime: Runtime, clock: Callable[[], float], state: ModelState) -> None:
+        self.state = state
+        self.candidates: dict[PassKind, _Candidate] = {}
+        self._runtime = runtime
+        self._clock = clock
+
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        """Let calls stand in for layers of a view, where the runtime can make something of that: see `Runtime`."""
+        return self._runtime.put_calls(view, model, adapter)
 
     def run(
         self,
@@ -162,11 +196,11 @@ class Programs:
             stock: runs it with the stock modules.
             function: gives it as a function of tensors, to make a program of.
         """
-        candidate = self._candidates.get(kind)
+        candidate = self.candidates.get(kind)
         if candidate is None:
-            if len(self._candidates) >= _MOST_KINDS:
+            if len(self.candidates) >= _MOST_KINDS:
                 return stock()
-            candidate = self._candidates.setdefault(kind, _Candidate())
+            candidate = self.candidates.setdefault(kind, _Candidate())
         length = tensors.slots.visible.shape[0]
         program = candidate.program
         if program is not None and candidate.serves(length):
@@ -195,6 +229,8 @@ class Programs:
         stock: Callable[[], PassResult],
         function: Callable[[], PassFunction],
     ) -> PassResult:
+        if not self.state.holds():
+            return stock()
         watch = _Stopwatch(self._clock, tensors.tokens.device)
         expected = stock()
         stock_seconds = watch.lap()

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from transformers import PreTrainedModel
 
@@ -17,6 +19,8 @@ from selfspec.twin import copied, has_other_forward
 # Whose modules are known not to decide anew at every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forward_pre_hooks)
+"""Hooks of every module of the process, by number."""
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -25,6 +29,8 @@ def why_not(model: nn.Module) -> str | None:
     Args:
         model: a stock model.
     """
+    if any(GLOBAL_HOOKS):
+        return "every module of this process has hooks"
     for name, module in model.named_modules():
         kind = type(module)
         if not f"{kind.__module__}.".startswith(_KNOWN):
@@ -40,22 +46,16 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def is_watched(device: torch.device) -> bool:
-    """Whether something in force in this thread sees or changes every operation: a dispatch mode, or autocast.
+    """Whether something in force in this thread sees or changes every operation: a mode of torch's, or autocast.
 
     Args:
         device: where passes run.
     """
-    return _get_current_dispatch_mode() is not None or torch.is_autocast_enabled(device.type)
-
-
-def state_of(model: nn.Module) -> tuple[object, ...]:
-    """What a recording depends on besides its inputs: where the weights are, and how many threads share the work."""
-    tensors = [*model.parameters(), *model.buffers()]
     return (
-        torch.get_num_threads(),
-        getattr(getattr(model, "config", None), "_attn_implementation", None),
-        # Packed weights have no address; programs are given them at each call.
-        *((0 if tensor.is_mkldnn else tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors),
+        _get_current_dispatch_mode() is not None
+        # A default device is such a mode too.
+        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+        or torch.is_autocast_enabled(device.type)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.gate import GatedModel
 from selfspec.runtime.layer_calls import LayerCall, put_calls
 from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.process_lock import ProcessLock
 
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A pass as a function of tensors alone."""
 
 # Numbers of slots over which one program for all has to give what the stock modules give.
 _TRIALS = 3
-RECORDING = threading.Lock()
+RECORDING = ProcessLock()
 """Held while something is recorded: a whole process filters warnings at once, and captures one graph at a time."""
 
 

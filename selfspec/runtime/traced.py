@@ -96,7 +96,8 @@ def _graph(function: Function, example: tuple[Tensor, ...]) -> Any:
         lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
     )
     torch._C._jit_pass_erase_shape_information(graph)
-    torch._C._jit_pass_constant_propagation(graph)
+    # Numbers alone: what is computed of weights must follow when these are written over.
+    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_cse(graph)
     torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_dce(graph)

@@ -16,7 +16,6 @@ from selfspec.ablation.subject import Subject
 from selfspec.ablation.texts import texts_of, texts_point, write_texts
 from selfspec.draft import LayerSkip
 from selfspec.draft.skip_file import write_skip_file
-from selfspec.errors import StorageError
 from selfspec.fingerprint import fingerprint
 from selfspec.measure.environment import environment
 from selfspec.search.bayesian import open_study, quiet_optuna
@@ -93,10 +92,7 @@ def save(found: Found, subject: Subject, file: Path, about: Mapping[str, Any]) -
         "found": dict(about),
         "environment": environment(subject.model.device),
     }
-    try:
-        write_skip_file(skip, fingerprint(subject.model), file, known)
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written ({error.strerror or error})") from error
+    write_skip_file(skip, fingerprint(subject.model), file, known)
 
 
 def _searched(plan: SearchPlan) -> dict[str, Any]:

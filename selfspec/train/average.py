@@ -59,7 +59,10 @@ def average(wanted: Average, to: Path) -> dict[str, Any]:
         CheckpointError: a checkpoint cannot be loaded.
         CorpusError: the text cannot be read or is too short.
         TrainingError: the two are not of one shape, or the folder is taken.
+        StorageError: the folder cannot be written to.
     """
+    folder = RunFolder(to)
+    folder.check()
     trained = load_checkpoint(wanted.trained, "auto", "cpu")
     base = load_checkpoint(wanted.base, "auto", "cpu").model
     dtype, model = trained.model.dtype, trained.model.float()
@@ -67,7 +70,6 @@ def average(wanted: Average, to: Path) -> dict[str, Any]:
     held_out = None
     if wanted.held_out is not None:
         held_out = spread(packed(read_documents(wanted.held_out), trained.tokenizer, wanted.length), wanted.blocks)
-    folder = RunFolder(to)
     settings = {
         "trained": {"model": wanted.trained, "fingerprint": fingerprint(model)},
         "base": {"model": wanted.base, "fingerprint": fingerprint(base)},

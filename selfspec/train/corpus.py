@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import random
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError
+from selfspec.json_text import parse_json
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.
 _BATCH = 64
@@ -139,7 +139,7 @@ def _lines(file: Path, text: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise CorpusError(f"line {number} of {file} is not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):

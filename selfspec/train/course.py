@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -25,8 +26,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from selfspec.errors import TrainingError
 from selfspec.train.corpus import Blocks
+from selfspec.writing import writing
 
 CHECKPOINTS = "checkpoints"
+KEPT = "what was finished is kept: make room and repeat the command to go on"
+"""What messages say of a training whose disk is full."""
+
 _STATE = "trainer_state.json"
 
 
@@ -135,6 +140,7 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
 
     Raises:
         TrainingError: the loss or a weight became NaN or infinite, or no checkpoint can be read.
+        StorageError: a checkpoint cannot be written; those before it are kept.
         KeyboardInterrupt: interrupted; a checkpoint was written.
     """
     stop = threading.Event()
@@ -152,7 +158,7 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
         # The Trainer would make one more step.
         trainer.load_weights(checkpoint)
         return list(_state(checkpoint)["log_history"])
-    with _interrupts(stop):
+    with writing(folder, KEPT), _interrupts(stop):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stop.is_set() and trainer.state.global_step < course.steps:
         raise KeyboardInterrupt
@@ -211,7 +217,13 @@ class _CourseTrainer(Trainer):
                 f"{len(wrong)} weights are NaN or infinite after step {self.state.global_step} (first: {wrong[0]}); "
                 "the last checkpoint stays as it was. Lower the learning rate"
             )
-        super()._save_checkpoint(model, trial)
+        try:
+            super()._save_checkpoint(model, trial)
+        except BaseException:
+            # Half a checkpoint would take the room that the next try needs.
+            half = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            shutil.rmtree(half, ignore_errors=True)
+            raise
 
 
 class _Watch(TrainerCallback):
@@ -288,7 +300,7 @@ def _whole(checkpoint: Path) -> bool:
     # The Trainer writes its state last.
     try:
         return _state(checkpoint).keys() >= {"global_step", "log_history"}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 

@@ -65,10 +65,14 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
         CheckpointError, UnsupportedModelError: the base cannot be loaded.
         CorpusError: a text cannot be read or is too short.
         TrainingError: the settings do not fit, the folder is taken, or the loss became NaN.
+        StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
         KeyboardInterrupt: interrupted; repeat the call to go on.
     """
     require_packages(course)
     processes = processes_on(source.device)
+    folder = RunFolder(to)
+    if processes.is_main_process:
+        folder.check()
     base = load_base(source)
     model = base.loaded.model.float()
     adapter = find_adapter(model)
@@ -78,7 +82,6 @@ def train_exit(source: Source, course: Course, plan: ExitPlan, to: Path, observe
     hidden: int = model.config.get_text_config(decoder=True).hidden_size
     mark = fingerprint(model)
 
-    folder = RunFolder(to)
     settings = {"source": described(source), "base": mark, "course": asdict(course), "plan": asdict(plan)}
     with processes.main_process_first():
         text = _text(source, course, plan, base.loaded, processes.num_processes, folder, settings)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import TrainingError
-from selfspec.train.course import CHECKPOINTS
+from selfspec.json_text import parse_json
+from selfspec.train.course import CHECKPOINTS, KEPT
+from selfspec.writing import check_output_folder, whole, writing
 
 REPORT = "training.json"
 _BEGUN = "run.json"
@@ -27,15 +29,28 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def check(self) -> None:
+        """Refuse, before any work, a folder that no training could begin in or go on in.
+
+        Raises:
+            TrainingError: it holds a finished training, or something else.
+            StorageError: it cannot be written to.
+        """
+        check_output_folder(self.path)
+        if (self.path / REPORT).exists():
+            raise TrainingError(f"{self.path} holds a finished training; give another folder with --to")
+        if not (self.path / _BEGUN).exists() and self.path.exists() and any(self.path.iterdir()):
+            raise TrainingError(f"{self.path} is not empty and holds no training; give another folder with --to")
+
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Begin a training, or go on with the one that was begun here with the same settings.
 
         Raises:
             TrainingError: the folder holds a finished training, one with other settings, or something else.
+            StorageError: it cannot be written to.
         """
+        self.check()
         wanted = json.loads(json.dumps(settings))
-        if (self.path / REPORT).exists():
-            raise TrainingError(f"{self.path} holds a finished training; give another folder with --to")
         if (self.path / _BEGUN).exists():
             begun = self._read()["settings"]
             changed = sorted(name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name))
@@ -45,9 +60,6 @@ class RunFolder:
                     "command to go on with it, or give another folder with --to"
                 )
             return
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise TrainingError(f"{self.path} is not empty and holds no training; give another folder with --to")
-        self.path.mkdir(parents=True, exist_ok=True)
         self._write({"settings": wanted})
 
     @property
@@ -66,23 +78,34 @@ class RunFolder:
         Args:
             save: writes all other files into the folder it is given.
             report: what `training.json` says.
+
+        Raises:
+            StorageError: it cannot be written; the checkpoints stay.
         """
         new = self.path / _NEW
         shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        save(new)
-        for file in sorted(new.iterdir()):
-            os.replace(file, self.path / file.name)
-        _write_whole(self.path / REPORT, report)
+        try:
+            with writing(self.path, KEPT):
+                new.mkdir()
+                save(new)
+                for file in sorted(new.iterdir()):
+                    os.replace(file, self.path / file.name)
+                _write_whole(self.path / REPORT, report)
+        except BaseException:
+            # Half a result would take the room that the next try needs.
+            shutil.rmtree(new, ignore_errors=True)
+            raise
         shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         new.rmdir()
         (self.path / _BEGUN).unlink()
 
     def _read(self) -> dict[str, Any]:
         try:
-            content: dict[str, Any] = json.loads((self.path / _BEGUN).read_text(encoding="utf-8"))
+            content = parse_json((self.path / _BEGUN).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise TrainingError(f"{self.path / _BEGUN} cannot be read ({error}); give another folder") from error
+        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+            raise TrainingError(f"{self.path / _BEGUN} holds no settings of a training; give another folder")
         return content
 
     def _write(self, content: Mapping[str, Any]) -> None:
@@ -90,7 +113,5 @@ class RunFolder:
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader, or a crash, sees the old file or the new one and nothing between."""
-    draft = file.with_name(f"{file.name}.part")
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, file)
+    with whole(file, KEPT) as draft:
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -63,10 +63,14 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
         CheckpointError, UnsupportedModelError: the base cannot be loaded.
         CorpusError: a text cannot be read or is too short.
         TrainingError: the settings do not fit, the folder is taken, or the loss became NaN.
+        StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
         KeyboardInterrupt: interrupted; repeat the call to go on.
     """
     require_packages(course)
     processes = processes_on(source.device)
+    folder = RunFolder(to)
+    if processes.is_main_process:
+        folder.check()
     checkpoint = load_base(source)
     dtype = checkpoint.dtype
     model = checkpoint.loaded.model.float()
@@ -90,7 +94,7 @@ def train_layerskip(source: Source, course: Course, recipe: Recipe | None, to: P
         # What is measured is what is saved.
         model.to(dtype).float()
 
-    return run_lesson(lesson, course, text, processes, RunFolder(to), settings, rounded, save, observe)
+    return run_lesson(lesson, course, text, processes, folder, settings, rounded, save, observe)
 
 
 def run_lesson(

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from selfspec.errors import TrainingError
 from selfspec.train.corpus import Blocks
 from selfspec.train.course import CHECKPOINTS
+from selfspec.writing import whole
 
 _NAME = "own_text.safetensors"
 # Rows written at once.
@@ -33,9 +34,9 @@ def own_text(model: PreTrainedModel, beginnings: Blocks, length: int, seed: int,
 
     Raises:
         TrainingError: what lies in the folder cannot be read.
+        StorageError: the folder cannot be written to.
     """
     kept = folder / CHECKPOINTS / _NAME
-    kept.parent.mkdir(exist_ok=True)
     written = _read(kept) if kept.exists() else torch.empty(0, length, dtype=torch.long)
     # One length for all, so nothing may end a text early.
     settings = GenerationConfig(
@@ -54,8 +55,8 @@ def own_text(model: PreTrainedModel, beginnings: Blocks, length: int, seed: int,
             torch.manual_seed(seed + start)
             texts = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         written = torch.cat([written, texts.cpu()])
-        save_file({"ids": written}, kept.with_suffix(".part"))
-        kept.with_suffix(".part").replace(kept)
+        with whole(kept) as draft:
+            save_file({"ids": written}, draft)
     return Blocks(written)
 
 

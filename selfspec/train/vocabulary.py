@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from selfspec.errors import TrainingError
 from selfspec.train.corpus import Blocks
+from selfspec.writing import check_output_file, whole
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,25 @@ def most_frequent(text: Blocks, size: int, vocabulary: int) -> Counted:
     return Counted(tuple(chosen.sort().values.tolist()), float(counts[chosen].sum() / counts.sum()))
 
 
+def check_vocabulary_file(file: Path) -> None:
+    """Refuse, before any work, a file that no vocabulary could be written to.
+
+    Raises:
+        TrainingError: the file exists already.
+        StorageError: it cannot be written.
+    """
+    check_output_file(file)
+    if file.exists():
+        raise TrainingError(f"{file} exists; give another name with --to")
+
+
 def write_vocabulary(counted: Counted, file: Path) -> None:
     """Write it as JSON.
 
     Raises:
         TrainingError: the file exists already.
+        StorageError: it cannot be written.
     """
-    if file.exists():
-        raise TrainingError(f"{file} exists; give another name with --to")
-    draft = file.with_name(f"{file.name}.part")
-    draft.write_text(json.dumps({"coverage": counted.coverage, "tokens": list(counted.tokens)}) + "\n", "utf-8")
-    os.replace(draft, file)
+    check_vocabulary_file(file)
+    with whole(file) as draft:
+        draft.write_text(json.dumps({"coverage": counted.coverage, "tokens": list(counted.tokens)}) + "\n", "utf-8")

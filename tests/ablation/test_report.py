@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,22 @@ def test_the_page_stands_by_itself(finding: Finding, shown: list[Panel], tmp_pat
     assert page.count("Pareto front") == 2
     assert "Plotly.newPlot" in page
     assert "exit:4" in page
+
+
+def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tmp_path: Path) -> None:
+    name = "skip-file:<b>x</b> $a^$ </script>"
+    panel = shown[0]
+    best = max(panel.best, key=lambda row: row["predicted_speedup"])["draft"]
+    rows = [{**row, "draft": name, "kind": "skip-file"} if row["draft"] == best else row for row in panel.rows]
+    right = {name if draft == best else draft: marks for draft, marks in panel.right.items()}
+    odd = replace(panel, model="<i>m</i>", workload="$t^$", rows=rows, right=right)
+    page = write_page(finding, [odd], tmp_path / "report.html").read_text()
+    assert "<h2>&lt;i&gt;m&lt;/i&gt;" in page
+    assert "<b>x" not in page
+    # In pictures, too, where plotly would take tags for its own.
+    assert "\\u003cb\\u003ex" not in page
+    assert page.count("&lt;b&gt;x") > 3
+    assert {file.stem for file in draw_all([odd], tmp_path)} >= {"acceptance_by_position", "pareto", "tokens"}
 
 
 def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from bench_.made import CELL, SETTINGS, plain, record
 from selfspec.bench import figures, plots
@@ -124,6 +126,32 @@ def test_the_report_says_what_was_measured() -> None:
     ):
         assert said in text, said
     assert "| model.generate, prompt look-up | 16" not in text
+
+
+def test_names_change_nothing_of_the_page(tmp_path: Path) -> None:
+    name = "a|b\n# <b>$x^$ [c](d) *e* `f` _g_ ~h~ &amp; \\"
+    named = replace(CELL, workload=name)
+    settings = replace(SETTINGS, model=f"- {name}")
+    arms = tuple(
+        replace(each, cell=named, settings=settings, arm=replace(each.arm, draft=f"skip-file:{name}"))
+        if each.arm.kind is Kind.DRAFT
+        else each
+        for each in cell().arms
+    )
+    measured = MeasuredCell(named, settings, (*arms, replace(arms[1], absence=name)))
+    usual, odd = (MarkdownIt().enable("table").parse(report([each])) for each in (cell(), measured))
+    shape = [token.type for token in usual]
+    absent = shape.index("list_item_open")
+    # One more arm is absent; all else is as it is with names of letters.
+    assert [token.type for token in odd] == [*shape[:absent], *shape[absent : absent + 5], *shape[absent:]]
+    assert {child.type for token in odd for child in token.children or []} <= {"text", "text_special", "softbreak"} | {
+        child.type for token in usual for child in token.children or []
+    }
+    shown = " ".join(name.split())
+    texts = ["".join(child.content for child in token.children or []) for token in odd]
+    assert f"selfspec skip-file:{shown}" in texts
+    assert any(text.startswith(f"{shown}, temperature 0") for text in texts)
+    assert plots.draw([measured], tmp_path) == [plots.SPEED, plots.ACCEPTANCE, plots.PREDICTION]
 
 
 def test_plots_of_all_and_of_little(tmp_path: Path) -> None:

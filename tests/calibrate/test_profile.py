@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import tiny
 from calibrate.profiles import GREEDY, SAMPLED, profile_of
-from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, pack
+from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, StorageError, pack
 from selfspec.calibrate import Setting
 from selfspec.calibrate.place import VARIABLE, default_file, find_profile, folder
 from selfspec.control import CostAware
@@ -112,7 +112,7 @@ def test_lists_of_costs_that_cannot_be_are_refused(file: Path, measured: Any) ->
         Profile.load(file)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "\x80"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "\x80", "[" * 100_000, "1" * 5000])
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "profile.json"
     file.write_text(text, encoding="latin-1")
@@ -127,7 +127,7 @@ def test_a_missing_file_is_refused_with_the_command(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="cannot be written"):
+    with pytest.raises(StorageError, match="cannot be written"):
         profile_of(llama).save(tmp_path / "file" / "profile.json")
 
 

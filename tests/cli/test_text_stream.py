@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
+import tiny
 from selfspec.cli.text_stream import TextStream, decoded
 
 PROMPTS = ("", "Once upon", "é 日本 🎉", "a\n")
@@ -18,11 +18,7 @@ def any_tokenizer(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizer
     """Two ways to write what is not in the vocabulary: bytes as tokens of their own kind, or bytes throughout."""
     if request.param == "byte fallback":
         return tokenizer
-    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    built = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=built)
+    return tiny.tokenizer()
 
 
 def streamed(tokenizer: PreTrainedTokenizerBase, prompt: list[int], tokens: list[int], chance: random.Random) -> str:

@@ -179,3 +179,11 @@ def test_noise_does_not_make_wide_passes_cheap() -> None:
     one = Estimate.of_median([1.0])
     costs = MeasuredCosts(one, {"x": one}, {"x": estimates}, {"x": Estimate.of_median([-0.125])}, 1, 1, (1, 3))
     assert costs.of("x") == Costs(draft=1.0, verify=1.15, overhead=-0.125)
+
+
+def test_a_steep_line_does_not_make_a_single_token_cheaper_than_nothing() -> None:
+    steep = {2: 1.0, 3: 1.0, 4: 1.0, 5: 4.0, 6: 4.0}
+    estimates = {width: Estimate.of_median([value]) for width, value in steep.items()}
+    one = Estimate.of_median([1.0])
+    costs = MeasuredCosts(one, {"x": one}, {"x": estimates}, {"x": one}, 1, 1, (1, 3))
+    assert costs.of("x").verify == 0.5

@@ -72,6 +72,8 @@ _STOPPING = "selfspec/stopping.py"
 _RECORD = "selfspec/record.py"
 _GATE = "selfspec/gate.py"
 _RECURRENT = "selfspec/recurrent.py"
+_STATE = "selfspec/runtime/model_state.py"
+_STALE = "tests/runtime/test_stale.py::test_programs_are_of_the_model_as_it_is"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -440,8 +442,8 @@ CATALOGUE = (
     Mutation(
         "a padded row takes up the keys and values of its padding",
         "selfspec/past.py",
-        "shifts = [-columns for columns in padding]",
-        "shifts = [0 for columns in padding]",
+        "slots = [row.nonzero().flatten() for row in mask[:, : past_length(past)]]",
+        "slots = [torch.arange(past_length(past)) for row in mask]",
         (_PADDED_PAST,),
     ),
     Mutation(
@@ -540,8 +542,8 @@ CATALOGUE = (
     Mutation(
         "programs outlive the weights they were made of",
         _PROGRAMS,
-        "if state != self._state:",
-        "if not self._state:",
+        " or not current.state.holds()",
+        "",
         ("tests/runtime/test_programs.py::test_other_weights_are_noticed",),
     ),
     Mutation(
@@ -624,8 +626,8 @@ CATALOGUE = (
     Mutation(
         "prefill reads a padded row from its padding on",
         _LOOP,
-        "request.input_ids[row, -1 - count : -1]",
-        "request.input_ids[row, :count]",
+        "request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]",
+        "request.read[row, :count]",
         (_RAGGED,),
     ),
     Mutation(
@@ -653,8 +655,8 @@ CATALOGUE = (
     Mutation(
         "recurrent layers read what stands behind a shorter prompt",
         "selfspec/passes.py",
-        "if any(self._cache.lengths) or any(count < tokens.shape[1] for count in counts):",
-        "if any(self._cache.lengths):",
+        "if not self._cache.empty or any(count < tokens.shape[1] for count in counts):",
+        "if not self._cache.empty:",
         ("tests/adapters/test_hybrids.py",),
     ),
     # Paths and gates.
@@ -969,6 +971,228 @@ CATALOGUE = (
         "own = sampling.draw(rule.next(token, q, p_rule, torch.zeros_like(accepted)), state.generator)",
         "own = sampling.draw(decided[:, 0], state.generator)",
         ("tests/test_sequential.py", "-k", "joint"),
+    ),
+    # Files and pages.
+    Mutation(
+        "a recipe is written between quotes and not by repr",
+        "selfspec/recipe.py",
+        "recipe=repr(json.dumps(asdict(self)))",
+        'recipe=f\'"""{json.dumps(asdict(self))}"""\'',
+        ("tests/test_saved.py::test_a_draft_of_any_name_is_saved_as_code_that_runs",),
+    ),
+    Mutation(
+        "names in tables of a report are markup",
+        "selfspec/bench/markdown.py",
+        "_line(map(escaped, row))",
+        "_line(row)",
+        ("tests/bench_/test_figures.py::test_names_change_nothing_of_the_page",),
+    ),
+    Mutation(
+        "logits of a draft are the full model's",
+        "selfspec/verify/pruned.py",
+        "path = draft.path(depth)",
+        "path = Path.full(depth)",
+        ("tests/verify/test_pruned.py",),
+    ),
+    Mutation(
+        "the page on adapters compares the pruned model with itself",
+        "docs/your_own_adapter.md",
+        "draft_logits(model, draft, ids, block=6, adapter=adapter)",
+        "pruned_logits(model, pruned, ids, block=6)",
+        ("tests/adapters/test_your_own_adapter.py",),
+    ),
+    # Wrappers, and the models inside those of other libraries.
+    Mutation(
+        "a deep copy of a wrapper is a wrapper of another model",
+        "selfspec/wrapped.py",
+        "        return copy(self)\n",
+        "        other = copy(self)\n        other.model = copy(self.model)\n        return other\n",
+        ("tests/test_wrapped.py::test_a_copy_of_a_wrapper_wraps_the_same_model",),
+    ),
+    Mutation(
+        "activations that are rounded over a whole pass are drafted for",
+        "selfspec/stock.py",
+        "is not torch.float16",
+        "is torch.float16",
+        ("tests/test_stock.py::test_dynamic_quantisation_to_8_bits_is_refused",),
+    ),
+    Mutation(
+        "a PEFT model is wrapped without its adapter",
+        "selfspec/stock.py",
+        '    return tuner.get_submodule("model")\n',
+        "    return tuner.unload()\n",
+        ("-m", "clients", "tests/clients/test_peft.py::test_a_wrapped_adapter_gives_its_own_text"),
+    ),
+    Mutation(
+        "a soft prompt is left out without a word",
+        "selfspec/stock.py",
+        "    if isinstance(tuner, PreTrainedModel):\n",
+        "    if isinstance(tuner, PreTrainedModel):\n        return tuner\n    if False:\n",
+        ("-m", "clients", "tests/clients/test_peft.py::test_a_soft_prompt_is_no_part_of_the_model"),
+    ),
+    # Prompts that are no tokens, and caches of states.
+    Mutation(
+        "a soft prompt is dropped",
+        "selfspec/first_inputs.py",
+        "if prepare is None or getattr(",
+        "if True or getattr(",
+        ("tests/test_first_inputs.py::test_a_soft_prompt_is_read",),
+    ),
+    Mutation(
+        "embeddings are ignored where ids stand beside them",
+        "selfspec/request.py",
+        "if embeddings is not None else inputs[",
+        "if embeddings is not None and not input_ids.numel() else inputs[",
+        ("tests/test_embeddings.py::test_ids_beside_embeddings_are_the_text_that_is_added_to",),
+    ),
+    Mutation(
+        "the last embedding of a prompt is read as a token",
+        "selfspec/generation.py",
+        "opening=request.read[:, -1:].to(device) if request.embeddings else None,",
+        "opening=None,",
+        ("tests/test_embeddings.py::test_embeddings_alone_give_new_tokens_alone",),
+    ),
+    Mutation(
+        "padding between a prefix and the text counts towards windows",
+        "selfspec/options.py",
+        'counts = inputs.get("position_ids") is None or smallest_window(config) is not None',
+        'counts = inputs.get("position_ids") is None',
+        ("tests/test_first_inputs.py::test_padding_that_would_count_as_text_is_refused",),
+    ),
+    Mutation(
+        "any positions are taken for those of the mask",
+        "selfspec/options.py",
+        "    return bool(((position_ids.to(mask.device) == expected)",
+        "    return True or bool(((position_ids.to(mask.device) == expected)",
+        ("tests/test_embeddings.py::test_other_positions_are_refused",),
+    ),
+    Mutation(
+        "a cache that comes back has columns that a shorter row has not filled",
+        "selfspec/past.py",
+        "length = min(int(row[-1])",
+        "length = max(int(row[-1])",
+        ("tests/test_past.py::test_rows_that_ended_apart_go_on_from_what_all_have_filled",),
+    ),
+    Mutation(
+        "states of a past are not taken up",
+        "selfspec/past.py",
+        "if isinstance(own, RecurrentLayer) and any(_has_states(layer)):",
+        "if isinstance(own, RecurrentLayer) and False:",
+        ("tests/adapters/test_recurrent_pasts.py::test_a_chat_goes_on",),
+    ),
+    Mutation(
+        "a prompt is read from empty states though a past was taken up",
+        "selfspec/passes.py",
+        "if not self._cache.empty or any(",
+        "if any(self._cache.lengths) or any(",
+        ("tests/adapters/test_recurrent_pasts.py::test_a_chat_goes_on",),
+    ),
+    # Bad input.
+    Mutation(
+        "slack is as long as the control allows, however few tokens are wanted",
+        "selfspec/generation.py",
+        "slack=min(control.longest, request.stopping.max_new_tokens)",
+        "slack=control.longest",
+        ("tests/test_bad_input.py::test_slack_is_no_longer_than_what_is_left_to_generate",),
+    ),
+    Mutation(
+        "masks of any number mean what 1 means",
+        "selfspec/prompt.py",
+        "if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):",
+        "if False:",
+        ("tests/test_bad_input.py", "-k", "mask"),
+    ),
+    Mutation(
+        "values of sampling options are not looked at",
+        "selfspec/option_values.py",
+        'if value_of("do_sample"):',
+        "if False:",
+        ("tests/test_bad_input.py", "-k", "top_p or eta_cutoff"),
+    ),
+    Mutation(
+        "token ids beyond the vocabulary are taken",
+        "selfspec/option_values.py",
+        "0 <= int(value) < scope.vocabulary",
+        "0 <= int(value)",
+        ("tests/test_bad_input.py", "-k", "suppress_tokens or bad_words"),
+    ),
+    Mutation(
+        "what a custom_generate is handed is not looked at",
+        "selfspec/request.py",
+        "check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))",
+        "pass",
+        ("tests/test_bad_input.py", "-k", "lets_through"),
+    ),
+    # Programs that outlive what they were recorded of.
+    Mutation(
+        "programs outlive a change of a module's attributes",
+        _STATE,
+        "            self._follow(vars(module), self._constants)\n",
+        "",
+        (f"{_STALE}[scaling-traced]",),
+    ),
+    Mutation(
+        "programs outlive a patch of a class",
+        _STATE,
+        "            self._contents.append(vars(kind).values())\n",
+        "            pass\n",
+        (f"{_STALE}[class: mlp-traced]",),
+    ),
+    Mutation(
+        "programs outlive hooks of all modules",
+        _STATE,
+        "(*GLOBAL_HOOKS, *code.mappings)",
+        "code.mappings",
+        (f"{_STALE}[hook of all-traced]",),
+    ),
+    Mutation(
+        "programs outlive other strides of a weight",
+        _STATE,
+        "tensor.shape, tensor.stride(), ",
+        "tensor.shape, ",
+        (f"{_STALE}[strides of a weight-traced]",),
+    ),
+    Mutation(
+        "programs outlive a function that a kernel library replaced",
+        _STATE,
+        "for space, names in code.names.values()]",
+        "for space, names in ()]",
+        (f"{_STALE}[function: rotary-traced]",),
+    ),
+    Mutation(
+        "what is computed of buffers is recorded as it was",
+        "selfspec/runtime/traced.py",
+        "_jit_pass_constant_propagation_immutable_types(graph)",
+        "_jit_pass_constant_propagation(graph)",
+        (f"{_STALE}[buffers in place-traced]",),
+    ),
+    Mutation(
+        "a model changed within a generation is recorded as the one before",
+        "selfspec/runtime/programs.py",
+        "        if not self.state.holds():\n            return stock()\n",
+        "",
+        ("tests/runtime/test_stale.py::test_what_is_changed_within_a_generation_is_recorded_by_none",),
+    ),
+    Mutation(
+        "programs run where a function mode should see every operation",
+        "selfspec/runtime/recordable.py",
+        "any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())",
+        "False",
+        ("tests/runtime/test_stale.py::test_a_function_mode_sees_every_pass",),
+    ),
+    Mutation(
+        "views compute linear layers though their class was patched",
+        "selfspec/few_rows.py",
+        " or not _runs_torchs_product()",
+        "",
+        ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[class: linear]",),
+    ),
+    Mutation(
+        "views attend by the stock kernel though another took its name",
+        "selfspec/grouped_queries.py",
+        " and _runs_stock_kernel(module)",
+        "",
+        ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[kernel registered]",),
     ),
     # What processors and criteria with memory are shown.
     Mutation(

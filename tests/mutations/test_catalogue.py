@@ -19,7 +19,9 @@ def test_there_are_at_least_twenty_and_none_twice() -> None:
 
 @pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.name)
 def test_a_bug_can_be_planted_and_has_tests_to_meet(mutation: Mutation) -> None:
-    ast.parse(planted(mutation))
+    text = planted(mutation)
+    if mutation.file.endswith(".py"):
+        ast.parse(text)
     for name in mutation.tests:
         file, _, test = name.partition("::")
         if file.startswith("tests/"):

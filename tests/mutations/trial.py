@@ -15,7 +15,7 @@ from pathlib import Path
 from mutations.catalogue import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("selfspec", "adapters", "tests", "pyproject.toml")
+_CODE = ("selfspec", "adapters", "tests", "docs", "examples", "README.md", "pyproject.toml")
 _FAILED = 1  # pytest's status for tests that ran and failed; others are for tests that did not run
 
 

@@ -6,7 +6,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 import tiny
-from proving import check_inference_mode, greedy_together, ragged_samples, ticking
+from captures import Interpreted
+from proving import as_stock, check_inference_mode, greedy_together, ragged_samples, ticking
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import Compiled, Eager, Runtime
 from selfspec.runtime.pass_function import PassFunction, PassTensors
@@ -33,17 +34,6 @@ DRAFTS = {
     "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
     "look-up": selfspec.PromptLookup(),
 }
-
-
-@dataclass(frozen=True)
-class Interpreted(Compiled):
-    """Runs the graphs that would be compiled, operator by operator."""
-
-    graphs: list[GraphModule] = field(default_factory=list, compare=False)
-
-    def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        self.graphs.append(graph)
-        return graph
 
 
 def _wrapped(
@@ -140,7 +130,7 @@ def test_a_layer_that_uses_its_number_is_no_others(llama: PreTrainedModel, monke
     def numbered(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs) * (1.0 + layer.self_attn.layer_idx / 8)
 
-    monkeypatch.setattr(kind, "forward", numbered)
+    monkeypatch.setattr(kind, "forward", as_stock(numbered, kind))
     _check_greedy(llama, None)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tiny
+from proving import as_stock
 from selfspec.cache import SharedCache
 from selfspec.gate import ExactStates
 from selfspec.passes import Passes
@@ -150,7 +151,7 @@ def test_a_layer_that_uses_its_number_is_no_others(monkeypatch: pytest.MonkeyPat
     def numbered(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs) * (1.0 + layer.self_attn.layer_idx / 8)
 
-    monkeypatch.setattr(kind, "forward", numbered)
+    monkeypatch.setattr(kind, "forward", as_stock(numbered, kind))
     function, tensors = Bench.of(model).recordable(Path.full(tiny.DEPTH), 3)
     flat = tensors.flat()
     names = _functions(monkeypatch)

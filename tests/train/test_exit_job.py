@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
-from selfspec.errors import CorpusError, TrainingError
+from selfspec.errors import CorpusError, StorageError, TrainingError
 from selfspec.train.course import Course
 from selfspec.train.exit_job import ExitPlan, train_exit
 from selfspec.train.jobs import Source, train_layerskip
@@ -162,8 +162,9 @@ def test_a_crash_while_saving_loses_nothing(source: Source, tmp_path: Path, monk
     train_exit(source, _COURSE, _PLAN, tmp_path / "whole", _ignore)
     with monkeypatch.context() as patched:
         patched.setattr("selfspec.train.jobs.draw_curves", full)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(StorageError, match=r"no space.*repeat the command"):
             train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+    assert not (tmp_path / "broken" / "unfinished").exists()
     assert not (tmp_path / "broken" / "exit_head.json").exists()
     train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
     for name in ("exit_head.json", "exit_head.safetensors"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from selfspec.ablation.table import Row
 from selfspec.errors import StudyError
+from selfspec.json_text import parse_json
 
 DATA = "points.jsonl"
 _SAME = ("workload", "temperature", "seed", "draft", "rule")
@@ -72,7 +72,7 @@ def _both(figure: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Row:
 def _best(folder: Path) -> list[Row]:
     file = folder / DATA
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [parse_json(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return [row for row in rows if row.get("best_length")]
     except (OSError, ValueError, AttributeError) as error:
         raise StudyError(

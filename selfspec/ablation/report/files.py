@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from selfspec.ablation.report.whole import whole
 from selfspec.ablation.run import Finding
 from selfspec.ablation.table import Row, columns
-from selfspec.errors import StorageError
+from selfspec.writing import whole
+
+KEPT = "the study itself is kept: repeat the command once there is room"
+"""What messages say of a report that cannot be written."""
 
 
 def write_data(finding: Finding, folder: Path) -> list[Path]:
@@ -30,20 +32,13 @@ def write_data(finding: Finding, folder: Path) -> list[Path]:
     table = finding.table
     names = columns(table)
     about = described(finding)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [
-            _written(folder / "points.csv", lambda file: _csv(file, table, names)),
-            _written(folder / "points.jsonl", lambda file: _jsonl(file, table)),
-            _written(folder / "study.json", lambda file: file.write(json.dumps(about, indent=1) + "\n")),
-        ]
-        if table:
-            files.append(_parquet(folder / "points.parquet", table, names, about))
-    except OSError as error:
-        raise StorageError(
-            f"the report cannot be written to {folder} ({error.strerror or error}); the study itself is kept: repeat "
-            "the command once there is room"
-        ) from error
+    files = [
+        _written(folder / "points.csv", lambda file: _csv(file, table, names)),
+        _written(folder / "points.jsonl", lambda file: _jsonl(file, table)),
+        _written(folder / "study.json", lambda file: file.write(json.dumps(about, indent=1) + "\n")),
+    ]
+    if table:
+        files.append(_parquet(folder / "points.parquet", table, names, about))
     return files
 
 
@@ -71,7 +66,7 @@ def _without_folder(workload: str) -> str:
 
 
 def _written(file: Path, write: Callable[[TextIO], object]) -> Path:
-    with whole(file) as draft, draft.open("w", encoding="utf-8", newline="") as opened:
+    with whole(file, KEPT) as draft, draft.open("w", encoding="utf-8", newline="") as opened:
         write(opened)
     return file
 
@@ -102,6 +97,6 @@ def _parquet(file: Path, table: Sequence[Row], names: Sequence[str], about: dict
 
     data = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in table])
     data = data.replace_schema_metadata({"selfspec": json.dumps(about)})
-    with whole(file) as draft:
+    with whole(file, KEPT) as draft:
         parquet.write_table(data, draft)
     return file

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.ablation.report.files import described
+from selfspec.ablation.report.files import KEPT, described
 from selfspec.ablation.report.panels import Panel, coloured
 from selfspec.ablation.report.pictures import COLOURS, row_agrees
 from selfspec.ablation.report.tokens import GREY, LINE_END, NONE, printable
-from selfspec.ablation.report.whole import whole
 from selfspec.ablation.run import Finding
-from selfspec.errors import StorageError
+from selfspec.ablation.table import Row
 from selfspec.path import Part
+from selfspec.writing import whole
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -54,11 +54,8 @@ def write_page(finding: Finding, panels: Sequence[Panel], file: Path) -> Path:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(finding.study.name)}</title>"
         f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
-    try:
-        with whole(file) as draft:
-            draft.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written ({error.strerror or error}); the study itself is kept") from error
+    with whole(file, KEPT) as draft:
+        draft.write_text(page, encoding="utf-8")
     return file
 
 
@@ -96,6 +93,11 @@ def _best(panel: Panel) -> str:
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
+
+
+def _label(row: Row) -> str:
+    """The name of a draft for a picture: plotly takes tags in texts for its own."""
+    return html.escape(row["draft"], quote=False)
 
 
 def _importance(panel: Panel) -> go.Figure:
@@ -152,7 +154,7 @@ def _positions(panel: Panel) -> go.Figure:
                 mode=mode,
                 line={"color": colour, "dash": dash},
                 marker={"color": colour, "size": 8},
-                name=row["draft"] + (", measured" if prefix else ""),
+                name=_label(row) + (", measured" if prefix else ""),
             )
     figure.update_layout(title="Acceptance by position in the draft", xaxis_title="position", yaxis_range=[0, 1.02])
     figure.update_xaxes(dtick=1)
@@ -198,7 +200,7 @@ def _pareto(panel: Panel) -> go.Figure:
             y=[row["alpha"] for row in rows],
             mode="markers",
             name=kind,
-            text=[f"{row['draft']}<br>{row['predicted_speedup']:.2f}x at {row['draft_length']}" for row in rows],
+            text=[f"{_label(row)}<br>{row['predicted_speedup']:.2f}x at {row['draft_length']}" for row in rows],
             marker={
                 "symbol": _SYMBOLS.get(kind, "x"),
                 "size": 9,
@@ -247,7 +249,7 @@ def _agreement(panel: Panel) -> go.Figure:
         x=[row["acceptance_rate"] for row in rows],
         y=[row["measured_acceptance_rate"] for row in rows],
         mode="markers",
-        text=[row["draft"] for row in rows],
+        text=[_label(row) for row in rows],
         showlegend=False,
         **bars,
     )

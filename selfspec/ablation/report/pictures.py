@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from selfspec.ablation.report.files import KEPT
 from selfspec.ablation.report.panels import Panel
 from selfspec.ablation.report.tokens import draw_tokens
-from selfspec.ablation.report.whole import whole
 from selfspec.path import Part, Sublayer
+from selfspec.writing import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +70,7 @@ def _save(figure: Figure, file: Path) -> None:
     figure.savefig(drawn, dpi=_DPI)
     with Image.open(drawn) as image:
         palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        with whole(file) as draft:
+        with whole(file, KEPT) as draft:
             palette.save(draft, optimize=True, dpi=(_DPI, _DPI))
 
 
@@ -86,6 +87,8 @@ def _style() -> Iterator[None]:
         "legend.frameon": False,
         "lines.linewidth": 1.2,
         "figure.facecolor": "white",
+        # Names may hold dollar signs.
+        "text.parse_math": False,
     }
     with matplotlib.rc_context(settings):
         yield

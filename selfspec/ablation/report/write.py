@@ -9,7 +9,6 @@ from selfspec.ablation.report.page import write_page
 from selfspec.ablation.report.panels import panels
 from selfspec.ablation.report.pictures import draw_all
 from selfspec.ablation.run import Finding
-from selfspec.errors import StorageError
 
 PAGE = "report.html"
 
@@ -29,10 +28,5 @@ def write_report(finding: Finding, folder: Path) -> list[Path]:
     """
     files = write_data(finding, folder)
     shown = panels(finding)
-    try:
-        files += draw_all(shown, folder)
-    except OSError as error:
-        raise StorageError(
-            f"the pictures cannot be written to {folder} ({error.strerror or error}); the study itself is kept"
-        ) from error
+    files += draw_all(shown, folder)
     return [*files, write_page(finding, shown, folder / PAGE)]

@@ -1,0 +1,115 @@
+"""What callers hand in, by its kind: refused by name where it is of another, before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from reprlib import Repr
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
+
+
+def shown(value: object) -> str:
+    """How a value is written in a message: as Python writes it, but not at any length."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"<integer of {value.bit_length()} bits>"
+    writer = Repr()
+    writer.maxstring = writer.maxother = 200
+    return writer.repr(value)
+
+
+def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
+    """Refuse an argument that is no object of a class.
+
+    Args:
+        name: of the argument.
+        value: what was given; None: nothing.
+        kind: what it must be an object of.
+        remedy: what to write instead.
+
+    Raises:
+        UnsupportedOptionError: naming the argument and the remedy.
+    """
+    # A class itself may have all that a protocol asks for.
+    if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
+        raise UnsupportedOptionError(f"{name} must be an object of {kind.__name__}, got {shown(value)}; {remedy}")
+
+
+def check_methods(name: str, value: object, methods: Sequence[str], remedy: str) -> None:
+    """Refuse an argument that lacks methods which are going to be called.
+
+    Args:
+        name: of the argument.
+        value: what was given; None: nothing.
+        methods: that it must have.
+        remedy: what to pass instead.
+
+    Raises:
+        UnsupportedOptionError: naming the argument, what it lacks and the remedy.
+    """
+    lacking = [f"{method}()" for method in methods if not callable(getattr(value, method, None))]
+    if value is not None and (lacking or isinstance(value, type)):
+        has_not = f"has no {' and no '.join(lacking)}" if lacking else "is a class, not an object"
+        raise UnsupportedOptionError(f"{name}={shown(value)} {has_not}; {remedy}")
+
+
+def check_callables(name: str, value: object) -> None:
+    """Refuse what is no list of callables.
+
+    Args:
+        name: of the argument.
+        value: what was given; None: nothing.
+
+    Raises:
+        UnsupportedOptionError: naming the argument.
+    """
+    if value is None:
+        return
+    if not isinstance(value, list | tuple):
+        raise UnsupportedOptionError(f"{name} must be a list, got {shown(value)}; write {name}=[...]")
+    wrong = [each for each in value if isinstance(each, type) or not callable(each)]
+    if wrong:
+        raise UnsupportedOptionError(f"{name} must hold callable objects alone, got {shown(wrong[0])}")
+
+
+def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
+    """What a logits processor returned, if it can be taken for scores.
+
+    Args:
+        processor: that was called.
+        found: what it returned.
+        given: the scores it was given, `[rows, vocab]`.
+
+    Returns:
+        `found`, `[rows, vocab]`, of any floating dtype.
+
+    Raises:
+        UnsupportedOptionError: naming the processor.
+    """
+    name = f"the logits processor {type(processor).__name__}"
+    if not isinstance(found, Tensor):
+        raise UnsupportedOptionError(f"{name} returned {shown(found)}; it must return the scores, changed or not")
+    if found.shape != given.shape or not found.dtype.is_floating_point:
+        raise UnsupportedOptionError(
+            f"{name} returned {found.dtype} of shape {list(found.shape)} for scores of shape {list(given.shape)}; it "
+            "must return floating-point scores of the shape it was given"
+        )
+    return found
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights were never loaded.
+
+    Weights that are kept elsewhere and brought in by hooks, as `accelerate` does it, are on the meta device too.
+
+    Raises:
+        UnsupportedModelError: naming a weight and the remedy.
+    """
+    name = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
+    if name is not None and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} of {type(model).__name__} is on the meta device, without values; load the model with "
+            "from_pretrained, or give it weights with model.to_empty(device=...) and load_state_dict"
+        )

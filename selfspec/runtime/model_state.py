@@ -1,0 +1,136 @@
+"""What a recording of a model's passes depends on besides its inputs, and whether it is still so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from selfspec.runtime.reached_code import ReachedCode
+from selfspec.runtime.recordable import GLOBAL_HOOKS
+
+# Equal ones are as good as the same.
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+# What no forward pass without gradients reads, or `transformers` writes to as it goes.
+_NOT_READ = ("backward", "state_dict", "_non_persistent_buffers_set", "warnings_issued")
+
+
+class ModelState:
+    """A model as it is now: what a recording may hold on to.
+
+    These are the attributes of its modules, among them weights, children, hooks and what runs in place of a `forward`;
+    its configurations; its classes; the functions that their code looks up by name, also those of torch; where weights
+    and buffers are and how they lie there; and settings of torch. What stands in weights and buffers is not part of
+    it: recordings read them where they are.
+
+    All that was found is held, so that nothing else can come to stand at its address, and is compared by identity. To
+    compare it takes a walk over lists without Python code for each entry, some two hundred microseconds for a dozen
+    layers.
+
+    Args:
+        model: a stock model, whose weights are in memory.
+
+    Attributes:
+        model: the model.
+        others: names of functions that it may run and that others wrote: see `ReachedCode`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        code = ReachedCode(model)
+        self.others = tuple(code.others)
+        self._modules = tuple(model.modules())
+        self._contents: list[Iterable[Any]] = []
+        self._weights: list[Tensor] = []
+        self._constants: list[Tensor] = []
+        self._followed: set[int] = set()
+        for module in self._modules:
+            for held in (module._parameters, module._buffers):
+                self._follow(held, self._weights)
+            self._follow(vars(module), self._constants)
+        for shared in (*GLOBAL_HOOKS, *code.mappings):
+            self._contents.append(shared.values())
+        for kind in {base for module in self._modules for base in type(module).__mro__ if base is not object}:
+            self._contents.append(vars(kind).values())
+        # Twice, since one name alone would give no tuple.
+        self._names = [(itemgetter(*names, *names), space) for space, names in code.names.values()]
+        self._objects = self._found()
+        self._layouts = self._laid_out()
+        self._settings = _settings()
+
+    def holds(self) -> bool:
+        """Whether nothing of it has changed."""
+        try:
+            found = self._found()
+        except KeyError:
+            return False
+        if len(found) != len(self._objects):
+            return False
+        if not all(map(is_, found, self._objects)) and not all(map(_is_same, found, self._objects)):
+            return False
+        return self._layouts == self._laid_out() and self._settings == _settings()
+
+    def _follow(self, value: Any, tensors: list[Tensor]) -> None:
+        """Take note of what a container holds, and in turn of the containers and tensors in it."""
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        if isinstance(value, PreTrainedConfig):
+            value = vars(value)
+        if not isinstance(value, (dict, list, set, tuple)) or id(value) in self._followed:
+            return
+        self._followed.add(id(value))
+        self._contents.append(value.values() if isinstance(value, dict) else value)
+        # A copy: in another thread something may be hung on the module meanwhile.
+        for name, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if not any(part in str(name) for part in _NOT_READ):
+                self._follow(each, tensors)
+
+    def _found(self) -> tuple[Any, ...]:
+        """All that it is made of, in one row."""
+        return (
+            *chain.from_iterable(self._contents),
+            *chain.from_iterable(names(space) for names, space in self._names),
+            *map(type, self._modules),
+        )
+
+    def _laid_out(self) -> list[object]:
+        """Where its tensors are, and how they lie there."""
+        # What is neither a weight nor a buffer may be part of a recording by its values.
+        versions = [None if each.is_inference() else each._version for each in self._constants]
+        return [*map(_layout, self._weights), *map(_layout, self._constants), *versions]
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.layout is not torch.strided:
+        # Packed weights have no address; programs are given them at each call.
+        return tensor.dtype, tensor.shape
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _is_same(found: Any, known: Any) -> bool:
+    return found is known or (type(found) is type(known) and isinstance(found, _PLAIN) and bool(found == known))
+
+
+def _settings() -> tuple[object, ...]:
+    """What torch chooses kernels and dtypes by, for the whole process."""
+    cuda, mkldnn, cudnn = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
+    return (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        (cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        (mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        torch.backends.fp32_precision,  # type: ignore[attr-defined]
+        (cuda.matmul.fp32_precision, cuda.preferred_blas_library()),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+    )

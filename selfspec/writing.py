@@ -1,0 +1,111 @@
+"""Output files and folders: checked before work begins, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from selfspec.errors import SelfSpecError, StorageError
+
+# What torch says where its file could not be written, as a bare RuntimeError.
+_TORCH_WORDS = ("PytorchStreamWriter", "inline_container", "iostream error")
+
+
+def check_output_folder(folder: Path) -> None:
+    """Refuse a folder that results cannot be written to, before there are any. Nothing is left there.
+
+    Args:
+        folder: need not exist; then the nearest one above it that does is checked.
+
+    Raises:
+        StorageError: it is no folder, may not be written to, or the disk is full.
+    """
+    with writing(folder):
+        there = folder.absolute()
+        while not _exists(there):
+            there = there.parent
+        # Said at once if `there` is a file, or if nothing can be written.
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"\0")
+
+
+def check_output_file(file: Path) -> None:
+    """Refuse a file that results cannot be written to, before there are any. What it holds stays as it is.
+
+    Raises:
+        StorageError: it is a folder or a device, may not be written to, or the disk is full.
+    """
+    with writing(file):
+        if _exists(file):
+            if not file.is_file():
+                raise StorageError(f"{file} cannot be written (it is {'a folder' if file.is_dir() else 'no file'})")
+            file.open("r+b").close()
+    check_output_folder(file.parent)
+
+
+@contextmanager
+def whole(file: Path, kept: str = "") -> Iterator[Path]:
+    """A place to write to, which becomes the file when all went well and is gone when not.
+
+    Readers, and others who write the same file, see the old one or the new one. Missing folders are made.
+
+    Args:
+        file: what is written.
+        kept: as in `writing`.
+
+    Raises:
+        StorageError: it cannot be written; what was there before is whole.
+    """
+    draft = file.parent / f".{uuid.uuid4().hex}{file.suffix}"
+    with writing(file, kept):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield draft
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(place: Path, kept: str = "") -> Iterator[None]:
+    """Turn what a full disk or a missing right raises into an error that says so in one line.
+
+    Args:
+        place: what is written, for the message.
+        kept: what is not lost and how to go on, for the message.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        yield
+    except SelfSpecError:
+        raise
+    # ValueError: a name that no file can have.
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        if not _is_of_writing(error):
+            raise
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise StorageError(f"{place} cannot be written ({reason})" + (f"; {kept}" if kept else "")) from error
+
+
+def _exists(place: Path) -> bool:
+    """Whether something is there; other than `Path.exists`, raises if that cannot be told."""
+    try:
+        place.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_of_writing(error: Exception) -> bool:
+    if isinstance(error, OSError | SafetensorError):
+        return True
+    text = str(error)
+    return any(words in text for words in (*_TORCH_WORDS, "embedded null"))

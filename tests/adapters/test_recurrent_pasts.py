@@ -1,0 +1,131 @@
+"""The next turn of a chat with a model that has states: it goes on from the cache that the last turn gave back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shrunken import shrunken
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import selfspec
+from selfspec.errors import UnsupportedOptionError
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 1}
+HYBRIDS = ("jamba", "lfm2")
+# They have no column of keys, so a turn is given what the cache has not read.
+STATES_ALONE = ("mamba", "mamba2")
+
+
+def words(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def turn(model: PreTrainedModel, sequences: Tensor) -> Tensor:
+    return torch.cat([sequences, words(4, len(sequences), seed=9)], 1)
+
+
+def greedy(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The text of a fresh run, and no guess of padding."""
+    text: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    return text
+
+
+@pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+def test_a_chat_goes_on(architecture: str, way: str) -> None:
+    model = shrunken(architecture)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    name = "cache_params" if architecture in STATES_ALONE else "past_key_values"
+    ids, past, read = words(8), None, 0
+    for _ in range(3):
+        wanted = greedy(model, ids)
+        given = ids[:, read:] if architecture in STATES_ALONE else ids
+        options = {
+            "attention_mask": torch.ones_like(given),
+            "return_dict_in_generate": True,
+            **({} if past is None else {name: past}),
+            **GREEDY,
+        }
+        out = spec.generate(given, **options) if way == "wrapper" else None
+        if out is None:
+            out = model.generate(given, custom_generate=spec, **options)
+        assert torch.equal(out.sequences[:, given.shape[1] :], wanted[:, ids.shape[1] :])
+        past, read = out.past_key_values, wanted.shape[1] - 1
+        assert past is not None
+        ids = turn(model, wanted)
+
+
+@pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
+def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
+    model = shrunken(architecture)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    options = {"attention_mask": torch.ones(2, 8), "return_dict_in_generate": True, **GREEDY}
+    own = spec.generate(words(8, 2), **options).past_key_values
+    stock = model.generate(words(8, 2), **options).past_key_values
+    assert own is not None
+    for found, wanted in zip(own.layers, stock.layers, strict=True):
+        assert type(found) is type(wanted)
+        for field in ("keys", "values"):
+            if hasattr(wanted, field):
+                torch.testing.assert_close(getattr(found, field), getattr(wanted, field), rtol=0, atol=1e-4)
+        for field in ("conv_states", "recurrent_states"):
+            for index, state in getattr(wanted, field, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(found, field)[index], state, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["jamba", "mamba2"])
+def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str) -> None:
+    model = shrunken(architecture)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    name = "cache_params" if architecture in STATES_ALONE else "past_key_values"
+    first = model.generate(words(8), return_dict_in_generate=True, attention_mask=torch.ones(1, 8), **GREEDY)
+    more = turn(model, first.sequences)
+    given = more[:, 16:] if architecture in STATES_ALONE else more
+    wanted = greedy(model, more)[:, more.shape[1] :]
+    out = spec.generate(given, **{name: first.past_key_values}, **GREEDY)
+    assert torch.equal(out.sequences[:, given.shape[1] :], wanted)
+    assert out.past_key_values is first.past_key_values
+    empty = DynamicCache(config=model.config)
+    assert spec.generate(words(8), **{name: empty}, **GREEDY).past_key_values is empty
+    again = spec.generate(given, **{name: empty}, **GREEDY)
+    assert torch.equal(again.sequences[:, given.shape[1] :], wanted)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "mamba2", "falcon_mamba"])
+def test_caches_that_transformers_puts_in_are_no_reason_to_refuse(architecture: str) -> None:
+    model = shrunken(architecture)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    options = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]), **GREEDY}
+    found = model.generate(words(6, 2), custom_generate=spec, **options)
+    assert torch.equal(found, spec.generate(words(6, 2), **options).sequences)
+    row = model.generate(words(6, 2)[1:], attention_mask=torch.ones(1, 6), **GREEDY)
+    assert torch.equal(found[1:], row)
+
+
+def test_states_of_rows_that_end_apart_are_not_given() -> None:
+    model = shrunken("jamba")
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    ids = words(8, 2)
+    text = greedy(model, ids)
+    ends = next(int(token) for token in text[0, 10:] if int(token) not in text[1, 8:].tolist())
+    options = {"attention_mask": torch.ones(2, 8), "eos_token_id": ends, **GREEDY}
+    out = spec.generate(ids, return_dict_in_generate=True, **options)
+    assert out.lengths[0] < out.lengths[1]
+    assert out.past_key_values is None
+    with pytest.raises(UnsupportedOptionError, match=r"several rows of a recurrent model.*one row at a time"):
+        spec.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+
+
+def test_a_cache_of_other_layers_is_refused() -> None:
+    jamba, lfm2 = shrunken("jamba"), shrunken("mamba2")
+    past = jamba.generate(words(8), return_dict_in_generate=True, **GREEDY).past_key_values
+    lfm2.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    spec = selfspec.wrap(lfm2, selfspec.EarlyExit(2), draft_length=3)
+    with pytest.raises(
+        UnsupportedOptionError, match=r"4 layers of LinearAttentionLayer, DynamicLayer.*has 4 of Linear"
+    ):
+        spec.generate(words(20), cache_params=past, **GREEDY)

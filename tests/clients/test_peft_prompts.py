@@ -1,0 +1,147 @@
+"""Soft prompts of peft: what `p.generate` gives, it gives with `custom_generate=spec` too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    LoraConfig,
+    MultitaskPromptTuningConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+import tiny
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning"),
+]
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+METHODS: dict[str, Callable[[], Any]] = {
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
+    "multitask": lambda: MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, num_tasks=2),
+    "prefix tuning": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "projected prefix": lambda: PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=16
+    ),
+}
+ARCHITECTURES = ("llama", "gpt2", "mistral", "qwen2")
+
+
+def prompted(method: str, model: PreTrainedModel) -> PeftModel:
+    """The model with a random soft prompt, large enough to change the text."""
+    torch.manual_seed(1)
+    found: PeftModel = get_peft_model(model, METHODS[method]()).to(model.dtype).eval()
+    for parameter in found.prompt_encoder.parameters():
+        torch.nn.init.normal_(parameter, std=1.0)
+    return found
+
+
+def tasks(method: str, rows: int) -> dict[str, Tensor]:
+    return {"task_ids": torch.arange(rows)} if method == "multitask" else {}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_soft_prompt_is_read(method: str, architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    ids = tiny.prompt(5, 2)
+    base = model.generate(ids, **GREEDY)
+    wrapped = prompted(method, model)
+    options = {"input_ids": ids, **tasks(method, 2), **GREEDY}
+    wanted = wrapped.generate(**options)
+    assert not torch.equal(wanted, base)
+    for draft in (None, selfspec.EarlyExit(2), selfspec.PromptLookup(shortest=1)):
+        spec = selfspec.wrap(model, draft, draft_length=3)
+        assert torch.equal(wrapped.generate(custom_generate=spec, **options), wanted)
+    # Outside the library's own generate there is no soft prompt.
+    assert torch.equal(spec.generate(ids, **GREEDY).sequences, base)
+    assert torch.equal(model.generate(ids, custom_generate=spec, **GREEDY), base)
+
+
+@pytest.mark.parametrize("method", ["prefix tuning", "projected prefix"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_padding_behind_a_prefix(method: str, architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    wrapped = prompted(method, model)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    options = {"input_ids": tiny.prompt(5, 2), "attention_mask": MASK, **GREEDY}
+    assert torch.equal(wrapped.generate(custom_generate=spec, **options), wrapped.generate(**options))
+
+
+@pytest.mark.parametrize("method", ["prompt tuning", "p-tuning"])
+def test_padding_behind_embeddings_is_refused(method: str) -> None:
+    """It is counted as positions there, so that a row depends on how wide its batch is."""
+    model = tiny.llama()
+    wrapped = prompted(method, model)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    model.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    with pytest.raises(selfspec.UnsupportedOptionError, match=r"soft prompt before padded rows.*one row at a time"):
+        wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
+def test_padding_that_windows_reach_over_is_refused(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    wrapped = prompted("prefix tuning", model)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    with pytest.raises(selfspec.UnsupportedOptionError, match=r"padding between.*windows.*one row at a time"):
+        wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
+
+
+@pytest.mark.parametrize("method", ["prompt tuning", "prefix tuning"])
+def test_scores_and_caches_come_back(method: str) -> None:
+    model = tiny.llama()
+    wrapped = prompted(method, model)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    options = {"input_ids": tiny.prompt(5), "return_dict_in_generate": True, "output_logits": True, **GREEDY}
+    stock, out = wrapped.generate(**options), wrapped.generate(custom_generate=spec, **options)
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(stock.logits))
+    assert out.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length() == 3 + 5 + 11
+    for own, right in zip(out.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        torch.testing.assert_close(own.keys, right.keys)
+    with pytest.raises(selfspec.UnsupportedOptionError, match="past_key_values beside a soft prompt"):
+        wrapped.generate(
+            input_ids=torch.cat([out.sequences, tiny.prompt(3)], 1),
+            past_key_values=out.past_key_values,
+            custom_generate=spec,
+            **GREEDY,
+        )
+
+
+@pytest.mark.parametrize("method", ["prompt tuning", "prefix tuning"])
+def test_a_saved_folder_reads_the_soft_prompt(method: str, tmp_path: Path) -> None:
+    selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    wrapped = prompted(method, model)
+    options = {"input_ids": tiny.prompt(5, 2), **GREEDY}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    plain = prompted(method, base)
+    plain.load_state_dict(wrapped.state_dict())
+    assert torch.equal(wrapped.generate(**options), plain.generate(**options))
+
+
+def test_lora_is_as_it_was() -> None:
+    model = tiny.llama()
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).to(model.dtype).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    options = {"input_ids": tiny.prompt(5, 2), "attention_mask": MASK, **GREEDY}
+    assert torch.equal(wrapped.generate(custom_generate=spec, **options), wrapped.generate(**options))

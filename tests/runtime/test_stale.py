@@ -1,0 +1,495 @@
+"""What a model is changed to after its passes were recorded: the text is the changed model's own, and back again."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel, pytorch_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+import selfspec
+import tiny
+from captures import Interpreted, StandIn
+from proving import ticking
+from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime.model_state import ModelState
+from selfspec.runtime.programs import Programs
+
+PROMPT, NEW = 5, 10
+Model = Any
+Change = Callable[[Model], AbstractContextManager[Any]]
+
+
+@contextmanager
+def _set(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes set for a while."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _everywhere(kind: str, **values: Any) -> Change:
+    """Attributes of all modules of a class, by the end of its name."""
+
+    def change(model: Model) -> AbstractContextManager[None]:
+        found = [module for module in model.modules() if type(module).__name__.endswith(kind)]
+        assert found
+        return _set(*((module, name, value) for module in found for name, value in values.items()))
+
+    return change
+
+
+def _patched(owner: Any, name: str) -> Change:
+    """A function of a class or a module replaced, in the way of kernel libraries."""
+
+    def change(_: Model) -> AbstractContextManager[None]:
+        return _set((owner, name, _otherwise(getattr(owner, name))))
+
+    return change
+
+
+def _otherwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives something else than this one."""
+
+    @wraps(function)
+    def otherwise(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        if isinstance(output, tuple):
+            return output[0].flip(-1), *output[1:]
+        return output.flip(-1)
+
+    return otherwise
+
+
+def _flipped(_: nn.Module, __: Any, output: Any) -> Any:
+    return output.flip(-1) if isinstance(output, Tensor) else None
+
+
+@contextmanager
+def _hooked(register: Callable[..., Any], *args: Any) -> Iterator[None]:
+    handle = register(*args)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _all_hooked(_: Model) -> AbstractContextManager[None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output.flip(-1) if type(module).__name__.endswith("MLP") else None
+
+    return _hooked(register_module_forward_hook, hook)
+
+
+def _all_hooked_before(_: Model) -> AbstractContextManager[None]:
+    def hook(module: nn.Module, inputs: Any) -> Any:
+        return (inputs[0].flip(-1),) if isinstance(module, nn.Linear) else None
+
+    return _hooked(register_module_forward_pre_hook, hook)
+
+
+@contextmanager
+def _data(weight: Tensor, data: Tensor) -> Iterator[None]:
+    before, weight.data = weight.data, data
+    try:
+        yield
+    finally:
+        weight.data = before
+
+
+@contextmanager
+def _in_place(*weights: Tensor) -> Iterator[None]:
+    kept = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(-2)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in zip(weights, kept, strict=True):
+                weight.copy_(before)
+
+
+def _transposed(model: Model) -> AbstractContextManager[None]:
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    return _data(weight, weight.data.t())
+
+
+def _strided(model: Model) -> AbstractContextManager[None]:
+    table = model.model.rotary_emb.inv_freq
+    return _data(table, table[:1].expand(len(table)))
+
+
+@contextmanager
+def _registered(model: Model) -> Iterator[None]:
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _otherwise(sdpa))
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa)
+
+
+@contextmanager
+def _assigned(model: Model) -> Iterator[None]:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _otherwise(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+@contextmanager
+def _default_dtype(_: Model) -> Iterator[None]:
+    torch.set_default_dtype(torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _other_layers(model: Model) -> AbstractContextManager[None]:
+    layers = model.model.layers
+    return _set((model.model, "layers", nn.ModuleList([layers[1], layers[0]])))
+
+
+@contextmanager
+def _other_forward(model: Model) -> Iterator[None]:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = types.MethodType(_otherwise(type(mlp).forward), mlp)
+    try:
+        yield
+    finally:
+        del mlp.forward
+
+
+def _llama_class(name: str) -> Any:
+    return getattr(modeling_llama, f"Llama{name}")
+
+
+CHANGES: dict[str, Change] = {
+    "scaling": _everywhere("Attention", scaling=2.0),
+    "epsilon": _everywhere("RMSNorm", variance_epsilon=5.0),
+    "activation": _everywhere("MLP", act_fn=nn.Tanh()),
+    "rotary scaling": _everywhere("RotaryEmbedding", attention_scaling=3.0),
+    "class: mlp": _patched(_llama_class("MLP"), "forward"),
+    "class: norm": _patched(_llama_class("RMSNorm"), "forward"),
+    "class: attention": _patched(_llama_class("Attention"), "forward"),
+    "class: layer": _patched(_llama_class("DecoderLayer"), "forward"),
+    "class: linear": _patched(nn.Linear, "forward"),
+    "instance": _other_forward,
+    "function: rotary": _patched(modeling_llama, "apply_rotary_pos_emb"),
+    "function: below rotary": _patched(modeling_llama, "rotate_half"),
+    "function: silu": _patched(functional, "silu"),
+    "function: linear": _patched(functional, "linear"),
+    "function: attention": _patched(functional, "scaled_dot_product_attention"),
+    "kernel registered": _registered,
+    "kernel assigned": _assigned,
+    "hook": lambda model: _hooked(model.model.layers[1].mlp.register_forward_hook, _flipped),
+    "hook of all": _all_hooked,
+    "hook of all, before": _all_hooked_before,
+    "strides of a weight": _transposed,
+    "strides of a buffer": _strided,
+    "weights in place": lambda model: _in_place(*model.parameters()),
+    "buffers in place": lambda model: _in_place(*model.buffers()),
+    "layers": _other_layers,
+}
+"""What happens to a tiny llama, each for a while."""
+
+
+def _gemma2(**options: Any) -> Model:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    heads = {"head_dim": 8, "query_pre_attn_scalar": 8}
+    return _small(Gemma2Config(**_SIZES, **heads, **options, attn_implementation="eager"), Gemma2ForCausalLM)
+
+
+def _mixtral() -> Model:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = _small(MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2), MixtralForCausalLM)
+    # Without a decision on which of them were chosen.
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": tiny.CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _small(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> Model:
+    torch.manual_seed(0)
+    model = kind(config).to(torch.float64).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            nn.init.normal_(weight, mean=1.0 if name.endswith("weight") else 0.0, std=0.1)
+    return model
+
+
+OTHERS: dict[str, tuple[Callable[[], Model], Change]] = {
+    "experts a token": (_mixtral, _everywhere("TopKRouter", top_k=1)),
+    "cap of attention scores": (_gemma2, _everywhere("Attention", attn_logit_softcapping=0.01)),
+    "cap of logits": (_gemma2, lambda model: _set((model.config, "final_logit_softcapping", 1e-3))),
+    "weights beside a constant, in place": (_gemma2, lambda model: _in_place(*model.parameters())),
+    "window": (
+        lambda: tiny.mistral(num_hidden_layers=2),
+        lambda model: _set((model.config, "sliding_window", 2)),
+    ),
+    "eager kernel": (lambda: tiny.llama(num_hidden_layers=2, attention="eager"), _patched(modeling_llama, "repeat_kv")),
+    "attention of gpt2": (lambda: tiny.gpt2(num_hidden_layers=2), _everywhere("Attention", scaling=2.0)),
+    "class in gpt2": (lambda: tiny.gpt2(num_hidden_layers=2), _patched(pytorch_utils.Conv1D, "forward")),
+    "norm of torch": (lambda: tiny.gpt2(num_hidden_layers=2), _patched(functional, "layer_norm")),
+}
+"""The same of other architectures."""
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS: dict[str, Change] = {
+    "default dtype": _default_dtype,
+    "deterministic": lambda _: _deterministic(),
+    "kernels of attention": lambda _: sdpa_kernel(SDPBackend.MATH),
+    "autocast": lambda _: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda _: torch.device("cpu"),
+}
+"""What torch is told for a while, which need not change the text."""
+
+
+def _llama() -> Model:
+    return tiny.llama(num_hidden_layers=2)
+
+
+def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.Drafter | None = None) -> None:
+    """The text is `model.generate`'s before a change, with it, and after it, though programs were made."""
+    spec, prompt = selfspec.wrap(model, draft, draft_length=3, runtime=runtime), tiny.prompt(PROMPT)
+    spec.programs = Programs(spec.runtime, ticking())
+
+    def text() -> list[list[int]]:
+        expected: list[list[int]] = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        return expected
+
+    before = text()
+    proved = spec.programs.proved
+    assert bool(proved) == (not isinstance(runtime, Eager))
+    with change(model):
+        assert text() != before or change in SETTINGS.values()
+    assert text() == before
+    assert spec.programs.proved == proved
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_views_are_of_the_model_as_it_is(change: Change) -> None:
+    _check(_llama(), change, Eager(), selfspec.EarlyExit(1))
+
+
+PROGRAMS = pytest.mark.parametrize("runtime", [Traced(after=0), StandIn(0, 8)], ids=["traced", "graphs"])
+
+
+@PROGRAMS
+@pytest.mark.parametrize("change", [*CHANGES.values(), *SETTINGS.values()], ids=[*CHANGES, *SETTINGS])
+def test_programs_are_of_the_model_as_it_is(change: Change, runtime: Runtime) -> None:
+    _check(_llama(), change, runtime)
+
+
+@PROGRAMS
+@pytest.mark.parametrize(("build", "change"), OTHERS.values(), ids=OTHERS)
+def test_programs_of_other_architectures_too(build: Callable[[], Model], change: Change, runtime: Runtime) -> None:
+    _check(build(), change, runtime)
+
+
+@pytest.mark.parametrize("name", ["scaling", "class: mlp", "buffers in place"])
+def test_compiled_passes_too(name: str) -> None:
+    _check(_llama(), CHANGES[name], Interpreted(0))
+
+
+def test_a_model_that_is_used_stays_what_it_was(architecture: str) -> None:
+    model, prompt = tiny.BUILDERS[architecture](), tiny.prompt(PROMPT)
+    spec = selfspec.wrap(model, runtime=Traced(0))
+    spec.generate(prompt, max_new_tokens=1, do_sample=False)
+    state = ModelState(model)
+    assert not state.others
+    model.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    spec.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    model.generation_config.max_new_tokens = 3
+    model.train().eval()
+    assert state.holds()
+
+
+@pytest.mark.parametrize("name", ["default dtype", "deterministic", "kernels of attention"])
+def test_settings_of_torch_are_part_of_the_state(name: str) -> None:
+    model = _llama()
+    state = ModelState(model)
+    with SETTINGS[name](model):
+        assert not state.holds()
+    assert state.holds()
+
+
+def test_equal_values_are_as_good_as_the_same() -> None:
+    model = _llama()
+    state = ModelState(model)
+    attention = model.model.layers[1].self_attn
+    attention.scaling = attention.scaling * 1.0
+    assert state.holds()
+    attention.scaling += 1.0
+    assert not state.holds()
+
+
+def test_what_others_wrote_is_not_recorded() -> None:
+    """Kernels of others may not be seen by what records, and leave memory as the last pass left it."""
+    model = _llama()
+    spec = selfspec.wrap(model, runtime=Traced(0))
+    with CHANGES["function: rotary"](model):
+        spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+        assert not spec.programs.proved
+        assert not spec.programs.refusals
+
+
+def test_a_function_mode_sees_every_pass() -> None:
+    class Flipping(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            return output.flip(-1) if func is functional.silu else output
+
+    _check(_llama(), lambda _: Flipping(), Traced(after=0))
+
+
+def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
+    """The generation began with another model, and programs of its kinds would be taken for that one's."""
+    model, prompt = _llama(), tiny.prompt(PROMPT)
+    spec = selfspec.wrap(model, runtime=Traced(after=3))
+    spec.programs = Programs(spec.runtime, ticking())
+    expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
+    next(stream)
+    with CHANGES["scaling"](model):
+        stream.finish()
+        assert not spec.programs.proved
+    for _ in range(2):
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+    assert spec.programs.proved
+
+
+def test_generations_keep_the_programs_they_began_with() -> None:
+    model, prompt = _llama(), tiny.prompt(PROMPT)
+    spec = selfspec.wrap(model, runtime=Traced(after=0))
+    spec.programs = Programs(spec.runtime, ticking())
+    expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
+    next(stream)
+    with CHANGES["scaling"](model):
+        other = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == other
+    assert stream.finish().sequences.tolist() == expected
+
+
+def test_weights_that_were_replaced_are_let_go() -> None:
+    model = _llama()
+    spec = selfspec.wrap(model, runtime=Traced(after=0))
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    weight = weakref.ref(model.lm_head.weight)
+    model.lm_head = nn.Linear(32, tiny.VOCABULARY, bias=False, dtype=torch.float64)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.clients
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_come_and_go() -> None:
+    """Programs of a bare model, then adapters of peft in it: added, switched off and on, merged, and taken out."""
+    peft = pytest.importorskip("peft")
+    model, prompt = _llama(), tiny.prompt(PROMPT)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
+    spec.programs = Programs(spec.runtime, ticking())
+    texts: list[object] = []
+
+    def check(is_other: bool) -> None:
+        expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        for _ in range(2):
+            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        assert not texts or (texts[-1] != expected) == is_other
+        texts.append(expected)
+
+    check(is_other=True)
+    assert spec.programs.proved
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    check(is_other=True)
+    with adapted.disable_adapter():
+        check(is_other=True)
+        assert texts[-1] == texts[0]
+    check(is_other=True)
+    adapted.add_adapter("second", config)
+    check(is_other=False)
+    adapted.set_adapter("second")
+    check(is_other=True)
+    adapted.merge_adapter()
+    check(is_other=False)
+    adapted.unmerge_adapter()
+    check(is_other=False)
+    assert adapted.merge_and_unload() is model
+    check(is_other=False)
+    assert spec.programs.proved
+
+
+@pytest.mark.clients
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_of_transformers_come_and_go() -> None:
+    peft = pytest.importorskip("peft")
+    model, prompt = _llama(), tiny.prompt(PROMPT)
+    spec = selfspec.wrap(model, runtime=StandIn(0, 8))
+    spec.programs = Programs(spec.runtime, ticking())
+
+    def text() -> list[list[int]]:
+        expected: list[list[int]] = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        return expected
+
+    before = text()
+    assert spec.programs.proved
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), "one")
+    assert text() != before
+    model.disable_adapters()
+    assert text() == before
+    model.enable_adapters()
+    assert text() != before

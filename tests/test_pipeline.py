@@ -1,0 +1,66 @@
+"""A pipeline of `transformers` over a wrapper, or told of one, gives what it gives over the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel, pipeline
+
+import selfspec
+import tiny
+
+TEXTS = ["some text", "and a longer one"]
+GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny.llama(vocab_size=256)
+
+
+@pytest.fixture
+def spec(model: PreTrainedModel) -> selfspec.SelfSpeculative:
+    return selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+
+
+def made(model: Any) -> Any:
+    return pipeline("text-generation", model=model, tokenizer=tiny.tokenizer())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GREEDY,
+        {**GREEDY, "batch_size": 2},
+        {**GREEDY, "return_full_text": False},
+        {**GREEDY, "return_dict_in_generate": True, "output_scores": True},
+        {**GREEDY, "stop_sequence": "a"},
+        {"generation_config": GenerationConfig(max_new_tokens=4, do_sample=False)},
+        {"max_new_tokens": 9, "do_sample": True, "top_k": 1, "num_return_sequences": 2},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_a_pipeline_gives_the_models_text(
+    model: PreTrainedModel, spec: selfspec.SelfSpeculative, options: dict[str, Any]
+) -> None:
+    wanted = made(model)(TEXTS, **options)
+    assert made(spec)(TEXTS, **options) == wanted
+
+
+def test_a_pipeline_may_be_told_of_a_wrapper(model: PreTrainedModel, spec: selfspec.SelfSpeculative) -> None:
+    plain = made(model)
+    assert plain(TEXTS, custom_generate=spec, **GREEDY) == plain(TEXTS, **GREEDY)
+
+
+def test_a_pipeline_is_shown_and_saved(spec: selfspec.SelfSpeculative, tmp_path: Any) -> None:
+    whole = made(spec)
+    assert "'model': 'SelfSpeculative', 'dtype': 'float64', 'device': 'cpu'" in repr(whole)
+    whole.save_pretrained(tmp_path)
+    assert {"model.safetensors", "tokenizer.json", "custom_generate"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_pipeline_moves_the_model(spec: selfspec.SelfSpeculative) -> None:
+    pipeline("text-generation", model=spec, tokenizer=tiny.tokenizer(), device=torch.device("meta"))
+    assert spec.device == spec.model.device == torch.device("meta")
