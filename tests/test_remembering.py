@@ -6,7 +6,6 @@ turn. `transformers` goes on to compute rows that have ended, so what such a row
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ import tiny
 from goodness import holm_rejects, p_value
 from selfspec.draft import Drafter
 
-WIDTH, NEW, PAD = 8, 16, 0
+WIDTH, NEW, PAD = 8, 20, 0
 ENDS = [7, 25]
 """Several ends of sequence, so that rows end in turn."""
 
@@ -44,10 +43,19 @@ DRAFTS: dict[str, Drafter | None] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What a processor or a criterion was called with."""
+    """What a processor or a criterion was called with.
+
+    Attributes:
+        who: was called.
+        ids: of all rows.
+        first: number of the first new token whose scores were given.
+        scores: of that token and those after it, `[tokens, rows, vocab]`: of all so far for a criterion that is given
+            them, of the one to come for a processor.
+    """
 
     who: str
     ids: list[list[int]]
+    first: int
     scores: Tensor | None = field(compare=False)
 
 
@@ -77,7 +85,7 @@ class Drifting(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._order.follow(input_ids)
-        self.log.append(Call(self.who, input_ids.tolist(), scores.clone()))
+        self.log.append(Call(self.who, input_ids.tolist(), input_ids.shape[1] - WIDTH, scores.clone()[None]))
         seen = torch.zeros(len(input_ids), dtype=torch.long) if self._seen is None else self._seen
         self._seen = (31 * seen + input_ids[:, -1] + self.calls) % 997
         self.calls += 1
@@ -126,7 +134,7 @@ class Tiring(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         self._order.follow(input_ids)
-        self.log.append(Call(self.who, input_ids.tolist(), None if scores is None else torch.stack(scores)))
+        self.log.append(Call(self.who, input_ids.tolist(), 0, None if scores is None else torch.stack(scores)))
         seen = torch.zeros(len(input_ids), dtype=torch.long) if self._seen is None else self._seen
         self._seen = (17 * seen + input_ids[:, -1]) % 997
         self._calls += 1
@@ -169,13 +177,9 @@ def same_calls(found: list[Call], wanted: list[Call], lengths: Sequence[int]) ->
         if one.scores is None or other.scores is None:
             continue
         assert one.scores.dtype == other.scores.dtype == torch.float32
-        # A criterion is given one tensor for each new token, a processor the one of the token to come.
-        tokens = range(len(one.scores)) if one.scores.ndim == 3 else [len(one.ids[0]) - WIDTH]
-        for index, row in itertools.product(tokens, range(len(one.ids))):
-            if index < lengths[row]:
-                mine, theirs = (call.scores[index, row] if call.scores.ndim == 3 else call.scores[row]  # type: ignore[union-attr]
-                                for call in (one, other))  # fmt: skip
-                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+        for token, (mine, theirs) in enumerate(zip(one.scores, other.scores, strict=True), one.first):
+            rows = [row for row, length in enumerate(lengths) if token < length]
+            torch.testing.assert_close(mine[rows], theirs[rows], atol=1e-5, rtol=1e-5)
     return True
 
 
@@ -560,7 +564,8 @@ def test_one_that_derives_from_a_known_processor_may_remember(model: PreTrainedM
     class Growing(RepetitionPenaltyLogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             self.penalty += 0.1
-            return super().__call__(input_ids, scores)
+            penalised: Tensor = super().__call__(input_ids, scores)
+            return penalised
 
     wanted = model.generate(**ragged(), **GREEDY, logits_processor=LogitsProcessorList([Growing(1.0)]))
     assert not torch.equal(wanted, model.generate(**ragged(), **GREEDY, repetition_penalty=1.1))

@@ -75,14 +75,14 @@ class Subject:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
 
-    def prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def prompts(self, texts: Sequence[str]) -> dict[str, Any]:
         """Ids and mask, `[batch, prompt]`, padded on the left."""
         found = self.tokenizer(list(texts), padding=True, return_tensors="pt")
         return {"input_ids": found.input_ids, "attention_mask": found.attention_mask}
 
     def text(self, row: Tensor) -> str:
         """The text of a row of new ids."""
-        return self.tokenizer.decode(row, skip_special_tokens=True)
+        return str(self.tokenizer.decode(row, skip_special_tokens=True))
 
 
 def subject(characters: str, pairs: Sequence[str], **options: Any) -> Subject:

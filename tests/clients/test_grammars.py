@@ -175,8 +175,8 @@ def speaker() -> Subject:
 
 
 @pytest.fixture(scope="module")
-def enumerated(speaker: Subject) -> dict[tuple[str, ...], float]:
-    """Probability of each text after each prompt, both as ids."""
+def enumerated(speaker: Subject) -> dict[str, dict[tuple[int, ...], float]]:
+    """Probability of each text, as ids, after each prompt."""
     return {start: joint(speaker, start) for start in STARTS}
 
 

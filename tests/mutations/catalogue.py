@@ -1194,4 +1194,19 @@ CATALOGUE = (
         "",
         ("tests/runtime/test_stale.py::test_views_are_of_the_model_as_it_is[kernel registered]",),
     ),
+    # What processors and criteria with memory are shown.
+    Mutation(
+        "a processor with memory is called once more after all rows have ended",
+        _SEQUENTIAL,
+        "if all(row.ended for row in rows.values()):",
+        "if not rows:",
+        ("tests/test_remembering.py", "-k", "calls_and_text and both"),
+    ),
+    Mutation(
+        "scores of places judged in order are kept at the first place of the round",
+        _SEQUENTIAL,
+        "starts[number] += len(row.tokens) - (number in grown)",
+        "starts[number] += 0",
+        ("tests/test_remembering.py", "-k", "scores_asked"),
+    ),
 )
