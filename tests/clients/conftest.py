@@ -1,4 +1,4 @@
-"""Tests with libraries that others wrote: all of this folder is marked `clients`, and only read where that is asked for.
+"""Tests with libraries that others wrote: the whole folder is marked `clients`, and only read where that is asked for.
 
 So a plain run neither needs these libraries nor waits for them to be imported.
 """
