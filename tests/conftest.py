@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedModel
 
 import tiny
+from process_state import process_state
 
 # The models are too small to share among threads, which on busy cores wait for each other.
 torch.set_num_threads(1)
 
+# Equal examples in every run, and no deadlines that a busy machine would miss.
+settings.load_profile("ci")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """Draw what several tests share from a seed of its own, whichever of them asks for it first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Fails a test that other tests of its process would depend on."""
+    before = process_state()
+    yield
+    now = process_state()
+    assert {name: now[name] for name in now if now[name] != before[name]} == {}, "left changed in the process"
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from selfspec.errors import TrainingError
 from selfspec.train.corpus import Blocks
@@ -121,6 +122,17 @@ Observer = Callable[[int, int, Mapping[str, float]], None]
 """Told of steps made, steps in all, and figures that are new."""
 
 
+@contextmanager
+def _log_level_kept() -> Iterator[None]:
+    """Undo what the Trainer does to transformers' log level, which is its whole process's."""
+    level = logging.get_verbosity()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@_log_level_kept()
 def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str, observe: Observer) -> list[Any]:
     """Train, from the newest whole checkpoint in `folder` if there is one.
 

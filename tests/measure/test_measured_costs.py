@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import tiny
 from selfspec import Draft, DraftConfigError, EarlyExit, LayerSkip, generate, stats
 from selfspec.costs import Costs
+from selfspec.judge import judge_together
 from selfspec.measure import Estimate, MeasuredCosts, measure_costs
 from selfspec.state import State
 from selfspec.stopping import Stopping
@@ -128,7 +129,7 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
     planted: PreTrainedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judging = {True: 0.7, False: 0.3}
-    judge = generate.judge_together
+    judge = judge_together
 
     def slow(state: State, stopping: Stopping, draft: Draft, *others: Any) -> Any:
         clock.now += judging[draft.length > 0]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
@@ -204,6 +205,39 @@ def test_what_gives_something_else_is_never_used(llama: PreTrainedModel) -> None
     assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     assert not spec.programs.proved
     assert set(spec.programs.refusals.values()) == {"it gave something else than the stock modules"}
+
+
+@pytest.mark.parametrize("tracing", [True, False], ids=["while it was traced", "while it was lowered"])
+def test_nothing_is_left_of_a_compilation_that_failed(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tracing: bool
+) -> None:
+    @dataclass(frozen=True)
+    class Failing(Compiled):
+        def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+            raise MemoryError("planted")
+
+    # What torch's compiler keeps for itself is there before.
+    gc.collect()
+    others = [thing for thing in gc.get_objects() if issubclass(type(thing), FakeTensor)]
+    norm: Any = type(llama.model.norm)
+    forward = norm.forward
+
+    def failing(module: Any, states: Tensor) -> Tensor:
+        if tracing and isinstance(states, FakeTensor):
+            raise MemoryError("planted")
+        normed: Tensor = forward(module, states)
+        return normed
+
+    monkeypatch.setattr(norm, "forward", failing)
+    before = Snapshot(llama)
+    spec = _wrapped(llama, EXIT, Failing(0))
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert set(spec.programs.refusals.values()) == {"MemoryError: planted"}
+    before.assert_same(llama)
+    gc.collect()
+    assert sum(issubclass(type(thing), FakeTensor) for thing in gc.get_objects()) == len(others)
 
 
 def test_packed_weights_are_left_to_the_modules() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from selfspec.errors import StorageError, TrainingError
 from selfspec.train.corpus import Blocks
@@ -63,6 +64,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
 def test_a_seed_gives_the_same_weights_again(tmp_path: Path, uninterrupted: Tensor) -> None:
     assert torch.equal(_trained(tmp_path), uninterrupted)
     assert not torch.equal(_Lesson().weights(), uninterrupted)
+
+
+def test_training_leaves_the_log_level_as_it_was(tmp_path: Path) -> None:
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        _trained(tmp_path)
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
