@@ -15,7 +15,7 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 import tiny
-from process_state import process_state
+from process_state import changed, process_state
 
 # The models are too small to share among threads, which on busy cores wait for each other.
 torch.set_num_threads(1)
@@ -39,8 +39,8 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
     """Fails a test that other tests of its process would depend on."""
     before = process_state()
     yield
-    now = process_state()
-    assert {name: now[name] for name in now if now[name] != before[name]} == {}, "left changed in the process"
+    left = changed(before, process_state())
+    assert not left, f"left changed in the process: {', '.join(left)}"
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,13 @@ from torch.nn.modules import module as modules
 from transformers.utils import logging
 
 # Set when a module that needs them is first imported, whichever test that is in; and pytest's own.
-_SET_BY_IMPORTS = frozenset({"CUBLAS_WORKSPACE_CONFIG", "HF_XET_HIGH_PERFORMANCE", "TORCHINDUCTOR_CACHE_DIR"})
-_NOT_COMPARED = _SET_BY_IMPORTS | {"PYTEST_CURRENT_TEST"}
+_NOT_COMPARED = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HF_XET_HIGH_PERFORMANCE",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+}
 
 
 def process_state() -> dict[str, object]:
@@ -46,6 +51,17 @@ def process_state() -> dict[str, object]:
         "garbage collector": gc.isenabled(),
         "handlers of signals": tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))),
         "working folder": Path.cwd(),
-        "sys.path": tuple(sys.path),
         "environment": {name: value for name, value in os.environ.items() if name not in _NOT_COMPARED},
     }
+
+
+def changed(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """What is not as it was, by name alone: an environment may hold what nobody should read in a log."""
+    names: list[str] = []
+    for name, value in now.items():
+        old = before[name]
+        if isinstance(value, dict) and isinstance(old, dict):
+            names += [f"{name}: {each}" for each in sorted({*value, *old}) if value.get(each) != old.get(each)]
+        elif value != old:
+            names.append(name)
+    return names
