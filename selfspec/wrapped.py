@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
@@ -209,8 +208,8 @@ class SelfSpeculative:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpeculative:
-        # Options of a generation are copied deeply by some who pass them on, and name the model's own wrapper.
-        return copy(self)
+        # Evaluation harnesses copy the options of each request deeply, and batch requests whose options are equal.
+        return self
 
     def __repr__(self) -> str:
         draft = type(self.draft).__name__ if isinstance(self.draft, Plan) else draft_name(self.draft)

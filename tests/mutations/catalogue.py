@@ -1005,9 +1005,9 @@ CATALOGUE = (
     Mutation(
         "a deep copy of a wrapper is a wrapper of another model",
         "selfspec/wrapped.py",
-        "        return copy(self)\n",
-        "        other = copy(self)\n        other.model = copy(self.model)\n        return other\n",
-        ("tests/test_wrapped.py::test_a_copy_of_a_wrapper_wraps_the_same_model",),
+        "        return self\n\n    def __repr__",
+        "        other = copy(self)\n        other.model = copy(self.model)\n        return other\n\n    def __repr__",
+        ("tests/test_wrapped.py::test_options_that_are_copied_deeply_name_the_same_wrapper",),
     ),
     Mutation(
         "activations that are rounded over a whole pass are drafted for",
