@@ -21,6 +21,7 @@ from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
     from selfspec.draft.drafter import Draft
+    from selfspec.evidence import Evidence
 
 # Longer matches of a look-up are told apart no more.
 _LONG_MATCH = 12
@@ -48,9 +49,11 @@ class Controller(ABC):
 
     Attributes:
         longest: the most tokens that are ever drafted in a round; slots of the cache are kept for them.
+        judges_prompt: whether it wants to know what the draft is worth on the prompt.
     """
 
     longest: int
+    judges_prompt = False
 
     @abstractmethod
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
@@ -100,6 +103,10 @@ class Controller(ABC):
         nor on the draft in hand.
         """
         return False
+
+    def learn_prompt(self, evidence: Evidence) -> None:
+        """Take in what the draft is worth on the prompt, before the first round."""
+        return
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         """Take in what became of a round.
@@ -237,6 +244,8 @@ class _Confident(Controller):
 
 
 class _CostAware(Controller):
+    judges_prompt = True
+
     def __init__(self, longest: int, costs: CostsByRows) -> None:
         self.longest = longest
         self._by_rows, self._costs = costs, costs.in_batch(1)
@@ -247,7 +256,8 @@ class _CostAware(Controller):
         self._in_step = True
         self._committed, self._stood = _Pace(), _Pace()
         self._rounds = 0
-        self._at_once = 0.0
+        self._at_once = self._model_at_once = 0.0
+        self._on_prompt: float | None = None
         self._live: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
@@ -255,11 +265,13 @@ class _CostAware(Controller):
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
         self._live = live
         if not self._rounds:
-            self._at_once = min(_MAY_LOSE, _OF_ALL * remaining)
+            self._at_once = self._model_at_once = min(_MAY_LOSE, _OF_ALL * remaining)
         self._rounds += 1
         if len(live) != self._costs.rows:
             self._costs = self._by_rows.in_batch(len(live))
             self._prospects = _Prospects(self._costs, self.longest)
+        if self._rounds == 1 and self._on_prompt is not None:
+            self._model_at_once = _MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
         self._reached = [1.0] * len(live)
         self._confidences = []
         return min(self.longest, remaining - 1)
@@ -267,8 +279,9 @@ class _CostAware(Controller):
     def tries(self, match: int) -> bool:
         gate = self._gate(match)
         # Asked in any case: each counts how often it was.
-        opens = gate.opens(self._at_once, self._prospects.of_look_up if match else self._prospects.of_model)
-        return opens and (gate.gains or self._paid <= may_lose(self._at_once, self._rounds))
+        at_once = self._at_once if match else self._model_at_once
+        opens = gate.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
+        return opens and (gate.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
 
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
@@ -292,6 +305,20 @@ class _CostAware(Controller):
 
     def keeps_step(self) -> bool:
         return self._in_step
+
+    def learn_prompt(self, evidence: Evidence) -> None:
+        for confidence, chance in zip(evidence.confidences, evidence.chances, strict=True):
+            self._acceptance.count(confidence, chance, _ON_PROMPT)
+        # Drawn towards what a fair draft shows, as by two tokens more.
+        mean = (sum(evidence.chances) + 2 * 0.6) / (len(evidence.chances) + 2)
+        self._on_prompt = mean + mean**2 * (1 - mean)
+
+    @property
+    def _at_risk(self) -> float:
+        """What a draft of the model may lose that promises nothing: see `_Gate.opens`."""
+        if self._on_prompt is None or self._prospects.pays(self._on_prompt):
+            return self._prospects.of_model
+        return self._costs.of_round(1, 1) - 1
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         outcomes = [row for row in rows if row is not None]
@@ -379,12 +406,12 @@ class _Acceptance:
         bin_ = self._bin(confidence)
         return self._accepted[bin_] / self._judged[bin_]
 
-    def count(self, confidence: float, accepted: bool) -> None:
+    def count(self, confidence: float, accepted: float, weight: float = 1.0) -> None:
         bin_ = self._bin(confidence)
-        self._judged[bin_] += 1
-        self._accepted[bin_] += accepted
-        self._all_judged += 1
-        self._all_accepted += accepted
+        self._judged[bin_] += weight
+        self._accepted[bin_] += weight * accepted
+        self._all_judged += weight
+        self._all_accepted += weight * accepted
 
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * self._BINS), self._BINS - 1)
@@ -392,6 +419,11 @@ class _Acceptance:
 
 # Plain steps that drafts may lose at any time, but at most so much of all there will be, and for each round more.
 _MAY_LOSE, _OF_ALL, _FOR_EACH_ROUND = 3.0, 0.04, 0.005
+# What a token of the prompt counts beside one of the model's own text. That is easier to draft: where tokens of prompts
+# are accepted with chance a, those of its own text were with about a + a^2 (1 - a), on the models that were looked at.
+_ON_PROMPT = 0.25
+# What a draft has to promise on the prompt, in plain decoding's speed, to be tried at once.
+_WORTH_TRYING = 1.02
 # How often tokens of a good draft are accepted; and a length beyond which more of them gain a billionth of a token.
 _GOOD = 0.85
 _LONG_DRAFT = 128
@@ -480,6 +512,10 @@ class _Prospects:
         self._lengths = range(1, min(longest, _LONG_DRAFT) + 1)
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
+    def pays(self, chance: float) -> bool:
+        """Whether a draft of the model gains whose tokens are accepted with this chance."""
+        return any(self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths)
+
     def look_up_length(self, share: float) -> int:
         """Tokens to look up at once where a share of the hindmost rows has a match; 0: they would not pay for all.
 
@@ -494,12 +530,12 @@ class _Prospects:
         pays = any(self._speed(steps, length) > 1 for length in self._lengths)
         return 0.0 if pays else self._costs.of_round(steps, 1) - 1
 
-    def _speed(self, steps: int, length: int, share: float = 1.0) -> float:
+    def _speed(self, steps: int, length: int, share: float = 1.0, chance: float = _GOOD) -> float:
         """Tokens per plain step, of a row on average."""
         rows, cost = self._costs.rows, self._costs.of_round(steps * length, length)
-        apart = (1 + share * (_expected(_GOOD, length) - 1)) / (cost * (self._costs.out_of_step if rows > 1 else 1.0))
+        apart = (1 + share * (_expected(chance, length) - 1)) / (cost * (self._costs.out_of_step if rows > 1 else 1.0))
         # In step only what stands in every row counts.
-        together = _expected(_GOOD**rows if share == 1 else 0.0, length) / cost
+        together = _expected(chance**rows if share == 1 else 0.0, length) / cost
         return max(apart, together)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from selfspec.accept import Rule
 from selfspec.control import RowOutcome
 from selfspec.draft import Draft, Drafter
+from selfspec.evidence import can_show, prefill_with_evidence
 from selfspec.gate import ExactStates
 from selfspec.judge import Verdict, judge_together
 from selfspec.output import Round, RowRound
@@ -41,7 +42,7 @@ def rounds(
     judge = judge_in_order if state.sampling.in_order else judge_together
     try:
         with clock.phase("prefill"):
-            prefill(state, request)
+            prefill(state, request, drafter)
         while any(state.live):
             state.cache.reserve(state.longest)
             state.cache.scrub([index for index, row in enumerate(state.text.rows) if row in state.doubted])
@@ -63,8 +64,10 @@ def rounds(
         stats.seconds = clock.seconds()
 
 
-def prefill(state: State, request: Request) -> None:
+def prefill(state: State, request: Request, drafter: Drafter | None) -> None:
     """Fill the cache with each prompt but its last token, which the first round reads.
+
+    Where that can show what the draft is worth, the control is told: see `selfspec.evidence`.
 
     Rows are stored without their padding: each is moved to the left, and what then stands behind it is scrap. What a
     past holds is not computed again.
@@ -80,6 +83,10 @@ def prefill(state: State, request: Request) -> None:
     for row, count in enumerate(unread):
         prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
     prompts = prompts.to(state.last.device)
+    if drafter is not None and not request.embeddings and can_show(state, drafter, unread):
+        state.control.learn_prompt(prefill_with_evidence(state, drafter, prompts))
+        state.cache.commit(unread)
+        return
     start = 0
     for width in state.cache.prefill_widths(unread):
         counts = [min(max(count - start, 0), width) for count in unread]

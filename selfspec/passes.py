@@ -97,6 +97,22 @@ class Passes:
         assert logits is not None
         return logits
 
+    @property
+    def keeps_last_logits(self) -> bool:
+        """Whether the model can leave out logits of all but the last tokens of a pass."""
+        return "logits_to_keep" in inspect.signature(type(self._stock_model).forward).parameters
+
+    def last_logits(
+        self, path: Path, tokens: Tensor, most: int, entering: ExactStates | None = None, head: DraftHead | None = None
+    ) -> Pass:
+        """Run `path` over a prompt, with logits of at most the last `most` tokens: see `logits`."""
+        inputs = self._inputs(tokens)
+        if self.keeps_last_logits:
+            inputs["logits_to_keep"] = min(most, tokens.shape[1])
+        result = run_view(self._view(path, head), None, entering, inputs)
+        assert result.logits is not None
+        return Pass(result.logits if head is None else head.spread(result.logits, self._vocabulary), result.states)
+
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation import InfNanRemoveLogitsProcessor
 
 from selfspec.coupling import Coupling
-from selfspec.processing import Processing, SequentialProcessing
+from selfspec.processing import Processing, SequentialProcessing, Warping
 from selfspec.text import Prefixes
 
 
@@ -75,6 +75,11 @@ class Sampling:
     def in_order(self) -> bool:
         """Whether some processor has memory, so that the target's places are scored by `next_scores`, in order."""
         return isinstance(self._processing, SequentialProcessing)
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether some processor looks at more than the scores of a place."""
+        return not isinstance(self._processing, Warping)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """See `SequentialProcessing.next_scores`."""

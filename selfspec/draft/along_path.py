@@ -10,9 +10,9 @@ from torch import Tensor
 
 from selfspec.costs import share_read
 from selfspec.draft.draft_head import DraftHead
-from selfspec.draft.drafter import Draft, Drafter, Resume
+from selfspec.draft.drafter import Draft, Drafter, ExitPath, Resume
 from selfspec.gate import ExactStates
-from selfspec.path import Path
+from selfspec.path import Path, sublayers
 from selfspec.sampling import proper
 from selfspec.text import Prefixes
 
@@ -45,6 +45,13 @@ class PathDrafter(Drafter):
 
     def check(self, depth: int) -> None:
         self.path(depth)
+
+    def exit_path(self, depth: int) -> ExitPath | None:
+        path = self.path(depth)
+        start = path.hand_over
+        if start is None or any(path.runs(sublayer) for sublayer in sublayers(depth) if sublayer >= start):
+            return None
+        return ExitPath(path, start, self.head)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)

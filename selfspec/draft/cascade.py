@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.drafter import Draft, Drafter
+from selfspec.draft.drafter import Draft, Drafter, ExitPath
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.errors import DraftConfigError
 
@@ -44,6 +44,9 @@ class Cascade(Drafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.path.check_model(model, adapter)
+
+    def exit_path(self, depth: int) -> ExitPath | None:
+        return self.path.exit_path(depth)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)

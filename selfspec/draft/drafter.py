@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from selfspec.gate import ExactStates
-from selfspec.path import Sublayer
+from selfspec.path import Path, Sublayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from selfspec.adapter import Adapter
+    from selfspec.draft.draft_head import DraftHead
     from selfspec.state import State
 
 
@@ -32,6 +33,21 @@ class Resume:
 
     start: Sublayer
     states: ExactStates
+
+
+@dataclass(frozen=True)
+class ExitPath:
+    """A draft that leaves the network early: all it computes is what the target computes first.
+
+    Attributes:
+        path: what a draft step runs.
+        start: where the target goes on.
+        head: what reads the path's last states; None: the model's own norm and head.
+    """
+
+    path: Path
+    start: Sublayer
+    head: DraftHead | None
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,10 @@ class Drafter(ABC):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
         return 0.0
+
+    def exit_path(self, depth: int) -> ExitPath | None:
+        """How the drafter leaves a network of `depth` layers early; None: it does not."""
+        return None
 
     @abstractmethod
     def draft(self, state: State, length: int) -> Draft:

@@ -61,6 +61,8 @@ def parse_draft(text: str) -> Drafter | None:
 def _path_drafter(text: str, given: str) -> PathDrafter:
     """The drafter along a path that `given`, a part of `text`, names."""
     path, reduced, file = given.partition("+vocab:")
+    if "+vocab:" in file:
+        raise _malformed(text)
     if reduced:
         return ReducedVocabulary.from_file(_path_drafter(text, path.strip()), file)
     if given.startswith("head:"):

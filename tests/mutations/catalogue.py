@@ -1209,4 +1209,19 @@ CATALOGUE = (
         "starts[number] += 0",
         ("tests/test_remembering.py", "-k", "scores_asked"),
     ),
+    # What a prompt shows of a draft.
+    Mutation(
+        "the target is held against itself on the prompt",
+        "selfspec/evidence.py",
+        "for each in (drafted.logits, logits))",
+        "for each in (logits, logits))",
+        ("tests/test_evidence.py::test_evidence_is_the_exit_beside_the_target",),
+    ),
+    Mutation(
+        "a draft that is worth nothing on the prompt is tried all the same",
+        _CONTROL,
+        "if self._on_prompt is None or self._prospects.pays(self._on_prompt):",
+        "if self._on_prompt is None or self._on_prompt >= 0:",
+        ("tests/test_evidence.py::test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_text",),
+    ),
 )
