@@ -79,13 +79,7 @@ class Passes:
             entering: what enters at `path.start`.
             head: reads the last states of a path that leaves early; None: the model's own norm and head.
         """
-        result = self._run(path, head, None, tokens, entering)
-        assert result.logits is not None
-        if head is None:
-            return Pass(result.logits, result.states)
-        # Only a head of plain weights can be exchanged for one that draws on some of them.
-        vocabulary = self._stock_model.get_output_embeddings().weight.shape[0]
-        return Pass(head.spread(result.logits, vocabulary), result.states)
+        return self._spread(self._run(path, head, None, tokens, entering), head)
 
     def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
@@ -109,9 +103,7 @@ class Passes:
         inputs = self._inputs(tokens)
         if self.keeps_last_logits:
             inputs["logits_to_keep"] = min(most, tokens.shape[1])
-        result = run_view(self._view(path, head), None, entering, inputs)
-        assert result.logits is not None
-        return Pass(result.logits if head is None else head.spread(result.logits, self._vocabulary), result.states)
+        return self._spread(run_view(self._view(path, head), None, entering, inputs), head)
 
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
@@ -127,6 +119,15 @@ class Passes:
         base = self._model.get_submodule(self._base)
         base(**self._inputs(tokens))
         self._cache.record(tokens.shape[1])
+
+    def _spread(self, result: PassResult, head: DraftHead | None) -> Pass:
+        """What a pass gave, with logits of the whole vocabulary."""
+        assert result.logits is not None
+        if head is None:
+            return Pass(result.logits, result.states)
+        # Only a head of plain weights can be exchanged for one that draws on some of them.
+        vocabulary = self._stock_model.get_output_embeddings().weight.shape[0]
+        return Pass(head.spread(result.logits, vocabulary), result.states)
 
     @property
     def _base(self) -> str:

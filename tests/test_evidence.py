@@ -79,6 +79,16 @@ def test_text_and_cache_are_those_of_a_plain_prefill(architecture: str, monkeypa
         assert len(noted) == 3
 
 
+def test_a_head_of_a_reduced_vocabulary_is_judged_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = seen(monkeypatch)
+    draft = selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(0, 50, 2)))
+    ids = tiny.prompt(40)
+    wanted = llama.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    out = selfspec.wrap(llama, draft).generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert torch.equal(out.sequences, wanted)
+    assert len(noted[0].chances) == 32
+
+
 @pytest.mark.parametrize(
     ("draft", "options"),
     [
@@ -109,7 +119,7 @@ def test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_tex
 
 
 def test_a_draft_that_is_good_on_the_prompt_drafts_from_the_first_round(llama: PreTrainedModel) -> None:
-    cheap = control.Costs(draft=0.3)
+    cheap = selfspec.Costs(draft=0.3)
     spec = selfspec.wrap(
         as_good_as_the_target(llama), selfspec.EarlyExit(3), draft_length=control.CostAware(costs=cheap)
     )
