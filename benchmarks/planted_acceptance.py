@@ -35,9 +35,10 @@ from selfspec.measure import teacher_forced
 from selfspec.runtime.named import RuntimeName
 from selfspec.wrapped import find_adapter
 
-# The shapes of widely used models of these sizes; embeddings are tied.
-_SHAPES: dict[str, dict[str, int]] = {
+# The shapes of widely used models of about these sizes; embeddings are tied.
+SHAPES: dict[str, dict[str, int]] = {
     "2M": {"hidden": 128, "mlp": 384, "layers": 8, "heads": 4, "kv": 2, "vocabulary": 4096},
+    "64M": {"hidden": 512, "mlp": 1408, "layers": 16, "heads": 8, "kv": 4, "vocabulary": 32768},
     "134M": {"hidden": 576, "mlp": 1536, "layers": 30, "heads": 9, "kv": 3, "vocabulary": 49152},
     "360M": {"hidden": 960, "mlp": 2560, "layers": 32, "heads": 15, "kv": 5, "vocabulary": 49152},
     "1.2B": {"hidden": 2048, "mlp": 8192, "layers": 16, "heads": 32, "kv": 8, "vocabulary": 128256},
@@ -52,7 +53,7 @@ _CLOSE, _MOST_TRIALS = 0.02, 14
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=_SHAPES, default="134M")
+    parser.add_argument("--size", choices=SHAPES, default="134M")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--acceptance", type=float, default=0.8, help="1 - TV to be planted; at temperature 0, agreement"
@@ -80,11 +81,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    shape = _SHAPES[options.size]
+    shape = SHAPES[options.size]
     exit_layer = options.exit or shape["layers"] // 4
-    model: Any = _random_model(shape)
+    model: Any = random_model(shape)
     model.to(options.device)
-    planted = _plant(model, exit_layer, options.acceptance, options.temperature)
+    planted = plant(model, exit_layer, options.acceptance, options.temperature)
     model.to(getattr(torch, options.dtype))
     print(f"planted: drafts of exit:{exit_layer} are accepted at a rate of {planted:.2f}")
     file = ResultsFile(RESULTS / options.name)
@@ -108,7 +109,7 @@ def main() -> None:
     print((RESULTS / options.name / "report.md").read_text())
 
 
-def _random_model(shape: dict[str, int]) -> PreTrainedModel:
+def random_model(shape: dict[str, int]) -> PreTrainedModel:
     """A llama of a shape, always the same, in float32 and evaluation mode."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -130,7 +131,7 @@ def _random_model(shape: dict[str, int]) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _plant(model: PreTrainedModel, exit_layer: int, acceptance: float, temperature: float) -> float:
+def plant(model: PreTrainedModel, exit_layer: int, acceptance: float, temperature: float) -> float:
     """Scale what the layers from the exit on add until its drafts are accepted so often; return how often they are."""
     adapter, drafter = find_adapter(model), EarlyExit(exit_layer)
     tokens = torch.Generator().manual_seed(1)

@@ -169,7 +169,7 @@ def test_show_drafts_strikes_rejected_tokens_through(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    ending = invoke(*words(folder, "--draft", "exit:3", "--show-drafts"))
+    ending = invoke(*words(folder, "--draft", "exit:3", "--draft-length", "2", "--show-drafts"))
     shown = Text.from_ansi(ending.stdout)
     legend, text = shown.split("\n")[0], shown[len(shown.split("\n")[0]) + 2 :]
     assert legend.plain == "accepted draft | the target's own | rejected draft"

@@ -220,15 +220,15 @@ def test_nothing_is_left_of_a_compilation_that_failed(
     gc.collect()
     others = [thing for thing in gc.get_objects() if issubclass(type(thing), FakeTensor)]
     norm: Any = type(llama.model.norm)
-    forward = norm.forward
+    forward, fake = norm.forward, FakeTensor
 
     def failing(module: Any, states: Tensor) -> Tensor:
-        if tracing and isinstance(states, FakeTensor):
+        if tracing and isinstance(states, fake):
             raise MemoryError("planted")
         normed: Tensor = forward(module, states)
         return normed
 
-    monkeypatch.setattr(norm, "forward", failing)
+    monkeypatch.setattr(norm, "forward", as_stock(failing, norm))
     before = Snapshot(llama)
     spec = _wrapped(llama, EXIT, Failing(0))
     prompt = tiny.prompt(PROMPT)
