@@ -2,7 +2,7 @@
 
     python benchmarks/model_state.py --threads 2
 
-Of the embedded model, greedily and plainly, once its programs are made. Medians, with quartiles, in milliseconds.
+Greedy plain decoding of the embedded model, once its programs are made. Medians, with quartiles, in milliseconds.
 """
 
 from __future__ import annotations

@@ -39,12 +39,11 @@ class Evidence:
     chances: tuple[float, ...]
 
 
-def can_show(state: State, drafter: Drafter | None, unread: Sequence[int]) -> bool:
+def can_show(state: State, drafter: Drafter, unread: Sequence[int]) -> bool:
     """Whether a prefill of so many tokens of each row can show what the draft is worth, and the control asks for it."""
     return (
-        drafter is not None
+        state.control.judges_prompt
         and drafter.exit_path(state.passes.depth) is not None
-        and state.control.judges_prompt
         and not state.sampling.reads_prefixes
         and state.cache.rolls_back_by_cursor
         and len(set(unread)) == 1

@@ -94,8 +94,7 @@ class PrefixProcessing:
 
     A call holds the whole batch, as in `transformers`, so that processors which keep something for each row find it.
     Rows that have no place at that length are there too, cut or padded to it, and what they get is not used; rows that
-    passes run no more have zeros for scores. Prefixes
-    are known on the host, so each block waits for the device.
+    passes run no more have zeros for scores. Prefixes are known on the host, so each block waits for the device.
 
     Attributes:
         processors: in the order in which `transformers` applies them. Functions of ids and scores, for they also see
@@ -147,12 +146,10 @@ class SequentialProcessing:
 
     Attributes:
         processors: all, in the order in which `transformers` applies them.
-        eos: token ids that end a row.
         for_drafts: filters drafts.
     """
 
     processors: LogitsProcessorList
-    eos: frozenset[int]
     for_drafts: Processing
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
@@ -313,8 +310,8 @@ def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit:
         return _stateless(processors, eos, limit)
     kept = LogitsProcessorList(each for each in processors if is_stateless(each) or _can_roll_back(each))
     if all(map(is_stateless, kept)):
-        return SequentialProcessing(processors, eos, _stateless(kept, eos, limit))
-    return SequentialProcessing(processors, eos, RollbackProcessing(kept, eos))
+        return SequentialProcessing(processors, _stateless(kept, eos, limit))
+    return SequentialProcessing(processors, RollbackProcessing(kept, eos))
 
 
 def _stateless(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:

@@ -62,7 +62,7 @@ class ResultsFile:
                 file.write(lines.encode())
 
     def check(self) -> None:
-        """Refuse, before any work, results that cannot be gone on with or written to.
+        """Refuse, before any work, results that cannot be continued or written to.
 
         Raises:
             BenchError: a line cannot be read.
