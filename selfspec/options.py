@@ -212,7 +212,9 @@ def check_model_inputs(
     if not generation_config.return_dict_in_generate:
         read |= _ONLY_RETURNED
     for name, value in inputs.items():
-        if value is None or name in read or isinstance(value, Cache):
+        # For models that read images, `transformers` adds an empty mapping of what their encoders gave.
+        nothing = value is None or (isinstance(value, Mapping) and not value)
+        if nothing or name in read or isinstance(value, Cache):
             continue
         if name == "position_ids" and _follow_from(value, inputs["attention_mask"], width):
             continue

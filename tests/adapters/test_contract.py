@@ -161,6 +161,23 @@ def test_a_type_nobody_knows_is_told_how_to_declare_itself() -> None:
         selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=4)
 
 
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+@pytest.mark.parametrize("model_type", ["fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2"])
+def test_models_that_also_read_images_decode_text(model_type: str, way: str) -> None:
+    """For these `transformers` hands over an empty `mm_encoder_outputs`. One that holds an image is refused."""
+    model = shrunken(model_type)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    prompt, options = torch.tensor([[5, 7, 9, 11]]), {"max_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(prompt, **options)
+    if way == "wrapper":
+        found = spec.generate(prompt, **options).sequences
+    else:
+        found = model.generate(prompt, custom_generate=spec, **options)
+    assert torch.equal(found, wanted)
+    with pytest.raises(selfspec.UnsupportedOptionError, match="mm_encoder_outputs"):
+        model.generate(prompt, custom_generate=spec, mm_encoder_outputs={"image": torch.ones(1, 1, 32)}, **options)
+
+
 @pytest.mark.parametrize("model_type", ["bart", "trocr"])
 def test_an_architecture_that_takes_one_prompt_at_a_time_refuses_two(model_type: str) -> None:
     spec = selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1), draft_length=4)
