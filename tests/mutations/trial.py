@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutations.anchor import Sources
 from mutations.catalogue import Mutation
+from mutations.selection import Suite
 
 ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("selfspec", "adapters", "tests", "docs", "examples", "README.md", "pyproject.toml")
@@ -40,18 +42,6 @@ class TrialError(Exception):
     """The tests fail without any bug, or did not run at all, so nothing can be said."""
 
 
-def planted(mutation: Mutation, root: Path = ROOT) -> str:
-    """The text of the file with the bug in it.
-
-    Raises:
-        TrialError: the text to replace does not stand there exactly once.
-    """
-    text = (root / mutation.file).read_text(encoding="utf-8")
-    if text.count(mutation.right) != 1:
-        raise TrialError(f"{mutation.name}: {mutation.right!r} stands {text.count(mutation.right)} times in the file")
-    return text.replace(mutation.right, mutation.wrong)
-
-
 def require_sound(folder: Path, mutations: Sequence[Mutation]) -> None:
     """Run all tests that will be asked, on the code as it is.
 
@@ -59,7 +49,8 @@ def require_sound(folder: Path, mutations: Sequence[Mutation]) -> None:
         TrialError: they do not pass.
     """
     copy = _copied(folder)
-    for tests in dict.fromkeys(mutation.tests for mutation in mutations):
+    suite = Suite(copy)
+    for tests in dict.fromkeys(tuple(suite.arguments(mutation)) for mutation in mutations):
         status, said = _pytest(copy, tests)
         if status != 0:
             raise TrialError(f"pytest {' '.join(tests)} fails without any bug planted: {said}")
@@ -69,12 +60,15 @@ def try_mutation(folder: Path, mutation: Mutation) -> Outcome:
     """Plant one bug and run its tests.
 
     Raises:
-        TrialError: the bug cannot be planted, or the tests did not run.
+        AnchorError: the bug cannot be planted.
+        SelectionError: its tests are not there.
+        TrialError: its tests did not run.
     """
     started = time.perf_counter()
     copy = _copied(folder)
-    (copy / mutation.file).write_text(planted(mutation, copy), encoding="utf-8")
-    status, said = _pytest(copy, mutation.tests)
+    planted = Sources(copy).planted(mutation)
+    (copy / planted.file).write_text(planted.text, encoding="utf-8")
+    status, said = _pytest(copy, Suite(copy).arguments(mutation))
     shutil.rmtree(copy)
     if status not in (0, _FAILED):
         raise TrialError(f"{mutation.name}: pytest ended with status {status}: {said}")
