@@ -3,8 +3,8 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from selfspec.adapter import Adapter
 from selfspec.adapters.refused import REFUSED as REFUSED
+from selfspec.model.adapter import Adapter
 
 _NO_DECLARATION = {"refused"}
 

@@ -1,6 +1,6 @@
 """Decoders of encoder-decoder architectures, used alone. They count positions from the length of the cache."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=(

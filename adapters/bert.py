@@ -1,6 +1,6 @@
 """Encoders used as decoders (`is_decoder=True`). Their sublayers add the residual stream themselves."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=(

@@ -1,6 +1,6 @@
 """Architectures that need nothing said: layers in `model.layers`, each with `self_attn` and `mlp`."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=(

@@ -1,6 +1,6 @@
 """The git architecture, text alone: a bert after an image encoder."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=("git",),

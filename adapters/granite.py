@@ -1,5 +1,5 @@
 """The granite architecture: multipliers on embeddings, residuals, scores and logits."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("granite",))

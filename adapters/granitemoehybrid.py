@@ -1,6 +1,6 @@
 """Granite 4: layers of attention between layers of Mamba, a mixture of experts and a shared MLP in each."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=("granitemoehybrid",),

@@ -1,5 +1,5 @@
 """The llama architecture."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("llama",))

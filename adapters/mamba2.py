@@ -1,6 +1,6 @@
 """Mamba and kin: one recurrent mixer in each layer, and no MLP."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=("falcon_mamba", "mamba", "mamba2"),

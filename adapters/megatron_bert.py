@@ -1,6 +1,6 @@
 """Encoders used as decoders, like bert, whose layers return tuples."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=("megatron-bert", "rembert"),

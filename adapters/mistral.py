@@ -1,5 +1,5 @@
 """The mistral architecture."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("mistral",))

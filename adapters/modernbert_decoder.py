@@ -1,5 +1,5 @@
 """The modernbert-decoder architecture."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("modernbert-decoder",), attention="attn")

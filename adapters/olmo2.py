@@ -1,5 +1,5 @@
 """The olmo2 architecture: norms after the sublayers and none before them."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("olmo2",))

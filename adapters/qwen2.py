@@ -1,5 +1,5 @@
 """The qwen2 architecture."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("qwen2",))

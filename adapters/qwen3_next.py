@@ -1,6 +1,6 @@
 """Hybrids of attention and gated delta rule, each under a name of its own."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=(

@@ -1,6 +1,6 @@
 """The roformer architecture, like bert; it counts positions from the length of the cache."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=("roformer",),

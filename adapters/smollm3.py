@@ -1,5 +1,5 @@
 """The smollm3 architecture: some layers do not rotate."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(model_types=("smollm3",))

@@ -1,6 +1,6 @@
 """Decoders of encoder-decoder architectures, used alone, whose layers return tuples."""
 
-from selfspec.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=("mvp", "trocr"),

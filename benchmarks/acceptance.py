@@ -23,16 +23,16 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import selfspec
-from selfspec.checkpoint import Checkpoint, load_checkpoint
-from selfspec.costs import Costs
-from selfspec.cycles import cycle_share
+from selfspec.control.costs import Costs
+from selfspec.control.forecast import speedup
 from selfspec.draft import Drafter, ExitHead
-from selfspec.forecast import speedup
-from selfspec.measure.environment import environment
+from selfspec.environment import environment
+from selfspec.measure.cycles import cycle_share
 from selfspec.measure.figures import ExitFigures
 from selfspec.measure.readout import Readout
-from selfspec.train.corpus import packed, spread
-from selfspec.wrapped import find_adapter
+from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.model.registry import find_adapter
+from selfspec.tools.train.corpus import packed, spread
 
 _TEMPERATURES = (0.8, 1.0)
 _LENGTH = 256

@@ -20,17 +20,17 @@ from kept import RESULTS
 from rich.progress import track
 from timed import seconds_of, spread
 
-from selfspec.cache import SharedCache
-from selfspec.checkpoint import load_checkpoint
-from selfspec.demo import checkpoint_folder
-from selfspec.measure.environment import environment
-from selfspec.passes import Passes
-from selfspec.path import Part, Path, Sublayer
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.environment import environment
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.registry import find_adapter
+from selfspec.model.runner import Passes
 from selfspec.runtime import Compiled, Traced
+from selfspec.runtime.graph_cache import Programs
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.programs import Programs
 from selfspec.runtime.runtime import AnyLength, Function
-from selfspec.wrapped import find_adapter
+from selfspec.tools.demo import checkpoint_folder
 
 
 @dataclass(frozen=True)

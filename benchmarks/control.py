@@ -29,13 +29,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 import selfspec
-from selfspec.bench.workload import parse_workloads
-from selfspec.checkpoint import load_checkpoint
-from selfspec.demo import checkpoint_folder
+from selfspec.api import SelfSpeculative, wrap
+from selfspec.environment import environment
 from selfspec.measure.costs import MeasuredCosts, measure_costs
-from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
-from selfspec.wrapped import SelfSpeculative, find_adapter, wrap
+from selfspec.measure.prompts import parse_workloads
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.registry import find_adapter
+from selfspec.tools.demo import checkpoint_folder
 
 _LENGTHS = (1, 2, 3, 4, 5, 6)
 _PLAIN, _CONTROL = "plain", "default"

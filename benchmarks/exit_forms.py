@@ -18,12 +18,12 @@ import torch
 from kept import RESULTS
 from torch import Tensor, nn
 
-from selfspec.checkpoint import load_checkpoint
 from selfspec.draft.exit_adapter import ExitAdapter
 from selfspec.measure.figures import ExitFigures
 from selfspec.measure.readout import Readout
-from selfspec.train.corpus import Blocks, packed, read_documents, shuffled, spread
-from selfspec.wrapped import find_adapter
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.registry import find_adapter
+from selfspec.tools.train.corpus import Blocks, packed, read_documents, shuffled, spread
 
 
 class Attention(nn.Module):

@@ -25,18 +25,18 @@ from rich.progress import track
 from timed import seconds_of, spread
 from torch import Tensor, nn
 
-from selfspec.cache import SharedCache
-from selfspec.checkpoint import load_checkpoint
-from selfspec.demo import checkpoint_folder
-from selfspec.demo.peak_memory import resident_bytes
-from selfspec.few_rows import for_few_rows
-from selfspec.gate import ExactStates
-from selfspec.measure.environment import environment
-from selfspec.passes import Passes
-from selfspec.path import Part, Path, Sublayer
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.environment import environment
+from selfspec.measure.peak_memory import resident_bytes
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.registry import find_adapter
+from selfspec.model.runner import Passes
 from selfspec.runtime import Traced
-from selfspec.runtime.programs import Programs
-from selfspec.wrapped import find_adapter
+from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.kernels.few_rows import for_few_rows
+from selfspec.tools.demo import checkpoint_folder
 
 Run = Callable[[], object]
 

@@ -23,17 +23,17 @@ from kept import RESULTS
 from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from selfspec.bench.arm import Kind
-from selfspec.bench.arms import arm_specs
-from selfspec.bench.bar import Bar
-from selfspec.bench.cell import grid
-from selfspec.bench.results_file import ResultsFile
-from selfspec.bench.session import Plan, Session, Subject
 from selfspec.cli.bench_report import write_report
 from selfspec.draft import EarlyExit
-from selfspec.measure import teacher_forced
+from selfspec.measure.acceptance import teacher_forced
+from selfspec.model.registry import find_adapter
 from selfspec.runtime.named import RuntimeName
-from selfspec.wrapped import find_adapter
+from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.arms import arm_specs
+from selfspec.tools.bench.bar import Bar
+from selfspec.tools.bench.cell import grid
+from selfspec.tools.bench.results_file import ResultsFile
+from selfspec.tools.bench.session import Plan, Session, Subject
 
 # The shapes of widely used models of about these sizes; embeddings are tied.
 SHAPES: dict[str, dict[str, int]] = {

@@ -22,8 +22,8 @@ from kept import RESULTS
 from rich.progress import track
 from transformers import DynamicCache
 
-from selfspec.cache import SharedCache
-from selfspec.measure.environment import environment
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.environment import environment
 
 _DEPTH, _HEADS, _HEAD_DIM = 12, 4, 32
 _DRAFTED, _ACCEPTED = 4, 2

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 import transformers
 
-from selfspec.ablation.study import Study
-from selfspec.ablation.subject import Subject, loader
-from selfspec.ablation.texts import texts_of, texts_point, write_texts
-from selfspec.measure.environment import environment
+from selfspec.environment import environment
 from selfspec.measure.forced_figures import Texts
-from selfspec.search import SearchPlan, search
-from selfspec.search.evaluate import Evaluator, SkipSet
-from selfspec.search.prices import prices_by_weights
-from selfspec.search.space import Space
+from selfspec.tools.studies.search import SearchPlan, search
+from selfspec.tools.studies.search.evaluate import Evaluator, SkipSet
+from selfspec.tools.studies.search.prices import prices_by_weights
+from selfspec.tools.studies.search.space import Space
+from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.subject import Subject, loader
+from selfspec.tools.studies.texts import texts_of, texts_point, write_texts
 
 _RESULTS = Path(__file__).parent / "results"
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)

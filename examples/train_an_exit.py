@@ -6,10 +6,10 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
-from selfspec.demo import PROMPTS, checkpoint_folder
-from selfspec.train.course import Course
-from selfspec.train.exit_job import ExitPlan, train_exit
-from selfspec.train.jobs import Source
+from selfspec.tools.demo import PROMPTS, checkpoint_folder
+from selfspec.tools.train.course import Course
+from selfspec.tools.train.exit_job import ExitPlan, train_exit
+from selfspec.tools.train.jobs import Source
 
 with tempfile.TemporaryDirectory() as folder:
     text, heads = Path(folder) / "beginnings.txt", Path(folder) / "heads"

@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from selfspec import demo
-    from selfspec.ablation.inline import ablate
-    from selfspec.adapter import Adapter
-    from selfspec.calibrate.profile import Profile
-    from selfspec.control import ConfidenceStop, CostAware, FixedLength
-    from selfspec.costs import BatchCosts, Costs
+    from selfspec.api import SelfSpeculative, wrap
+    from selfspec.control.control import ConfidenceStop, CostAware, FixedLength
+    from selfspec.control.costs import BatchCosts, Costs
+    from selfspec.control.profile import Profile
+    from selfspec.decode.generation import Generation
+    from selfspec.decode.output import GenerateOutput, Round, RowRound
+    from selfspec.decode.stats import Stats
     from selfspec.draft import (
         Cascade,
         Draft,
@@ -38,12 +39,11 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
-    from selfspec.generation import Generation
-    from selfspec.output import GenerateOutput, Round, RowRound
-    from selfspec.packed import pack, unpack
+    from selfspec.model.adapter import Adapter
     from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
-    from selfspec.stats import Stats
-    from selfspec.wrapped import SelfSpeculative, wrap
+    from selfspec.runtime.kernels.packed import pack, unpack
+    from selfspec.tools import demo
+    from selfspec.tools.studies.inline import ablate
 
 __version__ = "0.1.0"
 
@@ -99,11 +99,11 @@ __all__ = [
 
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
-    "ablation.inline": ["ablate"],
-    "adapter": ["Adapter"],
-    "calibrate.profile": ["Profile"],
-    "control": ["ConfidenceStop", "CostAware", "FixedLength"],
-    "costs": ["BatchCosts", "Costs"],
+    "tools.studies.inline": ["ablate"],
+    "model.adapter": ["Adapter"],
+    "control.profile": ["Profile"],
+    "control.control": ["ConfidenceStop", "CostAware", "FixedLength"],
+    "control.costs": ["BatchCosts", "Costs"],
     "draft": [
         "Cascade",
         "Draft",
@@ -116,19 +116,19 @@ _HOMES = {
         "SkipFile",
     ],
     "errors": [name for name in __all__ if name.endswith("Error")],
-    "generation": ["Generation"],
-    "output": ["GenerateOutput", "Round", "RowRound"],
-    "packed": ["pack", "unpack"],
+    "decode.generation": ["Generation"],
+    "decode.output": ["GenerateOutput", "Round", "RowRound"],
+    "runtime.kernels.packed": ["pack", "unpack"],
     "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
-    "stats": ["Stats"],
-    "wrapped": ["SelfSpeculative", "wrap"],
+    "decode.stats": ["Stats"],
+    "api": ["SelfSpeculative", "wrap"],
 }
 
 
 def __getattr__(name: str) -> object:
     """The public name, from the module it lives in."""
     if name == "demo":
-        return import_module("selfspec.demo")
+        return import_module("selfspec.tools.demo")
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"selfspec.{module}"), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from selfspec.output import GenerateOutput
+    from selfspec.decode.output import GenerateOutput
 
 
 class SelfSpecError(Exception):

@@ -14,8 +14,8 @@ import torch
 from hypothesis import settings
 from transformers import PreTrainedModel
 
-import tiny
-from process_state import changed, process_state
+from helpers import tiny
+from helpers.process_state import changed, process_state
 
 # The models are too small to share among threads, which on busy cores wait for each other.
 torch.set_num_threads(1)

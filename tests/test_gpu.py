@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from proving import ticking
+from helpers import tiny
+from helpers.proving import ticking
 from selfspec.draft import Drafter
-from selfspec.runtime.programs import Programs
+from selfspec.runtime.graph_cache import Programs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

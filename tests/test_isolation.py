@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from selfspec.twin import twin_with
-from snapshot import Snapshot
+from helpers import tiny
+from helpers.snapshot import Snapshot
+from selfspec.model.view import twin_with
 
 PROMPT, NEW = 7, 7
 DRAFTS: dict[str, selfspec.Drafter] = {

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 import selfspec
-import tiny
+from helpers import tiny
 
 TEXTS = ["some text", "and a longer one"]
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}

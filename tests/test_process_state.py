@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from transformers.utils import logging
 
-from process_state import changed, process_state
+from helpers.process_state import changed, process_state
 
 
 @contextlib.contextmanager

@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from selfspec.ablation.report.compare import Comparison, compare
-from selfspec.ablation.report.panels import Panel, panels
-from selfspec.ablation.report.write import write_report
-from selfspec.ablation.requirements import REPORT, WORK, require_packages
-from selfspec.ablation.run import Finding, run_study
-from selfspec.ablation.study import Study, read_study
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
-from selfspec.measure.environment import versions
-from selfspec.writing import check_output_folder
+from selfspec.environment import versions
+from selfspec.files.writing import check_output_folder
+from selfspec.tools.studies.report.compare import Comparison, compare
+from selfspec.tools.studies.report.panels import Panel, panels
+from selfspec.tools.studies.report.write import write_report
+from selfspec.tools.studies.requirements import REPORT, WORK, require_packages
+from selfspec.tools.studies.run import Finding, run_study
+from selfspec.tools.studies.study import Study, read_study
 
 _SHOWN = 8
 _COLUMNS = {

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.table import Table
 
-from selfspec.anatomy import Anatomy, ExitAnatomy, LayerAnatomy, Weights
+from selfspec.model.summary import Anatomy, ExitAnatomy, LayerAnatomy, Weights
 
 
 def print_anatomy(name: str, anatomy: Anatomy) -> None:

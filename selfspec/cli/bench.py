@@ -143,9 +143,9 @@ def bench(
     if any(not 0 <= each <= 100 for each in temperatures):
         raise UnsupportedOptionError("--temperature is 0 for greedy decoding or above 0, e.g. 0.8")
 
-    from selfspec.bench.session import Plan
-    from selfspec.bench.workload import built_in, parse_workloads
     from selfspec.cli.bench_run import Job, run
+    from selfspec.measure.prompts import built_in, parse_workloads
+    from selfspec.tools.bench.session import Plan
 
     workloads = [built_in()] if workload is None else [each for given in workload for each in parse_workloads(given)]
     names = [each.name for each in workloads]

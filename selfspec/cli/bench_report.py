@@ -9,16 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from selfspec.bench import figures, plots
-from selfspec.bench.arm import Kind
-from selfspec.bench.prediction import prediction, round_cost
-from selfspec.bench.record import Record
-from selfspec.bench.report import overview, report
-from selfspec.bench.results_file import FILE, MeasuredCell, ResultsFile
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.errors import BenchError
-from selfspec.writing import whole
+from selfspec.files.writing import whole
+from selfspec.tools.bench import figures, plots
+from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.prediction import prediction, round_cost
+from selfspec.tools.bench.record import Record
+from selfspec.tools.bench.report import overview, report
+from selfspec.tools.bench.results_file import FILE, MeasuredCell, ResultsFile
 
 REPORT = "report.md"
 

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from selfspec.bench import plots
-from selfspec.bench.arm import ArmSpec, Kind
-from selfspec.bench.arms import arm_specs
-from selfspec.bench.bar import Bar
-from selfspec.bench.cell import Cell, grid
-from selfspec.bench.results_file import MeasuredCell, ResultsFile
-from selfspec.bench.session import Plan, Session, Subject
-from selfspec.bench.workload import Workload
-from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.bench_report import print_overview, summary, write_report
 from selfspec.cli.draft_option import parse_draft
 from selfspec.cli.ending import FailedRunError
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
-from selfspec.demo import checkpoint_folder
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, PromptError
+from selfspec.measure.embedded import checkpoint_folder
+from selfspec.measure.prompts import Workload
+from selfspec.model.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.runtime.named import RuntimeName
+from selfspec.tools.bench import plots
+from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arms import arm_specs
+from selfspec.tools.bench.bar import Bar
+from selfspec.tools.bench.cell import Cell, grid
+from selfspec.tools.bench.results_file import MeasuredCell, ResultsFile
+from selfspec.tools.bench.session import Plan, Session, Subject
 
 _EMBEDDED = "embedded"
 

@@ -73,8 +73,8 @@ def calibrate(
     drafters = None if draft is None else [_parsed(text) for text in draft]
     texts = None if prompts is None else read_prompts(prompts, most_prompts)
 
-    from selfspec.calibrate import Settings
     from selfspec.cli.calibrate_run import Job, run
+    from selfspec.tools.calibrate import Settings
 
     settings = Settings(max_new_tokens, temperature, repeats, batch, longest_draft, seed)
     run(Job(model, drafters, texts, settings, to, dtype, device, threads, packed, output))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from selfspec.cli.verify_prompts import read_prompts as read_lines
 from selfspec.errors import PromptError
-from selfspec.json_text import parse_json
+from selfspec.files.json_text import parse_json
 
 # The beginning of a text stands for a prompt.
 _CHARACTERS = 400

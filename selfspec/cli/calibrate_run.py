@@ -13,24 +13,24 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers.utils import logging
 
-from selfspec.calibrate import Calibration, Chosen, Settings, calibrate
-from selfspec.calibrate.candidates import considered
-from selfspec.calibrate.place import default_file
-from selfspec.calibrate.place import folder as default_folder
-from selfspec.calibrate.run import Kind
-from selfspec.checkpoint import DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import StepBar, progress_bar
-from selfspec.demo import PROMPTS as DEMO_PROMPTS
-from selfspec.demo import checkpoint_folder
+from selfspec.control.profile_place import default_file
+from selfspec.control.profile_place import folder as default_folder
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN
-from selfspec.measure import Estimate
-from selfspec.measure.environment import versions
-from selfspec.packed import pack
-from selfspec.verify import PROMPTS
-from selfspec.writing import check_output_file, check_output_folder
+from selfspec.environment import versions
+from selfspec.files.writing import check_output_file, check_output_folder
+from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
+from selfspec.measure.embedded import checkpoint_folder
+from selfspec.measure.estimate import Estimate
+from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
+from selfspec.runtime.kernels.packed import pack
+from selfspec.tools.calibrate import Calibration, Chosen, Settings, calibrate
+from selfspec.tools.calibrate.candidates import considered
+from selfspec.tools.calibrate.run import Kind
+from selfspec.tools.verify import PROMPTS
 
 
 @dataclass(frozen=True)

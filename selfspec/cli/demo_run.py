@@ -12,19 +12,19 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
-from selfspec.checkpoint import Checkpoint, load_checkpoint
 from selfspec.cli.ending import FailedRunError
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.stats_table import by_position
 from selfspec.cli.terminal import progress_bar
 from selfspec.cli.text_stream import decoded
-from selfspec.demo import PROMPTS, checkpoint_folder
-from selfspec.demo.comparison import Arm, Comparison, Total, compare, runs
-from selfspec.demo.verdict import verdict
+from selfspec.control.plan import Plan
 from selfspec.draft import Drafter
-from selfspec.measure.environment import versions
-from selfspec.plan import Plan
+from selfspec.environment import versions
+from selfspec.measure.embedded import PROMPTS, checkpoint_folder
+from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.tools.demo.comparison import Arm, Comparison, Total, compare, runs
+from selfspec.tools.demo.verdict import verdict
 
 
 @dataclass(frozen=True)

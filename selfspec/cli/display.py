@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from selfspec.cli.text_stream import TextStream
-from selfspec.output import RowRound
+from selfspec.decode.output import RowRound
 
 # Strokes and weight besides colours, so that NO_COLOR leaves the three apart.
 _ACCEPTED = Style(color="green")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.calibrate.profile import Profile
+    from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
 
 
@@ -41,7 +41,7 @@ def parse_draft(text: str) -> Drafter | Profile | str | None:
         # Which profile fits is known once there is a model.
         return AUTO
     if given.startswith(AUTO + ":"):
-        from selfspec.calibrate.profile import Profile
+        from selfspec.control.profile import Profile
 
         return Profile.load(given.removeprefix(AUTO + ":"))
     return parse_drafter(text)

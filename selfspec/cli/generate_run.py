@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from selfspec.accept import find_rule
-from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
+from selfspec.api import SelfSpeculative, wrap
 from selfspec.cli.display import Display, DraftDisplay, PlainDisplay, SilentDisplay
 from selfspec.cli.ending import FailedRunError
 from selfspec.cli.json_output import print_json
@@ -21,14 +21,14 @@ from selfspec.cli.sampling_option import SamplingChoice
 from selfspec.cli.shaping_option import ShapingChoice
 from selfspec.cli.stats_table import print_stats
 from selfspec.cli.text_stream import TextStream, decoded
+from selfspec.control.plan import Plan
+from selfspec.decode.generation import Generation
+from selfspec.decode.output import RowRound
 from selfspec.draft import Drafter
+from selfspec.environment import versions
 from selfspec.errors import NonFiniteLogitsError
-from selfspec.generation import Generation
-from selfspec.measure.environment import versions
-from selfspec.output import RowRound
-from selfspec.packed import pack
-from selfspec.plan import Plan
-from selfspec.wrapped import SelfSpeculative, wrap
+from selfspec.model.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
+from selfspec.runtime.kernels.packed import pack
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ def inspect(
     """
     from transformers.utils import logging
 
-    from selfspec.anatomy import describe_config
-    from selfspec.checkpoint import read_config
     from selfspec.cli.anatomy_tables import print_anatomy, print_exits
     from selfspec.cli.json_output import print_json
-    from selfspec.draft_cost import exits_reading
-    from selfspec.measure.environment import versions
+    from selfspec.environment import versions
+    from selfspec.measure.draft_cost import exits_reading
+    from selfspec.model.checkpoint import read_config
+    from selfspec.model.summary import describe_config
 
     logging.set_verbosity_error()
     anatomy = describe_config(read_config(model))

@@ -74,7 +74,7 @@ def search(
     given = {name: value for name, value in declared.items() if value is not None}
 
     from selfspec.cli.search_run import Job, run
-    from selfspec.search.plan import SearchPlan
+    from selfspec.tools.studies.search.plan import SearchPlan
 
     lengths = {"draft_lengths": tuple(draft_length)} if draft_length else {}
     plan = SearchPlan(evaluations, fewest, most, reach=reach, seed=seed, **lengths)

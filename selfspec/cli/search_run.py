@@ -10,18 +10,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.ablation.journal import open_storage
-from selfspec.ablation.requirements import require_packages
-from selfspec.ablation.study import Study
-from selfspec.ablation.subject import check_inputs, loader
 from selfspec.cli.ablate_run import prepare, shown_progress
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
-from selfspec.measure.environment import versions
-from selfspec.search.job import find, save
-from selfspec.search.plan import SearchPlan
-from selfspec.search.run import Found
-from selfspec.writing import check_output_file, check_output_folder
+from selfspec.environment import versions
+from selfspec.files.writing import check_output_file, check_output_folder
+from selfspec.tools.studies.journal import open_storage
+from selfspec.tools.studies.requirements import require_packages
+from selfspec.tools.studies.search.job import find, save
+from selfspec.tools.studies.search.plan import SearchPlan
+from selfspec.tools.studies.search.run import Found
+from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.subject import check_inputs, loader
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.stats import Stats
+from selfspec.decode.stats import Stats
 
 
 def print_stats(stats: Stats) -> None:

@@ -89,9 +89,9 @@ def layerskip(
     chosen = parse_exits(exits)
 
     from selfspec.cli.train_run import run_layerskip
-    from selfspec.train.course import Course
-    from selfspec.train.jobs import Source
-    from selfspec.train.recipe import Recipe
+    from selfspec.tools.train.course import Course
+    from selfspec.tools.train.jobs import Source
+    from selfspec.tools.train.recipe import Recipe
 
     recipe = Recipe(
         exits=chosen,
@@ -146,8 +146,8 @@ def plain(
 ) -> None:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
     from selfspec.cli.train_run import run_layerskip
-    from selfspec.train.course import Course
-    from selfspec.train.jobs import Source
+    from selfspec.tools.train.course import Course
+    from selfspec.tools.train.jobs import Source
 
     course = Course(
         steps=steps,
@@ -218,9 +218,9 @@ def exit_heads(
     chosen = parse_exits(exits)
 
     from selfspec.cli.train_run import run_exit
-    from selfspec.train.course import Course
-    from selfspec.train.exit_job import ExitPlan
-    from selfspec.train.jobs import Source
+    from selfspec.tools.train.course import Course
+    from selfspec.tools.train.exit_job import ExitPlan
+    from selfspec.tools.train.jobs import Source
 
     plan = ExitPlan(chosen, rank, loss, vocabulary, own_texts, beginning)
     course = Course(
@@ -257,7 +257,7 @@ def average(
 ) -> None:
     """Average a trained checkpoint with its base: a little less of what was taught, for a better full model."""
     from selfspec.cli.train_run import run_average
-    from selfspec.train.average import Average
+    from selfspec.tools.train.average import Average
 
     run_average(Average(trained, base, base_share, held_out, held_out_blocks, length), to, threads, output)
 

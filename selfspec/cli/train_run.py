@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from selfspec.anatomy import describe_config
-from selfspec.checkpoint import load_tokenizer, read_config
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import progress_bar
-from selfspec.measure.environment import versions
-from selfspec.train.average import Average, average
-from selfspec.train.corpus import packed, read_documents
-from selfspec.train.course import Course, Observer
-from selfspec.train.exit_job import ExitPlan, train_exit
-from selfspec.train.jobs import Source, train_layerskip
-from selfspec.train.recipe import Recipe
-from selfspec.train.vocabulary import check_vocabulary_file, most_frequent, write_vocabulary
+from selfspec.environment import versions
+from selfspec.model.checkpoint import load_tokenizer, read_config
+from selfspec.model.summary import describe_config
+from selfspec.tools.train.average import Average, average
+from selfspec.tools.train.corpus import packed, read_documents
+from selfspec.tools.train.course import Course, Observer
+from selfspec.tools.train.exit_job import ExitPlan, train_exit
+from selfspec.tools.train.jobs import Source, train_layerskip
+from selfspec.tools.train.recipe import Recipe
+from selfspec.tools.train.vocabulary import check_vocabulary_file, most_frequent, write_vocabulary
 
 
 def run_layerskip(

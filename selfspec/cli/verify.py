@@ -14,7 +14,7 @@ from selfspec.cli.verify_prompts import read_prompts
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.calibrate.profile import Profile
+    from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
 
 
@@ -72,7 +72,7 @@ def verify(
     texts = None if prompt_file is None else read_prompts(prompt_file)
 
     from selfspec.cli.verify_run import Job, run
-    from selfspec.verify import Settings
+    from selfspec.tools.verify import Settings
 
     given = Settings(max_new_tokens=max_new_tokens, draft_length=draft_length, samples=samples, level=level, seed=seed)
     settings = given if accept is None else replace(given, rules=tuple(accept))

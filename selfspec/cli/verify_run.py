@@ -12,20 +12,20 @@ import typer
 from torch import Tensor
 from transformers.utils import logging
 
-from selfspec.calibrate.auto import named_draft
-from selfspec.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
 from selfspec.cli.ending import FAILED
 from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
 from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.cli.verify_tables import print_report
+from selfspec.control.auto import named_draft
+from selfspec.control.plan import Plan
 from selfspec.draft import Drafter
+from selfspec.environment import versions
 from selfspec.errors import DraftConfigError
-from selfspec.measure.environment import versions
-from selfspec.packed import pack
-from selfspec.plan import Plan
-from selfspec.verify import PROMPTS, Report, Settings, default_drafts, verify
-from selfspec.wrapped import find_adapter
+from selfspec.model.checkpoint import Checkpoint, DtypeName, find_device, load_checkpoint, read_config
+from selfspec.model.registry import find_adapter
+from selfspec.runtime.kernels.packed import pack
+from selfspec.tools.verify import PROMPTS, Report, Settings, default_drafts, verify
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.verify.divergence import Agreement, Divergence
-from selfspec.verify.fit import Fit
-from selfspec.verify.goodness import holm_rejects
-from selfspec.verify.report import DraftReport, Report
-from selfspec.verify.rounding import Bound
-from selfspec.verify.verdict import Exactness
+from selfspec.measure.rounding import Bound
+from selfspec.tools.verify.divergence import Agreement, Divergence
+from selfspec.tools.verify.fit import Fit
+from selfspec.tools.verify.goodness import holm_rejects
+from selfspec.tools.verify.report import DraftReport, Report
+from selfspec.tools.verify.verdict import Exactness
 
 _STYLES = {
     Exactness.EXACT: "bold green",

@@ -1,7 +1,8 @@
 """The drafters, one a file: each turns the state of a generation into a Draft."""
 
 from selfspec.draft.cascade import Cascade
-from selfspec.draft.drafter import Draft, Drafter, Resume
+from selfspec.draft.draft import Draft, Resume
+from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.costs import share_read
-from selfspec.draft.draft_head import DraftHead
-from selfspec.draft.drafter import Draft, Drafter, ExitPath, Resume
-from selfspec.gate import ExactStates
-from selfspec.path import Path, sublayers
-from selfspec.sampling import proper
-from selfspec.text import Prefixes
+from selfspec.control.costs import share_read
+from selfspec.decode.sampling import proper
+from selfspec.decode.sequences import Prefixes
+from selfspec.draft.draft import Draft, Resume
+from selfspec.draft.drafter import Drafter, ExitPath
+from selfspec.model.early_head import DraftHead
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import Path, sublayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.adapter import Adapter
-    from selfspec.state import State
+    from selfspec.decode.batch import State
+    from selfspec.model.adapter import Adapter
 
 
 class PathDrafter(Drafter):

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.drafter import Draft, Drafter, ExitPath
+from selfspec.draft.draft import Draft
+from selfspec.draft.drafter import Drafter, ExitPath
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.adapter import Adapter
-    from selfspec.state import State
+    from selfspec.decode.batch import State
+    from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True)

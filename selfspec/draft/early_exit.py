@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_numbers import is_layer_number
 from selfspec.errors import DraftConfigError
-from selfspec.path import Part, Path, Sublayer
+from selfspec.model.layer_path import Part, Path, Sublayer
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from safetensors.torch import load
 from torch import Tensor
 
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.draft_head import DraftHead
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_adapter import ExitAdapter
 from selfspec.errors import ExitHeadError
-from selfspec.fingerprint import fingerprint
-from selfspec.json_text import parse_json
-from selfspec.path import Path
+from selfspec.files.json_text import parse_json
+from selfspec.model.early_head import DraftHead
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.layer_path import Path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.adapter import Adapter
+    from selfspec.model.adapter import Adapter
 
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"

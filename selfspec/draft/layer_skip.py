@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_numbers import MOST_LAYERS, is_layer_number
 from selfspec.errors import DraftConfigError
-from selfspec.path import Part, Path, Sublayer, sublayers
+from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.adapter import Adapter
+    from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True, init=False)

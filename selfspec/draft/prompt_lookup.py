@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.draft.drafter import Draft, Drafter
+from selfspec.draft.draft import Draft
+from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.state import State
+    from selfspec.decode.batch import State
 
 # The index of a text takes memory in proportion to the square of this.
 _LONGEST = 64

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.draft_head import DraftHead
 from selfspec.errors import DraftConfigError
-from selfspec.json_text import parse_json
-from selfspec.path import Path
+from selfspec.files.json_text import parse_json
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_path import Path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.adapter import Adapter
+    from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True, eq=False)

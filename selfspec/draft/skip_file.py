@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
-from selfspec.fingerprint import fingerprint
-from selfspec.json_text import parse_json
-from selfspec.path import Path
-from selfspec.writing import whole
+from selfspec.files.json_text import parse_json
+from selfspec.files.writing import whole
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.layer_path import Path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.adapter import Adapter
+    from selfspec.model.adapter import Adapter
 
 FORMAT = 1
 _PARTS = ("attention", "mlp", "layers")

@@ -1,17 +1,1 @@
-"""Measuring what drafts cost on this machine and how often they are accepted: what speed-ups are predicted from."""
-
-from selfspec.measure.acceptance import Acceptance, teacher_forced
-from selfspec.measure.continuation import Continuation
-from selfspec.measure.costs import MeasuredCosts, measure_costs
-from selfspec.measure.estimate import Estimate
-from selfspec.measure.own_text import continued
-
-__all__ = [
-    "Acceptance",
-    "Continuation",
-    "Estimate",
-    "MeasuredCosts",
-    "continued",
-    "measure_costs",
-    "teacher_forced",
-]
+"""Measuring, each thing once, for all tools: costs, acceptance, memory, time, texts, prompts, intervals."""

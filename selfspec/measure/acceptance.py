@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.adapter import Adapter
-from selfspec.cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.draft_head import DraftHead
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.continuation import Continuation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.figures import ExitFigures
+from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.readout import Readout
-from selfspec.passes import Passes
-from selfspec.path import Part, Path, Sublayer
-from selfspec.watch import Unwatched, Watch
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.runner import Passes
 
 TEMPERATURES = (0.8, 1.0)
 # Logits of so many values are read at a time: 64 MiB in float32.

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.adapter import Adapter
-from selfspec.costs import Costs
+from selfspec.api import SelfSpeculative, wrap
+from selfspec.control.costs import Costs
+from selfspec.decode.generation import Generation
 from selfspec.draft import Drafter
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
-from selfspec.generation import Generation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.probe import Given, Probe, Sample, Timer
+from selfspec.measure.progress import Unwatched, Watch
+from selfspec.measure.stock import bare
+from selfspec.model.adapter import Adapter
 from selfspec.runtime import Eager, Traced
-from selfspec.verify.stock import bare
-from selfspec.watch import Unwatched, Watch
-from selfspec.wrapped import SelfSpeculative, wrap
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 LENGTHS = (1, 3, 7)

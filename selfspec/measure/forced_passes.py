@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.adapter import Adapter
-from selfspec.draft.draft_head import DraftHead
 from selfspec.errors import UnsupportedModelError
-from selfspec.gate import ExactStates, GatedModel
 from selfspec.measure.exact_context import ExactContext, draft_masks
-from selfspec.path import Part, Path, Sublayer, sublayers
-from selfspec.twin import replaced, twin_with_layers
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import DraftHead
+from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+from selfspec.model.view import replaced, twin_with_layers
 
 Parts = frozenset[Part]
 """The sublayers of one layer that a path runs."""

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.adapter import Adapter
+from selfspec.api import wrap
 from selfspec.measure.continuation import Continuation
-from selfspec.verify.stock import bare
-from selfspec.watch import Unwatched, Watch
-from selfspec.wrapped import wrap
+from selfspec.measure.progress import Unwatched, Watch
+from selfspec.measure.stock import bare
+from selfspec.model.adapter import Adapter
 
 
 def continued(

@@ -8,9 +8,9 @@ from itertools import groupby
 
 from torch import Tensor
 
-from selfspec.draft.draft_head import DraftHead
 from selfspec.measure.forced_passes import NOTHING, WHOLE, ForcedText, Parts, parts_run
-from selfspec.path import Path
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_path import Path
 
 
 @dataclass(frozen=True)

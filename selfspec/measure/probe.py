@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.adapter import Adapter
+from selfspec.decode.batch import State
+from selfspec.decode.loop import verify
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN
-from selfspec.generate import verify
-from selfspec.state import State
+from selfspec.model.adapter import Adapter
 
 
 class Timer:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.adapter import Adapter
-from selfspec.gate import ExactStates, GatedModel
-from selfspec.path import Part, Path, Sublayer
+from selfspec.model.adapter import Adapter
+from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.layer_path import Part, Path, Sublayer
 
 
 class Readout:

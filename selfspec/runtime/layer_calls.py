@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from selfspec.adapter import Adapter
-from selfspec.gate import GatedModel
+from selfspec.model.adapter import Adapter
+from selfspec.model.gated_view import GatedModel
+from selfspec.model.view import has_other_forward, twin_running, twin_with_layers
 from selfspec.runtime.held_weights import HeldWeights
 from selfspec.runtime.slot_cache import SlotCache
-from selfspec.twin import has_other_forward, twin_running, twin_with_layers
 
 _TENSOR = "a tensor"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from selfspec.cache import Slots
-from selfspec.gate import ExactStates, GatedModel
-from selfspec.masks import attention_mask
-from selfspec.packed import PackedLinear
+from selfspec.cache.masks import attention_mask
+from selfspec.cache.shared_cache import Slots
+from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.runtime.held_weights import HeldWeights
+from selfspec.runtime.kernels.packed import PackedLinear
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.slot_cache import SlotCache
 

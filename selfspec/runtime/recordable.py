@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.twin import copied, has_other_forward
+from selfspec.model.view import copied, has_other_forward
 
 # Whose modules are known not to decide anew at every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")

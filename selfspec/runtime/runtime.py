@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfspec.adapter import Adapter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.gate import GatedModel
+from selfspec.model.adapter import Adapter
+from selfspec.model.gated_view import GatedModel
 from selfspec.runtime.layer_calls import LayerCall, put_calls
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.process_lock import ProcessLock

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from selfspec.cache import Slots
+from selfspec.cache.shared_cache import Slots
 
 
 class SlotCache(Cache):

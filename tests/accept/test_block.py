@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accept.chains import Case, cases
-from accept.exact import Chain, committed, committed_with_stops
+from helpers.chains import Case, cases
+from helpers.exact import Chain, committed, committed_with_stops
 from selfspec.accept import Block, Rule, TokenLevel
 
 

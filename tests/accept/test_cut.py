@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accept.chains import Case, cases
-from accept.exact import Chain, committed, committed_in_step, committed_when_cut
+from helpers.chains import Case, cases
+from helpers.exact import Chain, committed, committed_in_step, committed_when_cut
 from selfspec.accept import Block, Rule, TokenLevel
 
 RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])

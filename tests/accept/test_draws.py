@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accept.exact import Chain
-from goodness import p_value
+from helpers.exact import Chain
+from helpers.goodness import p_value
 from selfspec.accept import Block, Rule, TokenLevel
-from selfspec.sampling import draw
+from selfspec.decode.sampling import draw
 
 VOCAB, DRAFTED = 4, 3
 

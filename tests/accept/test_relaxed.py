@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
+from helpers import tiny
 from selfspec.accept import RULES, TopKTolerance, Typical
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accept.chains import Case, cases
-from accept.exact import Chain, committed
+from helpers.chains import Case, cases
+from helpers.exact import Chain, committed
 from selfspec.accept import TokenLevel
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
 import selfspec.adapters
-import tiny
-from reference import layers_of, sublayer_module
+from helpers import tiny
+from helpers.reference import layers_of, sublayer_module
 from selfspec.adapters import ADAPTERS
-from selfspec.path import Part, sublayers
+from selfspec.model.layer_path import Part, sublayers
 
 DRAFTS = [
     selfspec.EarlyExit(1),

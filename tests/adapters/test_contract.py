@@ -6,19 +6,20 @@ import functools
 import re
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from contract import CHECKS, Subject, bench_of
-from shrunken import shrunken
-from survey import MODEL_TYPES, checks, declared, rows, subject, table
 
 import selfspec
+from helpers.contract import CHECKS, Subject, bench_of
+from helpers.shrunken import shrunken
+from helpers.survey import MODEL_TYPES, checks, declared, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
-from selfspec.anatomy import Weights, describe
+from selfspec.model.summary import Weights, describe
 from selfspec.runtime import Eager, Traced
-from selfspec.runtime.programs import Programs
+from selfspec.runtime.graph_cache import Programs
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 
@@ -167,7 +168,8 @@ def test_models_that_also_read_images_decode_text(model_type: str, way: str) -> 
     """For these `transformers` hands over an empty `mm_encoder_outputs`. One that holds an image is refused."""
     model = shrunken(model_type)
     spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
-    prompt, options = torch.tensor([[5, 7, 9, 11]]), {"max_new_tokens": 8, "do_sample": False}
+    prompt = torch.tensor([[5, 7, 9, 11]])
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     wanted = model.generate(prompt, **options)
     if way == "wrapper":
         found = spec.generate(prompt, **options).sequences

@@ -9,16 +9,16 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from shrunken import shrunken
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
+from helpers.shrunken import shrunken
 from selfspec.adapters import ADAPTERS
-from selfspec.cache import SharedCache, recurrent_layers
-from selfspec.gate import ExactStates
-from selfspec.passes import Passes
-from selfspec.path import Path, Sublayer, sublayers
+from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import Path, Sublayer, sublayers
+from selfspec.model.runner import Passes
 
 DEPTH, VOCABULARY = 4, 50
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from shrunken import shrunken
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import selfspec
+from helpers.shrunken import shrunken
 from selfspec.errors import UnsupportedOptionError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 1}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract import CHECKS, Subject
 
 import selfspec
-from snippets import ROOT, snippets
+from helpers.contract import CHECKS, Subject
+from helpers.snippets import ROOT, snippets
 
 _RIGHT = "mlp_returns=2)"
 

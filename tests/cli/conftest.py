@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from cli.running import Ending, Invoke
+from helpers.running import Ending, Invoke
+from helpers.stories import checkpoint_folder
 from selfspec.cli.app import main
-from stories import checkpoint_folder
 
 
 @pytest.fixture

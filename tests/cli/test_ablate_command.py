@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.running import Invoke
-from selfspec.demo import checkpoint_folder as demo_folder
+from helpers.running import Invoke
+from selfspec.tools.demo import checkpoint_folder as demo_folder
 
 pytest.importorskip("optuna")
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import selfspec
-from cli.running import Invoke
+from helpers.running import Invoke
 
 
 def test_version(invoke: Invoke) -> None:
@@ -42,7 +42,7 @@ def test_a_mistake_of_ours_is_shown_with_its_place(
     def broken(*_: object) -> None:
         raise RuntimeError("slip")
 
-    monkeypatch.setattr("selfspec.anatomy.describe", broken)
+    monkeypatch.setattr("selfspec.model.summary.describe", broken)
     ending = invoke("inspect", folder, "--output", "json")
     assert ending.status == 1
     assert json.loads(ending.stdout)["error"] == {"type": "RuntimeError", "message": "RuntimeError: slip"}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from cli.running import Invoke
-from selfspec.bench.cell import Cell
-from selfspec.bench.stock_arms import StockArm
-from selfspec.bench.timing import Call
+from helpers.running import Invoke
+from selfspec.measure.timing import Call
+from selfspec.tools.bench.cell import Cell
+from selfspec.tools.bench.stock_arms import StockArm
 
 QUICK = (
     "--prompts",
@@ -162,7 +162,7 @@ def test_bad_input(invoke: Invoke, folder: str, tmp_path: Path, words: list[str]
 def test_without_matplotlib_it_says_so_before_it_begins(
     invoke: Invoke, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.tools.bench.plots.find_spec", lambda name: None)
     ending = invoke("bench", folder, "--to", str(tmp_path / "to"))
     assert (ending.status, ending.stdout) == (2, "")
     assert "selfspec[bench]" in ending.stderr

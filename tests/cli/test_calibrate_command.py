@@ -10,10 +10,10 @@ import pytest
 from transformers import PreTrainedModel
 
 import selfspec.cli.calibrate_run as command
-from calibrate.profiles import calibration_of
-from cli.running import Invoke
+from helpers.profiles import calibration_of
+from helpers.running import Invoke
 from selfspec import Profile
-from selfspec.calibrate.place import VARIABLE
+from selfspec.control.profile_place import VARIABLE
 
 # As quick as it can be: one exit, one short prompt.
 QUICK = ("--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--longest-draft", "1", "--threads", "1")

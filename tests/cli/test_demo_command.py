@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 
-from cli.running import Invoke
-from selfspec.demo import PROMPTS
-from selfspec.demo import comparison as measuring
-from selfspec.demo.comparison import Arm, Comparison, Decoded
-from selfspec.demo.peak_memory import peak_memory
-from selfspec.demo.verdict import verdict
-from selfspec.stats import Stats
+from helpers.running import Invoke
+from selfspec.decode.stats import Stats
+from selfspec.measure.peak_memory import peak_memory
+from selfspec.tools.demo import PROMPTS
+from selfspec.tools.demo import comparison as measuring
+from selfspec.tools.demo.comparison import Arm, Comparison, Decoded
+from selfspec.tools.demo.verdict import verdict
 
 QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
 

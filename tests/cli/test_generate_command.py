@@ -16,10 +16,10 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
-import tiny
-from cli.running import Invoke
+from helpers import tiny
+from helpers.running import Invoke
 from selfspec.cli.display import PlainDisplay
-from selfspec.output import RowRound
+from selfspec.decode.output import RowRound
 
 PROMPT = "Once upon a time"
 NEW = 24

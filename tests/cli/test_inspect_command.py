@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from cli.running import Invoke
-from selfspec.anatomy import describe
+from helpers.running import Invoke
+from selfspec.model.summary import describe
 
 
 def test_tables(invoke: Invoke, folder: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.running import Ending, Invoke
-from selfspec.calibrate.place import VARIABLE
+from helpers.running import Ending, Invoke
+from selfspec.control.profile_place import VARIABLE
 
 pytest.importorskip("optuna")
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-import tiny
+from helpers import tiny
 from selfspec.cli.text_stream import TextStream, decoded
 
 PROMPTS = ("", "Once upon", "é 日本 🎉", "a\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.running import Invoke
+from helpers.running import Invoke
 
 _QUICK = ("--steps", "3", "--batch", "2", "--length", "16", "--held-out-blocks", "2", "--device", "cpu")
 

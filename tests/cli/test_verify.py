@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cli.running import Ending, Invoke
+from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
-from selfspec.passes import Pass, Passes
-from selfspec.verify import PROMPTS, Settings
+from selfspec.model.runner import Pass, Passes
+from selfspec.tools.verify import PROMPTS, Settings
 
 QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
 
@@ -184,7 +184,7 @@ def test_an_interrupt(invoke: Invoke, folder: str, prompt_file: Path, monkeypatc
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("selfspec.verify.greedy.read_reference", interrupted)
+    monkeypatch.setattr("selfspec.tools.verify.greedy.read_reference", interrupted)
     ending = invoke(*words(folder, prompt_file, "--output", "json"))
     assert ending.status == 130
     assert result(ending)["error"] == {"type": "KeyboardInterrupt", "message": "interrupted"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import selfspec
-from goodness import holm_rejects, p_value
+from helpers.goodness import holm_rejects, p_value
 from selfspec.draft import Drafter
 
 for library in ("xgrammar", "outlines", "outlines_core", "llguidance", "lmformatenforcer"):
@@ -25,7 +25,7 @@ import outlines
 import torch._dynamo
 from outlines.types import Regex
 
-from clients.grammars import END, LIBRARIES, PAD, Fresh, Grammar, Subject, compiled_by_xgrammar, large, small
+from helpers.grammars import END, LIBRARIES, PAD, Fresh, Grammar, Subject, compiled_by_xgrammar, large, small
 
 pytestmark = [
     pytest.mark.clients,

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
-from stories import checkpoint_folder
-from test_saved import installed, rounds
+from helpers.saved_folders import installed, rounds
+from helpers.stories import checkpoint_folder
 
 pytest.importorskip("lm_eval")
 

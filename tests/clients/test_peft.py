@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
+from helpers import tiny
 from selfspec.errors import UnsupportedModelError
 
 pytestmark = [

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
-import tiny
+from helpers import tiny
 
 pytestmark = [
     pytest.mark.clients,

@@ -6,9 +6,9 @@ import pytest
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from reference import Calls, first_linear, layers_of, sublayer_module
-from selfspec.path import sublayers
+from helpers import tiny
+from helpers.reference import Calls, first_linear, layers_of, sublayer_module
+from selfspec.model.layer_path import sublayers
 
 ALL = sublayers(tiny.DEPTH)
 PROMPT = 7

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from reference import with_layers
+from helpers import tiny
+from helpers.reference import with_layers
 from selfspec.errors import DraftConfigError
-from selfspec.path import Part, Path, Sublayer
+from selfspec.model.layer_path import Part, Path, Sublayer
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])

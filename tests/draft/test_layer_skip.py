@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
+from helpers import tiny
 from selfspec.errors import DraftConfigError
-from selfspec.path import Part, Sublayer, sublayers
+from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 
 def _skipped(draft: selfspec.LayerSkip, depth: int = 4) -> list[tuple[int, Part]]:

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from reference import Calls
-from selfspec.control import Control, Controller
-from selfspec.costs import CostsByRows
+from helpers import tiny
+from helpers.reference import Calls
+from selfspec.control.control import Control, Controller
+from selfspec.control.costs import CostsByRows
 from selfspec.draft.named import draft_name, parse_draft
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])

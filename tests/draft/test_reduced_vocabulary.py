@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import selfspec
-import tiny
-from goodness import p_value
+from helpers import tiny
+from helpers.goodness import p_value
 from selfspec.draft.along_path import PathDrafter
 from selfspec.errors import DraftConfigError
-from selfspec.train.corpus import Blocks
-from selfspec.train.vocabulary import Counted, most_frequent, write_vocabulary
+from selfspec.tools.train.corpus import Blocks
+from selfspec.tools.train.vocabulary import Counted, most_frequent, write_vocabulary
 
 _KEPT = tuple(range(1, 50, 3))
 
@@ -68,9 +68,9 @@ def test_samples_are_distributed_as_the_models_own(rule: str) -> None:
 
 
 def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
-    from selfspec.fingerprint import fingerprint
-    from selfspec.train.exit_heads import ExitHeads
-    from selfspec.train.side_car import write_side_car
+    from selfspec.model.fingerprint import fingerprint
+    from selfspec.tools.train.exit_heads import ExitHeads
+    from selfspec.tools.train.side_car import write_side_car
 
     model = tiny.llama()
     write_side_car(ExitHeads(32, 8, (2,)), None, 2, fingerprint(model), torch.float32, {}, tmp_path)

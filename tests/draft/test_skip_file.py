@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import selfspec
-import tiny
+from helpers import tiny
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.skip_file import SkipFile, write_skip_file
 from selfspec.errors import DraftConfigError
-from selfspec.fingerprint import fingerprint
+from selfspec.model.fingerprint import fingerprint
 
 
 @pytest.fixture

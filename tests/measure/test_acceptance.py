@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import tiny
-from reference import with_layers
+from helpers import tiny
+from helpers.reference import with_layers
 from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError, ReducedVocabulary
 from selfspec.draft.along_path import PathDrafter
-from selfspec.measure import Continuation, Estimate, continued, teacher_forced
 from selfspec.measure import acceptance as module
-from selfspec.wrapped import find_adapter
+from selfspec.measure.acceptance import teacher_forced
+from selfspec.measure.continuation import Continuation
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.own_text import continued
+from selfspec.model.registry import find_adapter
 
 TEMPERATURES = (0.5, 1.0)
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import tiny
+from helpers import tiny
 from selfspec.adapters import ADAPTERS
-from selfspec.cache import SharedCache
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.measure.forced_passes import ForcedText, LayerViews
 from selfspec.measure.prefix_tree import Candidate, readings
-from selfspec.passes import Passes
-from selfspec.path import Part, Path, Sublayer
-from selfspec.wrapped import find_adapter
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.registry import find_adapter
+from selfspec.model.runner import Passes
 
 _REACH = 3
 _FIRST = 4

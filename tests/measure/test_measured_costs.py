@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import tiny
-from selfspec import Draft, DraftConfigError, EarlyExit, LayerSkip, generate, stats
-from selfspec.costs import Costs
-from selfspec.judge import judge_together
-from selfspec.measure import Estimate, MeasuredCosts, measure_costs
-from selfspec.state import State
-from selfspec.stopping import Stopping
-from selfspec.wrapped import find_adapter
+from helpers import tiny
+from selfspec import Draft, DraftConfigError, EarlyExit, LayerSkip
+from selfspec.control.costs import Costs
+from selfspec.decode import loop, stats
+from selfspec.decode.batch import State
+from selfspec.decode.judge import judge_together
+from selfspec.decode.stopping import Stopping
+from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.estimate import Estimate
+from selfspec.model.registry import find_adapter
 
 LAYER, HEAD, TOKEN = 1.0, 0.5, 0.25
 """Planted seconds: of a layer's or the head's pass over one token, and what a further token adds to it, relatively."""
@@ -135,7 +137,7 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
         clock.now += judging[draft.length > 0]
         return judge(state, stopping, draft, *others)
 
-    monkeypatch.setattr(generate, "judge_together", slow)
+    monkeypatch.setattr(loop, "judge_together", slow)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=clock))
     costs = _measured(planted, clock, lengths=(2,)).of("exit:1")
     step = 4 * LAYER + HEAD + judging[False]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tiny
-from reference import with_layers
+from helpers import tiny
+from helpers.reference import with_layers
 from selfspec.measure.readout import Readout
-from selfspec.train.layer_dropout import layer_dropout
-from selfspec.wrapped import find_adapter
+from selfspec.model.registry import find_adapter
+from selfspec.tools.train.layer_dropout import layer_dropout
 
 
 @pytest.mark.parametrize("exit_layer", [1, 3])

@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
+from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_path import PathDrafter
 from selfspec.measure.forced_figures import ForcedFigures, Texts, forced_figures
 from selfspec.measure.forced_passes import LayerViews
 from selfspec.measure.prefix_tree import Candidate
 from selfspec.measure.rounds import expected_rounds
-from selfspec.wrapped import find_adapter
-from stories import PROMPTS, checkpoint_folder
+from selfspec.model.registry import find_adapter
 
 _NEW = 40
 _DRAFTERS: tuple[PathDrafter, ...] = (

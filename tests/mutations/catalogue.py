@@ -39,7 +39,7 @@ _RAGGED = "test_ragged_rows_equal_the_rows_alone"
 _EXACT_LENGTH = "test_max_new_tokens_is_exact_to_the_token"
 _EOS = "test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row"
 _SEEDS = "test_a_seed_gives_the_same_tokens_and_another_seed_others"
-_CACHE = "test_cache.py"
+_CACHE = "test_shared_cache.py"
 _PROCESSORS = "test_greedy_equals_stock_generate_on_a_ragged_batch"
 _PLACES = "test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefixes"
 _AS_GOOD = "test_a_draft_as_good_as_the_target_is_accepted_whole"
@@ -48,7 +48,7 @@ _ENDED = "test_greedy_rows_are_what_they_are_alone"
 _NOISE = "test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "test_a_left_padded_batch_goes_on_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
-_IN_STEP = "test_in_step.py"
+_IN_STEP = "test_lockstep.py"
 _TOKEN_PROOF = "test_token_level.py"
 _BLOCK_PROOF = "test_block.py"
 
@@ -381,7 +381,7 @@ CATALOGUE = (
         "PrefixProcessing._before_end",
         "next((index for index, token in enumerate(run) if token in self.eos), len(run))",
         "len(run)",
-        ("test_processing.py", "-k", "beyond"),
+        ("test_processors.py", "-k", "beyond"),
     ),
     Mutation(
         "a processor that reads the prefix is taken for a warper",
@@ -396,21 +396,21 @@ CATALOGUE = (
         "Record.keep",
         "(index, place)",
         "(index, place - 1)",
-        ("test_record.py",),
+        ("test_score_record.py",),
     ),
     Mutation(
         "scores of tokens after the end of a row are returned",
         "Record.padded",
         "length <= index",
         "length < index",
-        ("test_record.py",),
+        ("test_score_record.py",),
     ),
     Mutation(
         "scores are returned as logits",
         "State.record",
         "self.logits.keep(logits, self.text.rows, starts, counts)",
         "self.logits.keep(scores, self.text.rows, starts, counts)",
-        ("test_record.py",),
+        ("test_score_record.py",),
     ),
     # Keys and values of an earlier turn.
     Mutation(
@@ -425,7 +425,7 @@ CATALOGUE = (
         "commit",
         "len(rows[row].tokens)",
         "len(rows[row].tokens) * state.live[row]",
-        ("test_past.py",),
+        ("test_transfer.py",),
     ),
     # Rows that have ended.
     Mutation(
@@ -518,14 +518,14 @@ CATALOGUE = (
         "Programs.bound_to",
         "not current.state.holds()",
         "False",
-        ("test_programs.py::test_other_weights_are_noticed",),
+        ("test_graph_cache.py::test_other_weights_are_noticed",),
     ),
     Mutation(
         "programs know no window",
         "Passes._kind",
         "self._window is not None",
         "self._window == 0",
-        ("test_programs.py::test_greedy_text_is_the_stock_models",),
+        ("test_graph_cache.py::test_greedy_text_is_the_stock_models",),
     ),
     Mutation(
         "layers share a function though one of them uses its number",
@@ -639,14 +639,14 @@ CATALOGUE = (
         "Path.up_to",
         "sublayer >= end",
         "sublayer > end",
-        ("test_path.py",),
+        ("test_layer_path.py",),
     ),
     Mutation(
         "verification resumes at the last skipped sublayer, not the first",
         "Path.hand_over",
         "min(self.skipped, default=None)",
         "max(self.skipped, default=None)",
-        (_GREEDY, "test_path.py"),
+        (_GREEDY, "test_layer_path.py"),
     ),
     Mutation(
         "the states of the last draft token come first",
@@ -667,14 +667,14 @@ CATALOGUE = (
         "_without",
         "torch.zeros_like(hidden) if gives == 'zeros' else hidden",
         "hidden",
-        ("test_gate.py",),
+        ("test_gated_view.py",),
     ),
     Mutation(
         "gates are put on the model's own modules",
         "copied",
         "object.__new__(type(module))",
         "module",
-        ("test_wrapped.py",),
+        ("test_api.py",),
     ),
     # How long drafts are, and look-ups.
     Mutation(
@@ -711,7 +711,7 @@ CATALOGUE = (
         "judge_together",
         "run[:most]",
         "run if set(run) & stopping.eos else run[:most]",
-        ("test_in_step.py::test_samples_follow_the_exact_joint",),
+        ("test_lockstep.py::test_samples_follow_the_exact_joint",),
     ),
     Mutation(
         "a row in doubt that has no token stalls the others",
@@ -905,42 +905,42 @@ CATALOGUE = (
         "is_stateless",
         "type(processor) in _STATELESS or getattr(processor, 'stateless', False) is True",
         "True",
-        ("test_sequential.py",),
+        ("test_judge_in_order.py",),
     ),
     Mutation(
         "what a draft told a processor is not rolled back",
         "RollbackProcessing.roll_back",
         "calls and _can_roll_back(processor)",
         "False",
-        ("test_sequential.py",),
+        ("test_judge_in_order.py",),
     ),
     Mutation(
         "a criterion with memory is shown rows filled up with padding",
         "Generation.__init__",
         "request.sampling.in_order or request.stopping.stateful",
         "request.sampling.in_order",
-        ("test_sequential.py", "-k", "criteria"),
+        ("test_judge_in_order.py", "-k", "criteria"),
     ),
     Mutation(
         "a place is judged in order though a draft token spoiled it",
         "judge_in_order",
         "draft.length and broken",
         "False",
-        ("test_sequential.py", "-k", "spoils"),
+        ("test_judge_in_order.py", "-k", "spoils"),
     ),
     Mutation(
         "a row that rejects does not end the round for the others",
         "judge_in_order",
         "all(row.ended or row.accepted > place for row in rows.values())",
         "any(row.ended or row.accepted > place for row in rows.values())",
-        ("test_sequential.py", "-k", "criteria or memory"),
+        ("test_judge_in_order.py", "-k", "criteria or memory"),
     ),
     Mutation(
         "recovered tokens of a draft judged in order are drawn from p",
         "_judge_place",
         "rule.next(token, q, p_rule, torch.zeros_like(accepted))",
         "decided[:, 0]",
-        ("test_sequential.py", "-k", "joint"),
+        ("test_judge_in_order.py", "-k", "joint"),
     ),
     # Files and pages.
     Mutation(

@@ -18,15 +18,15 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from captures import Interpreted
-from proving import as_stock, check_inference_mode, greedy_together, ragged_samples, ticking
+from helpers import tiny
+from helpers.captures import Interpreted
+from helpers.proving import as_stock, check_inference_mode, greedy_together, ragged_samples, ticking
+from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import Compiled, Eager, Runtime
+from selfspec.runtime.graph_cache import Programs
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.programs import Programs
 from selfspec.runtime.runtime import Function, OtherSizesError
-from snapshot import Snapshot
 
 PROMPT, NEW = 5, 20
 EXIT = selfspec.EarlyExit(1)

@@ -11,18 +11,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
-import tiny
-from captures import StandIn, StandInRecorder
-from proving import check_inference_mode, greedy_together, ragged_samples, ticking
-from selfspec.cache import Slots
+from helpers import tiny
+from helpers.captures import StandIn, StandInRecorder
+from helpers.proving import check_inference_mode, greedy_together, ragged_samples, ticking
+from helpers.snapshot import Snapshot
+from selfspec.cache.shared_cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
+from selfspec.runtime.graph_cache import Programs
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.programs import Programs
 from selfspec.runtime.runtime import Function
 from selfspec.runtime.slot_cache import SlotCache
-from snapshot import Snapshot
 
 PROMPT, NEW, BUCKET = 5, 20, 8
 DRAFTS = {

@@ -16,10 +16,11 @@ CHILD = """
 import os, signal, threading
 import torch
 torch.set_num_threads(1)
-import selfspec, tiny
-from proving import ticking
+import selfspec
+from helpers import tiny
+from helpers.proving import ticking
 from selfspec.runtime import traced
-from selfspec.runtime.programs import Programs
+from selfspec.runtime.graph_cache import Programs
 
 prompt, options = tiny.prompt(5), {"max_new_tokens": 12, "do_sample": False}
 model = tiny.llama()

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import tiny
-from proving import as_stock
-from selfspec.cache import SharedCache
-from selfspec.gate import ExactStates
-from selfspec.passes import Passes
-from selfspec.path import Part, Path, Sublayer
+from helpers import tiny
+from helpers.proving import as_stock
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.registry import find_adapter
+from selfspec.model.runner import Passes
 from selfspec.runtime import Traced
+from selfspec.runtime.graph_cache import Programs
 from selfspec.runtime.layer_calls import alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.programs import Programs
 from selfspec.runtime.recordable import frozen_twin
-from selfspec.wrapped import find_adapter
 
 PROMPT = 9
 EXIT = Sublayer(3, Part.ATTENTION)

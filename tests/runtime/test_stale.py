@@ -22,12 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import selfspec
-import tiny
-from captures import Interpreted, StandIn
-from proving import ticking
+from helpers import tiny
+from helpers.captures import Interpreted, StandIn
+from helpers.proving import ticking
 from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime.graph_cache import Programs
 from selfspec.runtime.model_state import ModelState
-from selfspec.runtime.programs import Programs
 
 PROMPT, NEW = 5, 10
 Model = Any

@@ -1,0 +1,421 @@
+"""The way in: a stock `transformers` causal LM that drafts for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import currentframe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from selfspec.accept import Rule, default_rule, find_rule
+from selfspec.arguments import check_kind, check_weights
+from selfspec.control.control import Control, Controller, CostAware, FixedLength, NoDraft
+from selfspec.control.costs import Costs
+from selfspec.control.plan import Always, Choice, Plan
+from selfspec.decode.generation import Generation
+from selfspec.decode.options import check_not_dropped
+from selfspec.decode.output import GenerateOutput
+from selfspec.decode.request import Request, prepared_request, read_request
+from selfspec.draft import Drafter
+from selfspec.draft.named import draft_name
+from selfspec.errors import (
+    ClosedError,
+    DraftConfigError,
+    PromptError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from selfspec.files.writing import check_output_folder, writing
+from selfspec.model.adapter import Adapter
+from selfspec.model.registry import check_causal, find_adapter
+from selfspec.model.rope import check_rotary
+from selfspec.model.unwrap import check_modules, check_saved_whole, stock_model
+from selfspec.runtime import Runtime, Traced
+from selfspec.runtime.graph_cache import Programs
+from selfspec.saved.recipe import Recipe
+
+_ATTENTION_KERNELS = ("eager", "sdpa")
+_OF_THE_MODEL = frozenset(
+    {
+        "can_generate",
+        "config",
+        "device",
+        "dtype",
+        "generation_config",
+        "hf_device_map",
+        "input_modalities",
+        "output_modalities",
+    }
+)
+
+
+def wrap(
+    model: nn.Module,
+    draft: Drafter | Plan | str | None = None,
+    *,
+    draft_length: int | Control | None = None,
+    accept: str | Rule | None = None,
+    adapter: Adapter | None = None,
+    runtime: Runtime | None = None,
+) -> SelfSpeculative:
+    """Make a model draft for itself.
+
+    The model is not changed: every generation runs it through views of its own that share all weights.
+
+    Args:
+        model: any causal LM of a supported architecture. Of one in `torch.compile`'s or PEFT's wrapper, what is inside
+            is wrapped: see `selfspec.model.unwrap`.
+        draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" drafts as
+            `selfspec calibrate` found best here, "auto:FILE" or a `Profile` by a profile of your choice; None decodes
+            plainly, in the same loop.
+        draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
+            which drafts no longer than it pays.
+        accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
+            "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
+            "relaxed-top-k"; or a rule object. None: see `default_rule`.
+        adapter: where the model keeps its layers, for an architecture selfspec does not know.
+        runtime: how passes are run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be gated.
+        DraftConfigError: the draft does not fit the model.
+        ProfileError: there is no profile that fits model, device, dtype, threads and versions.
+        UnsupportedOptionError: there is no acceptance rule of that name, or an argument is of another kind.
+    """
+    model = stock_model(model)
+    check_causal(model)
+    check_weights(model)
+    check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
+    check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
+    found = find_adapter(model) if adapter is None else adapter
+    run_by = Traced() if runtime is None else runtime
+    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
+
+
+class SelfSpeculative:
+    """A wrapped model. Make one with `selfspec.wrap`.
+
+    It holds the model, the draft's configuration and programs recorded of passes, and nothing of any generation, so
+    several threads may generate with it at once, each with a seed of its own. Copies, deep ones too, are wrappers of
+    the same model. A pickle carries the model, and no programs.
+
+    Where a pipeline of `transformers` asks its model (`config`, `generation_config`, `device`, `dtype`,
+    `can_generate()` and the like), this answers as the model does.
+
+    Attributes:
+        model: the stock model, unchanged.
+        draft: what drafts, or a plan that chooses it for each call; None for plain decoding.
+        control: how long drafts are, unless a call says otherwise.
+        rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
+        adapter: where the model keeps its layers.
+        runtime: how passes are run.
+        programs: recorded of passes so far.
+        config: the model's.
+        generation_config: the model's.
+        device: the model's.
+        dtype: the model's.
+    """
+
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    device: torch.device
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: Drafter | Plan | None,
+        draft_length: int | Control | None,
+        accept: str | Rule | None,
+        adapter: Adapter,
+        runtime: Runtime,
+    ) -> None:
+        self.model = model
+        self.draft = draft
+        self.control = _control(draft_length)
+        self._plan = draft if isinstance(draft, Plan) else Always(draft)
+        self._draft_length = draft_length
+        self.rule = None if accept is None else find_rule(accept)
+        self.adapter = adapter
+        self.runtime = runtime
+        self.programs = Programs(runtime)
+        self._closed = False
+        adapter.check(model)
+        self._check_model()
+        self._prepare()
+
+    # Type checkers would take any name for an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _OF_THE_MODEL:
+                return getattr(self.model, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpeculative:
+        # Evaluation harnesses copy the options of each request deeply, and batch requests whose options are equal.
+        return self
+
+    def __repr__(self) -> str:
+        draft = type(self.draft).__name__ if isinstance(self.draft, Plan) else draft_name(self.draft)
+        closed = ", unwrapped" if self._closed else ""
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, draft={draft!r}, control={self.control!r}, "
+            f"rule={self.rule!r}, runtime={self.runtime!r}{closed})"
+        )
+
+    def to(self, device: torch.device | str | int) -> SelfSpeculative:
+        """Move the model itself to a device, and give this wrapper back.
+
+        Raises:
+            UnsupportedOptionError: the runtime cannot run passes there.
+            ClosedError: this wrapper was unwrapped.
+        """
+        self._check_open()
+        self.model.to(device)
+        self._prepare()
+        return self
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        draft_length: int | Control | None = None,
+        accept: str | Rule | None = None,
+        **options: Any,
+    ) -> GenerateOutput:
+        """Generate, meaning by every argument what `model.generate` means.
+
+        Args:
+            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ.
+            attention_mask: 1 for tokens, 0 for padding, of the same shape; None: no padding.
+            generation_config: as in `model.generate`.
+            seed: makes sampling repeatable on the same machine, dtype and settings; None draws a fresh one from
+                torch's default generator, so `torch.manual_seed` works as it does in `transformers`.
+            draft_length: tokens drafted each round of this call, or a control.
+            accept: the rule that judges drafts in this call.
+            **options: any other keyword of `model.generate`; one that cannot be honoured is refused by name.
+
+        Returns:
+            Sequences and stats.
+
+        Raises:
+            PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass.
+            NonFiniteLogitsError: the target's logits became NaN or infinite; carries what was generated.
+        """
+        run = self._begin(self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept)
+        return run.finish()
+
+    def stream(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        draft_length: int | Control | None = None,
+        accept: str | Rule | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Generate step by step: iterate over the result for what each round commits. Arguments as in `generate`.
+
+        Errors in the arguments are raised by the call itself, not by the first step of the iteration. Change the model
+        before or after the iteration, not within it: how much of a change the rest of it sees is left open.
+        """
+        return self._begin(
+            self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept
+        )
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: int | None = None,
+        draft_length: int | Control | None = None,
+        accept: str | Rule | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | Tensor:
+        """Serve `model.generate(..., custom_generate=spec)`: the same, with the result `transformers` would return.
+
+        Returns:
+            The sequences, `[batch, length]`, or a `GenerateOutput` if `return_dict_in_generate` is set.
+        """
+        if model is not self.model:
+            raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
+        check_not_dropped(currentframe())
+        # The mask is no parameter of its own: transformers would then pass it twice.
+        request = prepared_request(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        )
+        return self._begin(request, seed, draft_length, accept).answer()
+
+    def save_pretrained(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Save the model so that plain `generate` of `transformers` drafts for itself: see `selfspec.saved`.
+
+        Args:
+            folder: where to.
+            tokenizer: the model's, or its processor, to save beside it.
+
+        Raises:
+            UnsupportedModelError: adapters of PEFT are part of the model.
+            DraftConfigError: the drafter has no name to save it by.
+            UnsupportedOptionError: the rule has none.
+            StorageError: the folder cannot be written to, or the disk is full.
+        """
+        self._check_open()
+        recipe = Recipe.of(self.draft, self.control, self.rule)
+        check_saved_whole(self.model)
+        place = Path(folder)
+        check_output_folder(place)
+        with writing(place):
+            self.model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        recipe.save(place)
+
+    def drafting(
+        self, draft: Drafter | Plan | str | None, draft_length: int | Control | None = None
+    ) -> SelfSpeculative:
+        """Another wrapper of the same model with another draft; what is recorded of passes serves both.
+
+        Args:
+            draft: as in `wrap`.
+            draft_length: as in `wrap`.
+
+        Raises:
+            DraftConfigError, ProfileError: as `wrap`.
+            ClosedError: this wrapper was unwrapped.
+        """
+        self._check_open()
+        found = _drafting(self.model, draft)
+        other = SelfSpeculative(self.model, found, draft_length, self.rule, self.adapter, self.runtime)
+        other.programs = self.programs
+        return other
+
+    def unwrap(self) -> PreTrainedModel:
+        """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
+
+        Raises:
+            ClosedError: it was unwrapped before.
+        """
+        self._check_open()
+        self._closed = True
+        self.programs = Programs(self.runtime)
+        return self.model
+
+    def _read(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+    ) -> Request:
+        self._check_open()
+        inputs = options.pop("inputs", None)
+        if input_ids is not None and inputs is not None:
+            raise PromptError("pass the prompt once: as input_ids or as inputs")
+        return read_request(
+            self.model, inputs if input_ids is None else input_ids, attention_mask, generation_config, options
+        )
+
+    def _begin(
+        self, request: Request, seed: int | None, draft_length: int | Control | None, accept: str | Rule | None
+    ) -> Generation:
+        self._check_open()
+        self._check_model()
+        choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
+        controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
+        if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
+            raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
+        if self.adapter.ragged == "none" and request.input_ids.shape[0] > 1:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts positions in a way that rows of different lengths cannot share; "
+                "pass one prompt at a time"
+            )
+        check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
+        rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
+        return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs)
+
+    def _prepare(self) -> None:
+        """Check runtime and draft, and estimate costs, for where the model is."""
+        self.runtime.check(self.model.get_input_embeddings().weight.device)
+        self._plan.check_model(self.model, self.adapter)
+        self._choices = {greedy: self._checked(self._plan.choose(greedy)) for greedy in (True, False)}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this wrapper was unwrapped; call selfspec.wrap(model) again")
+
+    def _check_model(self) -> None:
+        check_modules(self.model)
+        kernel = self.model.config._attn_implementation
+        if kernel not in _ATTENTION_KERNELS:
+            raise UnsupportedModelError(
+                f"attention kernel {kernel!r} is not supported; load the model with attn_implementation='sdpa'"
+            )
+        if self.model.training and any(_differs_in_training(module) for module in self.model.modules()):
+            raise UnsupportedModelError(
+                "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
+            )
+
+    def _controller(self, choice: Choice, draft_length: int | Control | None) -> Controller:
+        control = choice.control if draft_length is None else _control(draft_length)
+        if choice.draft is None:
+            return NoDraft()
+        self._check_depth(choice.draft)
+        assert choice.costs is not None
+        return control.begin(choice.costs)
+
+    def _checked(self, choice: Choice) -> Choice:
+        """The choice, if it fits the model, with costs estimated where nobody measured them."""
+        draft = choice.draft
+        if draft is None:
+            return choice
+        self._check_depth(draft)
+        draft.check_model(self.model, self.adapter)
+        estimated = Costs.assumed(draft.cost(self.model, self.adapter), self.model.device)
+        return replace(choice, costs=choice.costs or estimated)
+
+    def _check_depth(self, draft: Drafter) -> None:
+        if not isinstance(draft, Drafter):
+            raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {draft!r}")
+        draft.check(len(self.adapter.decoder_layers(self.model)))
+
+
+def _drafting(model: PreTrainedModel, draft: Drafter | Plan | str | None) -> Drafter | Plan | None:
+    if not isinstance(draft, str):
+        return draft
+    # Reading profiles is of no concern to those who name a drafter.
+    from selfspec.control.auto import named_draft
+
+    return named_draft(model, draft)
+
+
+def _control(draft_length: int | Control | None) -> Control:
+    if draft_length is None:
+        return CostAware()
+    return draft_length if isinstance(draft_length, Control) else FixedLength(draft_length)
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    drops = isinstance(rate, float) and rate > 0
+    # Layers that checkpoint their activations get no cache.
+    return drops or bool(getattr(module, "gradient_checkpointing", False))

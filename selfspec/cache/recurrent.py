@@ -1,0 +1,149 @@
+"""Layers that no cursor can roll back: recurrent and convolutional state, kept after each token since the last commit.
+
+The state of such a layer holds all it has read, so going back means going back to a copy. Copies are small, and there
+are only as many as a round has tokens. A pass over a block runs these layers one token at a time: that leaves a copy
+after each, and several architectures start a longer pass from an empty state whatever came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
+
+from selfspec.model.layer_call import call_with, hidden_states
+
+if TYPE_CHECKING:
+    from selfspec.cache.cursors import Cursors
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of one layer after some token.
+
+    Attributes:
+        conv: the last inputs of each convolution, `[batch, channels, kernel]`.
+        recurrent: what each recurrence carries, `[batch, ...]`.
+    """
+
+    conv: dict[int, Tensor]
+    recurrent: dict[int, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in [*self.conv.values(), *self.recurrent.values()])
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Snapshot:
+        """With every state changed."""
+        return Snapshot(
+            {index: change(state) for index, state in self.conv.items()},
+            {index: change(state) for index, state in self.recurrent.items()},
+        )
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The states of one layer: the working state, as `transformers` knows it, and one snapshot for each token ahead.
+
+    Args:
+        cursors: where each row stands.
+        number_of_states: how many convolutions or recurrences the layer has.
+    """
+
+    def __init__(self, cursors: Cursors, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        self._cursors = cursors
+        # By tokens ahead of the last commit; nothing at 0 before the first token.
+        self._after: dict[int, Snapshot] = {}
+        self._most = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes that snapshots have taken so far."""
+        return self._most
+
+    def enter(self, tokens: int) -> None:
+        """Make the state `tokens` tokens past the cursors the working state. The pass may write into it."""
+        ahead = self._cursors.ahead + tokens
+        # Nothing has been read yet, or else the state must be there.
+        snapshot = None if ahead == 0 and 0 not in self._after else self._after[ahead]
+        copied = Snapshot({}, {}) if snapshot is None else snapshot.mapped(torch.clone)
+        for index in range(self.number_of_states):
+            self.conv_states[index] = copied.conv.get(index)
+            self.recurrent_states[index] = copied.recurrent.get(index)
+            self.is_conv_states_initialized[index] = index in copied.conv
+            self.is_recurrent_states_initialized[index] = index in copied.recurrent
+            self.has_previous_state[index] = snapshot is not None
+
+    def record(self, tokens: int) -> None:
+        """Keep the working state as the state `tokens` tokens past the cursors."""
+        self._after[self._cursors.ahead + tokens] = Snapshot(
+            {index: state for index, state in self.conv_states.items() if state is not None},
+            {index: state for index, state in self.recurrent_states.items() if state is not None},
+        )
+        self._most = max(self._most, sum(snapshot.nbytes for snapshot in self._after.values()))
+
+    @property
+    def settled(self) -> Snapshot:
+        """The state after all committed tokens; empty before the first."""
+        return self._after.get(0, Snapshot({}, {}))
+
+    def begin_with(self, snapshot: Snapshot) -> None:
+        """Go on from the state of an earlier generation."""
+        self._after = {0: snapshot}
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Take each row's state after its own number of tokens as committed, and drop all others."""
+        if not self._after or not any(tokens):
+            return
+        empty = next(iter(self._after.values())).mapped(torch.zeros_like)
+        # A row may settle at nothing read, which is a state of zeros.
+        self._after = {0: _rows_of([self._after[count] if count else self._after.get(0, empty) for count in tokens])}
+
+    def narrow_states(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given."""
+        self._after = {
+            ahead: snapshot.mapped(lambda state: state[torch.tensor(rows, device=state.device)])
+            for ahead, snapshot in self._after.items()
+        }
+
+    def reset(self) -> None:
+        super().reset()
+        self._after.clear()
+
+
+def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a recurrent module of layer `index` one token at a time, and keep the layer's state after each.
+
+    A padding mask is left out of the call: rows hold no padding here.
+    """
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    states = None if cache is None else cache.layers[index]
+    # Layers of several kinds may go by the same name.
+    if not isinstance(states, RecurrentLayer):
+        return module(*args, **kwargs)
+    unmasked = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}
+    outputs = []
+    for number, token in enumerate(hidden_states(args, kwargs).split(1, 1)):
+        states.enter(number)
+        outputs.append(call_with(module, token, args, unmasked))
+        states.record(number + 1)
+    return torch.cat(outputs, 1)
+
+
+def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Row by row, the state of the snapshot given for that row."""
+    first = snapshots[0]
+    if all(snapshot is first for snapshot in snapshots):
+        return first
+
+    def each_row(states: Callable[[Snapshot], dict[int, Tensor]]) -> dict[int, Tensor]:
+        rows = list(enumerate(snapshots))
+        return {index: torch.stack([states(each)[index][row] for row, each in rows]) for index in states(first)}
+
+    return Snapshot(each_row(lambda snapshot: snapshot.conv), each_row(lambda snapshot: snapshot.recurrent))

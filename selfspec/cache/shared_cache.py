@@ -1,0 +1,368 @@
+"""The one KV cache that draft and verification share: preallocated, a cursor per row; rolling back moves the cursor.
+
+Every row is stored without padding: slot i holds position i. So a row's cursor alone says where its next tokens are
+written, which positions they have, and what they may attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from selfspec.cache.cursors import Cursors
+from selfspec.cache.masks import attention_mask
+from selfspec.cache.recurrent import RecurrentLayer
+
+_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a pass finds and leaves keys and values, as tensors.
+
+    Attributes:
+        written: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
+        positions: ids of their positions, the same shape.
+        visible: numbers of the slots that the pass looks at, `[visible]`, counted from 0.
+        buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
+    """
+
+    written: Tensor
+    positions: Tensor
+    visible: Tensor
+    buffers: tuple[Tensor, ...]
+
+
+class SharedCache(Cache):
+    """Keys and values of every layer in preallocated slots, with one cursor per row.
+
+    A pass over m tokens writes slots `[cursor, cursor + m)` of each row and leaves the cursor where it is: `advance`,
+    `rollback` and `commit` move it. Slots past a row's cursor are scrap.
+
+    Args:
+        depth: number of layers.
+        batch: number of rows.
+        limit: the most tokens a row may come to hold, prompt included.
+        slack: the longest draft; slots for it are kept past the committed tokens.
+        device: where positions are made.
+        aligned: "left": passes find the slots of a ragged batch as they are, and need a 4-D mask. "right": they find a
+            copy that is padded on the left, for models that read nothing but a padding mask.
+        recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
+        bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of so
+            many slots, so that many passes have one shape. What stands past a row's end there is masked.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        batch: int,
+        limit: int,
+        slack: int,
+        device: torch.device,
+        aligned: Literal["left", "right"] = "left",
+        recurrent: Mapping[int, LinearAttentionCacheLayerMixin] = MappingProxyType({}),
+        bucket: int = 1,
+    ) -> None:
+        bucket = bucket if aligned == "left" and not recurrent else 1
+        # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
+        # memory is free at once rather than when the garbage collector comes round.
+        self._cursors = Cursors(batch, limit, slack, device, aligned, bucket)
+        self._most_bytes = 0
+        super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
+        self._slotted = [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Cursor of each row: how many of its tokens have their keys and values here."""
+        return tuple(self._cursors.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each row."""
+        return self._cursors.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, and the most that states of recurrent layers have taken."""
+        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes that states of recurrent layers have taken, the copies of a round included."""
+        return sum(layer.state_bytes for layer in self._recurrent)
+
+    @property
+    def rolls_back_by_cursor(self) -> bool:
+        """Whether there is nothing but keys and values, so that what stands past a cursor is scrap and no more."""
+        return not self._recurrent
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token has been read."""
+        return not any(self.lengths) and not any(layer.settled.nbytes for layer in self._recurrent)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that were allocated for keys and values at any time."""
+        return max(self._most_bytes, self.nbytes)
+
+    def reserve(self, committed: int) -> None:
+        """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
+        self._cursors.make_room(committed)
+
+    def advance(self, tokens: int) -> None:
+        """Move every cursor forward over `tokens` tokens that a pass has written."""
+        self._cursors.move(tokens)
+
+    def rollback(self, tokens: int) -> None:
+        """Move every cursor back over `tokens` tokens. Copies nothing, whatever the length."""
+        self._cursors.move(-tokens)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Make each row's next tokens final, its own number of them: its cursor moves over them, to stay."""
+        ahead = self._cursors.settle(tokens)
+        for layer in self._recurrent:
+            layer.settle([ahead + count for count in tokens])
+
+    def record(self, width: int) -> None:
+        """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
+        for layer in self._recurrent:
+            layer.record(width)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given. What the others hold is freed."""
+        self._most_bytes = self.most_bytes
+        self._cursors.lengths = [self.lengths[row] for row in rows]
+        for layer in self._slotted:
+            layer.narrow_slots(rows)
+        for stateful in self._recurrent:
+            stateful.narrow_states(rows)
+
+    def scrub(self, rows: Sequence[int]) -> None:
+        """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
+        for layer in self._slotted:
+            for row in rows:
+                layer.scrub(row)
+
+    def prefill_widths(self, lengths: Sequence[int]) -> list[int]:
+        """How many tokens of the prompts to read at a time, where rows have that many each.
+
+        All at once, if what stands past a row's end is scrap. Recurrent layers would take it into their state: there
+        it is first what all rows have, and then few at a time, since each leaves a copy of the state.
+        """
+        if self.rolls_back_by_cursor:
+            return [max(lengths)]
+        rest = max(lengths) - min(lengths)
+        steps = [min(_STEPS, rest - start) for start in range(0, rest, _STEPS)]
+        return [width for width in (min(lengths), *steps) if width]
+
+    def positions(self, width: int) -> Tensor:
+        """Position ids of a pass over `width` tokens, `[batch or 1, width]`.
+
+        Tokens past the limit are scrap of rows near their end; they are given the last position, since a table of
+        learned positions has no more.
+        """
+        return self._cursors.slots(width).clamp(max=self._cursors.limit - 1)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all cursors are equal."""
+        return self._cursors.uniform
+
+    @property
+    def bucket(self) -> int:
+        """Passes of a round look at a multiple of so many slots, or at all there are."""
+        return self._cursors.bucket
+
+    def padded(self, width: int) -> bool:
+        """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
+        return self._cursors.padded(width)
+
+    def slots(self, width: int) -> Slots | None:
+        """All that a pass over `width` tokens needs to know of this cache, ready to be written to.
+
+        None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
+        and before every layer has seen tokens.
+        """
+        laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
+        if not laid_out or any(layer.keys is None for layer in self._slotted):
+            return None
+        written = self._cursors.slots(width)
+        return Slots(
+            written,
+            written.clamp(max=self._cursors.limit - 1),
+            torch.arange(self._cursors.visible(width), device=self._cursors.device),
+            tuple(buffer for layer in self._slotted for buffer in layer.grown()),
+        )
+
+    def attention_mask(self, config: PreTrainedConfig, width: int, dtype: torch.dtype) -> Any:
+        """What a stock model takes as `attention_mask` for a pass over `width` tokens.
+
+        None where all cursors are equal and nothing past the last token is seen: the stock model then derives the mask
+        from the cursor by itself, through `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask
+        `[batch, 1, width, slots]` in the form of the model's attention kernel, or a dict of one per layer type where
+        the config has layer types; or a padding mask `[batch, slots]` where rows are aligned on the right.
+        """
+        padded = self._cursors.padded(width)
+        if (self._cursors.uniform and not padded) or not self._slotted:
+            return None
+        if self._cursors.aligned == "right":
+            return (self._cursors.right_aligned(width) >= 0).long()
+        return attention_mask(
+            config,
+            self._cursors.slots(width),
+            len(self.lengths),
+            self._cursors.visible(width),
+            dtype,
+            recurrent=not self.rolls_back_by_cursor,
+            padded=padded,
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The furthest cursor, in slots (`transformers` asks for it as the length of the past)."""
+        return max(self.lengths)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Slot of a pass's first token, where all cursors are equal."""
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of slots a pass over `query_length` tokens looks at, and the first of them."""
+        return self._cursors.visible(query_length), 0
+
+
+def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:
+    """The layers that have recurrent or convolutional state, by number, as `transformers` would keep them."""
+    layers = DynamicCache(config=config).layers
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def _layer_like(
+    stock: LinearAttentionCacheLayerMixin | None, cursors: Cursors
+) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
+    if stock is None:
+        return _SharedLayer(cursors)
+    if isinstance(stock, CacheLayerMixin):
+        return _RecurrentSharedLayer(cursors, stock.number_of_states)
+    return RecurrentLayer(cursors, stock.number_of_states)
+
+
+class _SharedLayer(CacheLayerMixin):
+    """One layer's slots, `[batch, heads, capacity, head_dim]`, allocated when its first tokens come."""
+
+    is_sliding = False
+
+    def __init__(self, cursors: Cursors) -> None:
+        super().__init__()
+        self._cursors = cursors
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = self._slots_like(key_states)
+        self.values = self._slots_like(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
+        if self.keys is None:
+            self.lazy_initialization(key_states, value_states)
+        self.grown()
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        return self.seen(key_states.shape[2])
+
+    def grown(self) -> tuple[Tensor, Tensor]:
+        """All slots, of keys and of values, as many as there are to be."""
+        if self.keys.shape[2] < self._cursors.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        return self.keys, self.values
+
+    def seen(self, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a pass over `width` tokens may look at."""
+        return self._seen(self.keys, width), self._seen(self.values, width)
+
+    def narrow_slots(self, rows: Sequence[int]) -> None:
+        if self.keys is not None:
+            index = torch.tensor(rows, device=self.keys.device)
+            self.keys, self.values = self.keys[index], self.values[index]
+
+    def scrub(self, row: int) -> None:
+        if self.keys is not None:
+            self.keys[row, :, self._cursors.lengths[row] :] = 0
+            self.values[row, :, self._cursors.lengths[row] :] = 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cursors.visible(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cursors.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _slots_like(self, states: Tensor) -> Tensor:
+        # Zeros, because a masked slot still meets the attention's weighted sum, where 0 * NaN would be NaN.
+        batch, heads, _, head_dim = states.shape
+        return states.new_zeros(batch, heads, self._cursors.capacity, head_dim)
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._slots_like(old)
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def _write(self, slots: Tensor, states: Tensor) -> None:
+        width = states.shape[2]
+        if self._cursors.uniform:
+            start = self._cursors.lengths[0]
+            slots[:, :, start : start + width] = states
+        else:
+            rows = torch.arange(states.shape[0], device=states.device)[:, None]
+            slots[rows, :, self._cursors.slots(width).to(states.device)] = states.transpose(1, 2)
+
+    def _seen(self, slots: Tensor, width: int) -> Tensor:
+        if self._cursors.uniform or self._cursors.aligned == "left":
+            return slots[:, :, : self._cursors.visible(width)]
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        return slots[rows, :, self._cursors.right_aligned(width).clamp(min=0).to(slots.device)].transpose(1, 2)
+
+
+class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
+    """A layer that has both: slots of keys and values, and states."""
+
+    def __init__(self, cursors: Cursors, number_of_states: int) -> None:
+        _SharedLayer.__init__(self, cursors)
+        RecurrentLayer.__init__(self, cursors, number_of_states)
+
+    def lazy_initialization(self, *slots: Tensor, **states: Any) -> None:
+        """Called with keys and values by attention, by keyword with states by the rest."""
+        if slots:
+            _SharedLayer.lazy_initialization(self, *slots)
+        else:
+            RecurrentLayer.lazy_initialization(self, **states)
+
+
+class CacheReader:
+    """Stands in for a cache where an attention must find keys and values but not write its own.
+
+    Args:
+        cache: what it reads.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
+        """All that the pass may look at in a layer, its own tokens' slots as an earlier pass left them."""
+        seen: tuple[Tensor, Tensor] = self._cache.layers[layer].seen(key_states.shape[2])
+        return seen

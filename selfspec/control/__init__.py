@@ -1,0 +1,1 @@
+"""How long to draft, and whether to draft at all: controls, costs, and profiles of a calibration."""

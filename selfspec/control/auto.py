@@ -1,0 +1,27 @@
+"""What a draft's name stands for once there is a model: `auto`, `auto:FILE`, or any drafter by name."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from selfspec.control.profile import Profile
+from selfspec.control.profile_place import find_profile
+from selfspec.control.setting import Setting
+from selfspec.draft import Drafter
+from selfspec.draft.named import AUTO, parse_draft
+
+
+def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
+    """The drafter of a name; the profile that fits the model for `auto`; None for plain decoding.
+
+    Raises:
+        DraftConfigError: the name is not of the grammar.
+        ProfileError: there is no profile that fits.
+        ExitHeadError: what the name says of the disk cannot be used.
+    """
+    given = name.strip()
+    if given == AUTO:
+        return find_profile(Setting.of(model))
+    if given.startswith(AUTO + ":"):
+        return Profile.load(given.removeprefix(AUTO + ":"))
+    return parse_draft(given)

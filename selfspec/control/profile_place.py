@@ -1,0 +1,63 @@
+"""Where profiles lie: a folder of the user's, one file for each setting."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from selfspec.control.profile import Profile, described, remedy
+from selfspec.control.setting import Setting
+from selfspec.errors import ProfileError
+
+VARIABLE = "SELFSPEC_PROFILES"
+"""The environment variable that names another folder."""
+
+
+def folder() -> Path:
+    """The folder of profiles: what `SELFSPEC_PROFILES` says, else one in the user's cache."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else user_cache_path("selfspec") / "profiles"
+
+
+def default_file(setting: Setting) -> Path:
+    """Where the profile of a setting lies. Versions are not in its name: a new one takes the place of an old one."""
+    device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
+    threads = f"_{setting.threads}-threads" if setting.threads else ""
+    packed = "_packed" if setting.packed else ""
+    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{packed}.json"
+
+
+def find_profile(setting: Setting) -> Profile:
+    """The profile of a setting.
+
+    Raises:
+        ProfileError: there is none; it says which come near, and how to write one.
+    """
+    file = default_file(setting)
+    if file.exists():
+        profile = Profile.load(file)
+        profile.check_setting(setting)
+        return profile
+    near = [
+        f"{other.source} ({described(other.setting.differences(setting))})"
+        for other in _of_weights(setting, file.parent)
+    ]
+    others = f" There is one that does not fit: {'; '.join(near)}." if near else ""
+    raise ProfileError(
+        f"draft='auto' needs a calibration profile of these weights for {setting.device}, {setting.dtype}"
+        + (f", {setting.threads} CPU threads" if setting.threads else "")
+        + (", packed weights" if setting.packed else "")
+        + f", and {file.parent} has none.{others} Write one: {remedy(setting)}"
+    )
+
+
+def _of_weights(setting: Setting, place: Path) -> Iterator[Profile]:
+    for file in sorted(place.glob(f"{setting.fingerprint[:16]}_*.json")):
+        try:
+            yield Profile.load(file)
+        except ProfileError:
+            continue

@@ -1,0 +1,74 @@
+"""What a profile is bound to: weights, device, dtype, threads and versions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from selfspec.environment import device_name
+from selfspec.errors import ProfileError
+from selfspec.model.fingerprint import fingerprint
+from selfspec.runtime.kernels.packed import packed_layers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where costs and acceptance were measured; elsewhere they are others.
+
+    Attributes:
+        model: class of the model.
+        fingerprint: of its weights.
+        device: the device's own name.
+        dtype: what is computed in.
+        threads: of the CPU; 0 on other devices, where they hardly matter.
+        packed: whether weights are laid out for oneDNN.
+        selfspec: version.
+        torch: version.
+        transformers: version.
+    """
+
+    model: str
+    fingerprint: str
+    device: str
+    dtype: str
+    threads: int
+    packed: bool
+    selfspec: str
+    torch: str
+    transformers: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Setting:
+        """The setting that a model would be run in now.
+
+        Raises:
+            ProfileError: weights are offloaded, and cannot be told from others.
+        """
+        from selfspec import __version__
+
+        try:
+            weights = fingerprint(model)
+        except ValueError as error:
+            raise ProfileError(
+                f"a calibration profile is bound to the weights, and {error}; load the model whole, or name a draft"
+            ) from error
+        device = model.device
+        return cls(
+            model=type(model).__name__,
+            fingerprint=weights,
+            device=device_name(device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads() if device.type == "cpu" else 0,
+            packed=any(True for _ in packed_layers(model)),
+            selfspec=__version__,
+            torch=str(torch.__version__),
+            transformers=transformers.__version__,
+        )
+
+    def differences(self, other: Setting) -> dict[str, tuple[str | int, str | int]]:
+        """What differs, by name: this setting's and the other's."""
+        mine, others = asdict(self), asdict(other)
+        return {name: (mine[name], others[name]) for name in mine if mine[name] != others[name]}

@@ -1,0 +1,1 @@
+"""One generation: the loop, judging and committing, sampling, processors, stopping, and what comes out."""

@@ -1,0 +1,175 @@
+"""One generation under way: iterate over it for what each round commits, ask it for what there is so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from selfspec.accept import Rule
+from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.transfer import check_kinds, is_callers
+from selfspec.control.control import Controller
+from selfspec.decode.batch import State
+from selfspec.decode.loop import rounds
+from selfspec.decode.output import GenerateOutput, Round
+from selfspec.decode.request import Request
+from selfspec.decode.score_record import Record
+from selfspec.decode.sequences import Text
+from selfspec.decode.stats import Stats
+from selfspec.decode.streaming import streamed
+from selfspec.draft import Drafter
+from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
+from selfspec.model.adapter import Adapter
+from selfspec.model.runner import Passes
+from selfspec.runtime.graph_cache import Programs
+
+
+class Generation(Iterator[Round]):
+    """One call of `generate` or `stream`. It runs as it is iterated over, and not before.
+
+    It may be abandoned at any round.
+
+    Attributes:
+        stats: what has been counted. Times and bytes are filled in when the generation ends or is closed.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        request: Request,
+        draft: Drafter | None,
+        control: Controller,
+        rule: Rule,
+        seed: int | None,
+        programs: Programs | None = None,
+    ) -> None:
+        device = _device(model, request)
+        batch = request.input_ids.shape[0]
+        cache = SharedCache(
+            depth=len(adapter.decoder_layers(model)),
+            batch=batch,
+            limit=max(request.lengths) + request.stopping.max_new_tokens,
+            # No draft is longer than what is left to generate, whatever the control allows.
+            slack=min(control.longest, request.stopping.max_new_tokens),
+            device=device,
+            aligned="right" if adapter.ragged == "padding" else "left",
+            recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
+            bucket=1 if programs is None else programs.bucket,
+        )
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        generator = torch.Generator(device)
+        generator.manual_seed(seed)
+        self.stats = Stats()
+        self._request = request
+        self.lossless = rule.lossless
+        state = State(
+            passes=Passes(model, adapter, cache, programs),
+            cache=cache,
+            sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
+            generator=generator,
+            control=control,
+            # No token stands at the end of embeddings; the first round reads these, and no id.
+            last=(torch.zeros(batch, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(device),
+            text=Text(request.input_ids, request.pad),
+            scores=Record(request.pad) if request.returned.scores else None,
+            logits=Record(request.pad) if request.returned.logits else None,
+            past=_past_to_fill(request, cache),
+            opening=request.read[:, -1:].to(device) if request.embeddings else None,
+            lockstep=request.sampling.in_order or request.stopping.stateful,
+        )
+        # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
+        self._committed, self._failed = state.committed, state.failed
+        self._scores, self._logits = state.scores, state.logits
+        self._live, self._past = state.live, state.past
+        self._rounds = rounds(state, request, draft, rule, self.stats)
+        if request.streamer is not None:
+            self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
+
+    def __next__(self) -> Round:
+        """Run one round.
+
+        Raises:
+            NonFiniteLogitsError: after the last round, if a row ended for that reason.
+        """
+        try:
+            return next(self._rounds)
+        except StopIteration:
+            failed, self._failed = self._failed, []
+            if failed:
+                raise NonFiniteLogitsError(self.output(), tuple(sorted(failed))) from None
+            raise
+
+    def close(self) -> None:
+        """Stop here. `stats` is then complete; nothing else needs it."""
+        self._rounds.close()
+
+    def finish(self) -> GenerateOutput:
+        """Run all rounds that are left.
+
+        Raises:
+            NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
+        """
+        for _ in self:
+            pass
+        return self.output()
+
+    def answer(self) -> GenerateOutput | Tensor:
+        """Run all rounds that are left and give what `model.generate` returns.
+
+        Returns:
+            The sequences, `[batch, length]`; the whole output where `return_dict_in_generate` is set.
+
+        Raises:
+            NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
+        """
+        output = self.finish()
+        return output if self._request.returned.whole else output.sequences
+
+    def output(self) -> GenerateOutput:
+        """What has been generated so far."""
+        committed = self._committed
+        longest = max(len(tokens) for tokens in committed)
+        padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
+        prompts = self._request.input_ids
+        new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
+        lengths = tuple(len(tokens) for tokens in committed)
+        return GenerateOutput(
+            sequences=torch.cat([prompts, new], 1),
+            lengths=lengths,
+            stats=self.stats,
+            lossless=self.lossless,
+            scores=None if self._scores is None else self._scores.padded(lengths),
+            logits=None if self._logits is None else self._logits.padded(lengths),
+            past_key_values=self._past if self._past and not any(self._live) else None,
+        )
+
+
+def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
+    """Where keys and values go at the end: to the caller's own cache, or to a new one where they are to be returned.
+
+    Raises:
+        UnsupportedOptionError: the caller's cache is another model's, or could not be filled at the end.
+    """
+    if request.past is not None:
+        check_kinds(request.past, cache)
+    if request.past is None or not is_callers(request.past):
+        return DynamicCache() if request.returned.whole else None
+    apart = len(request.lengths) > 1 and bool(request.stopping.eos or request.stopping.criteria)
+    if apart and not cache.rolls_back_by_cursor:
+        raise UnsupportedOptionError(
+            "past_key_values is not supported for several rows of a recurrent model that may end at different places, "
+            "for its states would be those of different lengths; pass one row at a time"
+        )
+    return request.past
+
+
+def _device(model: PreTrainedModel, request: Request) -> torch.device:
+    """Where tokens go in and logits come out: with the weights, or with the prompt if all weights are offloaded."""
+    embeddings: torch.device = model.get_input_embeddings().weight.device
+    return request.input_ids.device if embeddings.type == "meta" else embeddings

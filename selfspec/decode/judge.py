@@ -1,0 +1,175 @@
+"""Judging a draft: how much of it each row accepts, the token after that, and where the row ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.accept import Rule
+from selfspec.decode.batch import State
+from selfspec.decode.lockstep import lockstep_limit
+from selfspec.decode.sequences import Prefixes
+from selfspec.decode.stopping import Stopping
+from selfspec.draft import Draft
+
+
+@dataclass(frozen=True)
+class RowVerdict:
+    """What a round gives one unfinished row.
+
+    Attributes:
+        drafted: its draft tokens.
+        accepted: how many of them the rule accepted.
+        tokens: what the row commits: accepted draft tokens and then the target's own, up to its end or to where
+            lockstep cuts it.
+        dropped: tokens that lockstep cut off.
+        ended: whether the row is finished.
+        finite: whether the target's logits after the accepted tokens were finite; where not, it has no token there.
+        overlap: for a coupled draft, sum of min(p, q) = 1 - TV at each draft token, the best chance any rule has to
+            accept it; else zeros.
+    """
+
+    drafted: list[int]
+    accepted: int
+    tokens: list[int]
+    dropped: int
+    ended: bool
+    finite: bool
+    overlap: list[float]
+
+    def judged_of(self, tokens: int) -> int:
+        """Draft tokens judged for the first `tokens` of the run: one more than accepted, but for a whole draft."""
+        accepted = self.accepted_of(tokens)
+        return min(accepted + 1, len(self.drafted)) if tokens > accepted else accepted
+
+    def accepted_of(self, tokens: int) -> int:
+        """Draft tokens among the first `tokens` of the run."""
+        return min(self.accepted, tokens)
+
+    def overlap_of(self, tokens: int) -> float:
+        """Sum of the overlap at the draft tokens judged for the first `tokens` of the run."""
+        return sum(self.overlap[: self.judged_of(tokens)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round gives.
+
+    Attributes:
+        rows: by number of the row, of each row that was unfinished.
+        last: the last token of each row that passes run, `[rows, 1]`; anything for a row that is finished.
+    """
+
+    rows: dict[int, RowVerdict]
+    last: Tensor
+
+
+def judge_together(state: State, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge all places of a draft at once, and then wait for the device: the round's one synchronisation.
+
+    Args:
+        state: before the round is committed.
+        stopping: where rows end.
+        draft: of the round.
+        logits: the target's own, `[rows, drafted + 1, vocab]`.
+        rule: judges the draft.
+    """
+    accepted = _accept(state, draft, logits, rule)
+    judged = _on_host(state, draft, accepted)
+    most = lockstep_limit(state, draft, [row.run for row in judged.values()])
+    runs = [judged[row].run if row in judged else [] for row in range(len(state.live))]
+    runs = stopping.shortened(state.text, runs)
+    cut = [run[:most] for run in runs]
+    starts = [len(tokens) for tokens in state.committed]
+    scores = state.record(accepted.scores, accepted.logits, starts, [len(run) for run in cut])
+    ends = stopping.judged(state.text, cut, scores)
+    rows = {}
+    for row, found in judged.items():
+        end = ends[row]
+        rows[row] = RowVerdict(
+            drafted=found.drafted,
+            accepted=found.accepted,
+            tokens=cut[row][:end],
+            dropped=len(runs[row]) - len(cut[row]) if end is None else 0,
+            ended=end is not None,
+            finite=found.finite or end is not None,
+            overlap=found.overlap,
+        )
+    # A row without finite logits has no token of the target's own, nor has a row that was cut.
+    own = accepted.finite & (accepted.count < most)
+    block = torch.cat([state.last, draft.tokens], 1)
+    last = block.gather(1, accepted.count.clamp(max=most)[:, None])
+    return Verdict(rows, torch.where(own[:, None], accepted.token[:, None], last))
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    """What is accepted of a draft, and the target's own token after it.
+
+    Attributes:
+        count: draft tokens accepted, `[rows]`.
+        token: the token after them, recovered from the residual or the bonus token, `[rows]`.
+        finite: whether the target's logits there were finite; where not, `token` means nothing, `[rows]`.
+        overlap: see `RowVerdict`, `[rows, drafted]`; zeros without a coupled draft.
+        logits: the target's own, `[rows, drafted + 1, vocab]`.
+        scores: the same as processors and warpers leave them.
+    """
+
+    count: Tensor
+    token: Tensor
+    finite: Tensor
+    overlap: Tensor
+    logits: Tensor
+    scores: Tensor
+
+
+def _accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
+    """Judge the draft and draw the token after it. Nothing waits for the device here."""
+    sampling = state.sampling
+    scores = sampling.scores(logits, Prefixes(state.text, [draft.tokens]))
+    p = sampling.probabilities(scores)
+    finite = p.sum(-1).isfinite()
+    # A draft token may have spoiled the logits; processors that mend them are asked without a draft.
+    if draft.length or not sampling.mends:
+        finite &= logits.amax(-1).isfinite()
+    # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
+    decided = torch.where(finite[..., None], sampling.decide(p, state.cache.positions(p.shape[1]) + 1), 0.0)
+    q = None if sampling.decided else draft.q
+    noise = torch.rand((len(state.live), draft.length), generator=state.generator, dtype=p.dtype, device=p.device)
+    noise = sampling.left(noise)
+    count = rule.accepted(noise < rule.heads(draft.tokens, q, decided, logits))
+    token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)
+    overlap = torch.zeros_like(noise)
+    if draft.q is not None and sampling.decided:
+        overlap = torch.minimum(p[:, :-1], draft.q).sum(-1)
+    return _Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap, logits, scores)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One row of `_Accepted` and its draft, on the host."""
+
+    token: int
+    accepted: int
+    finite: bool
+    drafted: list[int]
+    overlap: list[float]
+
+    @property
+    def run(self) -> list[int]:
+        """The accepted tokens, and the target's own after them."""
+        return self.drafted[: self.accepted] + [self.token] * self.finite
+
+
+def _on_host(state: State, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
+    verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
+    # As doubles, which hold every token id exactly, all of it comes over at once.
+    table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
+    judged = {}
+    for row, numbers in zip(state.text.rows, table, strict=True):
+        if state.live[row]:
+            token, count, finite, *drafted = (int(number) for number in numbers[: 3 + draft.length])
+            judged[row] = _Judged(token, count, bool(finite), drafted, numbers[3 + draft.length :])
+    return judged

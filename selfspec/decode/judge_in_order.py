@@ -1,0 +1,146 @@
+"""Judging a draft place by place, for logits processors with memory.
+
+Such a processor is called once for each committed token, in order, with the whole batch at one length, as plain
+decoding calls it; it never sees a token that is rejected. Each place is judged as a draft of one token, so any lossless
+rule becomes token-level rejection sampling, which is exact for any q that the draft was really drawn from. Rows are in
+lockstep: the round ends where the first of them rejects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfspec.accept import Rule
+from selfspec.decode.batch import State
+from selfspec.decode.judge import RowVerdict, Verdict
+from selfspec.decode.stopping import Stopping
+from selfspec.draft import Draft
+
+
+@dataclass
+class _Row:
+    """An unfinished row of the round."""
+
+    drafted: list[int]
+    tokens: list[int] = field(default_factory=list)
+    accepted: int = 0
+    ended: bool = False
+    finite: bool = True
+    overlap: list[float] = field(default_factory=list)
+
+    def verdict(self) -> RowVerdict:
+        return RowVerdict(self.drafted, self.accepted, self.tokens, 0, self.ended, self.finite, self.overlap)
+
+
+def judge_in_order(state: State, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge a draft place by place: processors, rule, then stopping criteria, as plain decoding asks them.
+
+    Waits for the device at each place. Arguments as in `judge_together`.
+    """
+    state.sampling.forget_draft()
+    text = state.text
+    drafted = draft.tokens.tolist()
+    rows = {row: _Row(drafted[index]) for index, row in enumerate(text.rows) if text.live[row]}
+    finite = logits.amax(-1).isfinite().tolist()
+    for place in range(draft.length + 1):
+        going = [index for index, row in enumerate(text.rows) if row in rows and not rows[row].ended]
+        broken = [index for index in going if not finite[index][place]]
+        if draft.length and broken:
+            # A draft token may have spoiled the logits: the place is judged again without a draft.
+            for index in broken:
+                rows[text.rows[index]].finite = False
+            break
+        ids = text.followed_by(_runs(state, rows))
+        judged = _judge_place(state, draft, logits, rule, ids, place)
+        columns = [judged.token, judged.accepted, judged.finite, judged.overlap]
+        # As doubles, which hold every token id exactly, all of it comes over at once.
+        numbers = torch.stack([column.double() for column in columns], 1).tolist()
+        for index in going:
+            token, accepted, is_finite, overlap = numbers[index]
+            row = rows[text.rows[index]]
+            row.finite = bool(is_finite) and (state.sampling.mends or index not in broken)
+            row.ended = not row.finite
+            if row.finite:
+                row.tokens.append(int(token))
+                row.accepted += int(accepted)
+                row.overlap.append(overlap)
+        _stop(state, stopping, rows, judged.scores, logits[:, place : place + 1])
+        if not all(row.ended or row.accepted > place for row in rows.values()):
+            break
+        if all(row.ended for row in rows.values()):
+            break
+    return Verdict({number: row.verdict() for number, row in rows.items()}, _last(state, rows))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What became of one place.
+
+    Attributes:
+        token: of each row that passes run, `[rows]`.
+        accepted: whether it is the draft's, `[rows]`.
+        finite: whether processors left a token to choose, `[rows]`.
+        overlap: see `RowVerdict`, `[rows]`.
+        scores: the logits as processors leave them, `[rows, 1, vocab]`.
+    """
+
+    token: Tensor
+    accepted: Tensor
+    finite: Tensor
+    overlap: Tensor
+    scores: Tensor
+
+
+def _judge_place(state: State, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int) -> _Place:
+    sampling, running = state.sampling, state.text.rows
+    whole = torch.zeros(len(state.live), logits.shape[-1], device=logits.device)
+    whole[running] = logits[:, place].float()
+    scores = sampling.next_scores(ids, whole)[running][:, None]
+    p = sampling.probabilities(scores)
+    finite = p.sum(-1).isfinite()
+    positions = state.cache.positions(place + 1)[:, place:] + 1
+    decided = torch.where(finite[..., None], sampling.decide(p, positions), 0.0)
+    token = draft.tokens[:, place : place + 1]
+    q_token = None if draft.q is None else draft.q[:, place : place + 1]
+    q = None if sampling.decided else q_token
+    # The rule sees a draft of one token, or of none after the last. What would follow that token is never looked at.
+    p_rule = decided.expand(-1, token.shape[1] + 1, -1)
+    noise = torch.rand((len(state.live), token.shape[1]), generator=state.generator, dtype=p.dtype, device=p.device)
+    noise = sampling.left(noise)
+    accepted = rule.accepted(noise < rule.heads(token, q, p_rule, logits[:, place : place + 1 + token.shape[1]]))
+    own = sampling.draw(rule.next(token, q, p_rule, torch.zeros_like(accepted)), state.generator)
+    overlap = torch.zeros_like(p[:, 0, 0])
+    if q_token is not None and token.shape[1] and sampling.decided:
+        overlap = torch.minimum(p, q_token).sum(-1)[:, 0]
+    chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
+    return _Place(chosen, accepted, finite[:, 0], overlap, scores)
+
+
+def _stop(state: State, stopping: Stopping, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
+    """Keep the scores of the place just judged, and end the rows that end there."""
+    grown = {number: row for number, row in rows.items() if not row.ended}
+    starts = [len(tokens) for tokens in state.committed]
+    for number, row in rows.items():
+        starts[number] += len(row.tokens) - (number in grown)
+    kept = state.record(scores, logits, starts, [int(number in grown) for number in range(len(starts))])
+    for number, row in grown.items():
+        row.ended = stopping.ends(starts[number] + 1, row.tokens[-1])
+    if stopping.criteria and grown:
+        verdicts = stopping.criteria(state.text.followed_by(_runs(state, rows)), kept).tolist()
+        for number, row in grown.items():
+            row.ended = row.ended or bool(verdicts[number])
+
+
+def _runs(state: State, rows: dict[int, _Row]) -> list[list[int]]:
+    return [rows[number].tokens if number in rows else [] for number in range(len(state.live))]
+
+
+def _last(state: State, rows: dict[int, _Row]) -> Tensor:
+    """The last token of each row that passes run, `[rows, 1]`."""
+    before = state.last[:, 0].tolist()
+    tokens = [rows[row].tokens if row in rows else [] for row in state.text.rows]
+    last = [run[-1] if run else token for run, token in zip(tokens, before, strict=True)]
+    return torch.tensor(last, device=state.last.device)[:, None]

@@ -1,0 +1,252 @@
+"""Generation options of `transformers`, checked by name before any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from selfspec.arguments import check_callables
+from selfspec.cache.masks import smallest_window
+from selfspec.errors import UnsupportedOptionError
+
+_HONOURED = frozenset(
+    {
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "num_return_sequences",
+        "use_cache",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        # Read by transformers, which makes logits processors and stopping criteria of them.
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "sequence_bias",
+        "min_length",
+        "min_new_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "renormalize_logits",
+        "remove_invalid_values",
+        "watermarking_config",
+        "top_h",
+        "guidance_scale",
+        "max_time",
+        "stop_strings",
+        # Only read by other decoding methods, or by transformers before it hands over.
+        "early_stopping",
+        "length_penalty",
+        "diversity_penalty",
+        "num_beam_groups",
+        "low_memory",
+        "decoder_start_token_id",
+        "transformers_version",
+        "disable_compile",
+        # Only read beside an assistant, a `cache_implementation` or in continuous batching.
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "assistant_ensemble_weight",
+        "speculation_type",
+        "max_matching_ngram_size",
+        "cache_config",
+        "max_cache_len",
+        "compile_config",
+        "continuous_batching_config",
+    }
+)
+
+# Names of caches among the inputs of a model.
+CACHES = ("past_key_values", "cache_params")
+# Inputs of the model that a call may bring along.
+_MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHES})
+# What is computed for nobody unless the whole output is returned.
+_ONLY_RETURNED = frozenset({"output_attentions", "output_hidden_states"})
+
+# Keywords of `generate` that are no fields of its config, and those that are read before these are looked at.
+_BESIDE_CONFIG = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"})
+_BY_NAME = frozenset(
+    {
+        "input_ids",
+        "inputs",
+        "attention_mask",
+        "generation_config",
+        "streamer",
+        "tokenizer",
+        "seed",
+        "draft_length",
+        "accept",
+    }
+)
+
+_REMEDIES = {
+    "num_beams": "selfspec samples or decodes greedily; use model.generate for beam search",
+    "penalty_alpha": "use model.generate for contrastive search",
+    "dola_layers": "use model.generate for DoLa",
+    "prompt_lookup_num_tokens": "the model drafts for itself; drop it",
+    "assistant_early_exit": "write selfspec.wrap(model, draft=selfspec.EarlyExit(layer=...)) instead",
+    "assistant_model": "the model drafts for itself; drop it",
+    "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
+    "cache_implementation": "selfspec keeps its own cache; drop it",
+    "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",
+    "position_ids": "positions follow from the attention mask, and these do not; drop it",
+    "output_hidden_states": "call model.generate for hidden states",
+    "output_attentions": "call model.generate for attentions",
+}
+
+
+def check_not_dropped(frame: FrameType | None) -> None:
+    """Refuse what `model.generate` was given and does not hand over to a `custom_generate` callable.
+
+    `transformers` drops some arguments without a word. They can still be seen where it calls: among the variables of
+    its `generate`. Where Python keeps no frames, or `generate` is not the caller, there is nothing to see.
+
+    Args:
+        frame: of the callable that `generate` calls.
+
+    Raises:
+        UnsupportedOptionError: naming the argument.
+    """
+    caller = None if frame is None else frame.f_back
+    if caller is None or caller.f_code.co_name != "generate":
+        return
+    for name in ("streamer", "assistant_model", "synced_gpus"):
+        if caller.f_locals.get(name):
+            raise UnsupportedOptionError(
+                f"{name} is dropped by transformers where it hands over to custom_generate; "
+                + _REMEDIES.get(name, "call spec.generate(...) instead")
+            )
+
+
+def check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
+    """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec.
+
+    Raises:
+        UnsupportedOptionError: naming the option.
+    """
+    fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS
+    if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
+        fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
+    if options.get("use_cache") is False:
+        raise unsupported("use_cache", False)
+    for name, value in options.items():
+        if name not in fields and value is not None and value is not False:
+            raise unsupported(name) if name in _REMEDIES else _unknown(name, fields | _BY_NAME)
+    check_callables("logits_processor", options.get("logits_processor"))
+    check_callables("stopping_criteria", options.get("stopping_criteria"))
+    allowed = options.get("prefix_allowed_tokens_fn")
+    check_callables("prefix_allowed_tokens_fn", None if allowed is None else [allowed])
+    cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
+    if cache is not None:
+        raise unsupported("cache_implementation", cache)
+
+
+def _defaults() -> dict[str, Any]:
+    return {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+
+
+def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Refuse options that selfspec cannot honour, of a config that `transformers` has prepared.
+
+    What changes nothing without another option is no reason to.
+
+    Raises:
+        UnsupportedOptionError: naming the option.
+    """
+    given = generation_config.to_dict()
+    inert = set() if generation_config.return_dict_in_generate else _ONLY_RETURNED
+    if generation_config.get_generation_mode() != GenerationMode.CONTRASTIVE_SEARCH:
+        inert = inert | {"penalty_alpha"}
+    for name, default in _defaults().items():
+        value = given.get(name, default)
+        if name.startswith("_") or name in _HONOURED | inert or value in (None, False, default):
+            continue
+        raise unsupported(name, value)
+    # Where the checkpoint says so by itself, nobody asked for it in this call.
+    if generation_config.use_cache is False and model.generation_config.use_cache is not False:
+        raise unsupported("use_cache", False)
+
+
+def check_model_inputs(
+    config: PreTrainedConfig, inputs: Mapping[str, Any], width: int, generation_config: GenerationConfig
+) -> None:
+    """Refuse inputs of the model that selfspec does not pass on.
+
+    `transformers` adds caches and default positions of its own; only what differs from these was asked for.
+
+    Args:
+        config: of the text model.
+        inputs: of the model, the mask of all columns among them.
+        width: columns that the prefill reads.
+        generation_config: says whether more than the sequences is returned.
+
+    Raises:
+        UnsupportedOptionError: naming the input.
+    """
+    read = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "logits_to_keep"}
+    if not generation_config.return_dict_in_generate:
+        read |= _ONLY_RETURNED
+    for name, value in inputs.items():
+        # For models that read images, `transformers` adds an empty mapping of what their encoders gave.
+        nothing = value is None or (isinstance(value, Mapping) and not value)
+        if nothing or name in read or isinstance(value, Cache):
+            continue
+        if name == "position_ids" and _follow_from(value, inputs["attention_mask"], width):
+            continue
+        raise unsupported(name)
+    # Without positions it counts as such in `transformers`, and windows there reach over it.
+    counts = inputs.get("position_ids") is None or smallest_window(config) is not None
+    if counts and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
+        raise UnsupportedOptionError(
+            "padding between a past or soft prompt and the text is not supported where it counts as text: in windows, "
+            "and where no position_ids come with it; pass rows of one length, or one row at a time"
+        )
+
+
+def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
+    """Whether positions, of all columns or of the last `width`, are those that count the tokens of a mask."""
+    if position_ids.ndim != 2 or position_ids.shape[1] not in (width, mask.shape[1]):
+        return False
+    if len(position_ids) not in (1, len(mask)):
+        return False
+    columns = slice(-position_ids.shape[1], None)
+    expected = (mask.cumsum(-1) - 1)[:, columns]
+    return bool(((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all())
+
+
+def unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
+    """The error that names an option, its value where one is given, and what to do instead."""
+    shown = name if value is ... else f"{name}={value!r}"
+    return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")
+
+
+def _unknown(name: str, known: Iterable[str]) -> UnsupportedOptionError:
+    alike = get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+    if not alike:
+        return unsupported(name)
+    return UnsupportedOptionError(f"{name} is no option of generate; did you mean {alike[0]!r}?")

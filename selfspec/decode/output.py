@@ -1,0 +1,100 @@
+"""What a generation gives: each round as it is committed, and the whole at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from selfspec.decode.stats import Stats
+
+
+@dataclass(frozen=True)
+class RowRound:
+    """One row's part of a round.
+
+    Attributes:
+        tokens: committed tokens, final: accepted draft tokens and then one of the target's own. Empty for a row that
+            had ended before. A row that ends inside its accepted draft has no token of the target's after it, nor has
+            one that is cut there to stay in step with the other rows.
+        draft: the draft tokens that were proposed.
+        accepted: how many of them are among `tokens`.
+    """
+
+    tokens: tuple[int, ...]
+    draft: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round committed.
+
+    Attributes:
+        rows: one entry per row of the batch.
+        steps: draft steps it took; 0 without a draft, and for a look-up.
+    """
+
+    rows: tuple[RowRound, ...]
+    steps: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The committed tokens of a batch of one.
+
+        Raises:
+            ValueError: the batch has several rows; read `rows` instead.
+        """
+        if len(self.rows) != 1:
+            raise ValueError(f"this round has {len(self.rows)} rows; read chunk.rows[i].tokens")
+        return self.rows[0].tokens
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """A finished generation: what `transformers` gives for one, and what selfspec adds to it.
+
+    Attributes, items, slices, tuples and iteration are as in every output of `transformers`: items are the fields that
+    are not None, in the order of `GenerateDecoderOnlyOutput`. `lengths`, `stats` and `lossless` are attributes alone,
+    so that code which goes over the items of an output finds what it knows.
+
+    Attributes:
+        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
+        scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
+            unless `return_dict_in_generate` and `output_scores` ask for them. Where a row has ended, 0 for the padding
+            token and -inf for others.
+        logits: the same of the full model's own logits, for `output_logits`.
+        past_key_values: keys and values of all tokens but each row's last, for the next turn: a cache that the caller
+            passed, or a new one for `return_dict_in_generate`; else None, and of a generation under way.
+        lengths: number of new tokens of each row.
+        stats: what was counted.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
+    """
+
+    # Said again for type checkers, which do not read those of transformers.
+    sequences: Tensor
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    # transformers builds outputs anew from their items, and takes no other default.
+    lengths: tuple[int, ...] = None  # type: ignore[assignment]
+    stats: Stats = None  # type: ignore[assignment]
+    lossless: bool = None  # type: ignore[assignment]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ATTRIBUTES_ALONE:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in _ATTRIBUTES_ALONE:
+            object.__setattr__(self, key, value)
+        else:
+            super().__setitem__(key, value)
+
+
+_ATTRIBUTES_ALONE = frozenset({"lengths", "stats", "lossless"})

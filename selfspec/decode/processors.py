@@ -1,0 +1,320 @@
+"""Logits processors of `transformers`, applied to every place of a block as plain decoding would apply them there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
+)
+
+from selfspec.arguments import check_scores
+from selfspec.decode.sequences import Prefixes
+from selfspec.errors import UnsupportedOptionError
+
+
+class Processing(Protocol):
+    """Turns the logits of a block into scores.
+
+    Attributes:
+        processors: in the order in which `transformers` applies them.
+    """
+
+    @property
+    def processors(self) -> LogitsProcessorList: ...
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """The scores of each place, float32 as in `transformers`.
+
+        Args:
+            logits: `[rows, places, vocab]`, any floating dtype, of the rows that passes run.
+            prefixes: what stands before each place.
+
+        Returns:
+            `[rows, places, vocab]`. Places after the end of a row hold anything.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Warping:
+    """Processors that look at the scores alone: all places of a block go through them at once.
+
+    Attributes:
+        processors: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
+    """
+
+    processors: LogitsProcessorList
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """All places at once; the prefixes are not looked at."""
+        scores = logits.float()
+        if not self.processors:
+            return scores
+        flat = scores.flatten(0, 1)
+        no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+        # One by one: the list would look at the signature of each anew, which takes longer than what they do.
+        for warper in self.processors:
+            flat = warper(no_prefix, flat)
+        return flat.reshape(scores.shape)
+
+
+@dataclass(frozen=True)
+class PrefixProcessing:
+    """Processors that read the prefix of a place: each length of prefix is a call of its own.
+
+    A call holds the whole batch, as in `transformers`, so that processors which keep something for each row find it.
+    Rows that have no place at that length are there too, cut or padded to it, and what they get is not used; rows that
+    passes run no more have zeros for scores. Prefixes are known on the host, so each block waits for the device.
+
+    Attributes:
+        processors: in the order in which `transformers` applies them. Functions of ids and scores, for they also see
+            draft tokens that are rejected later.
+        eos: token ids that end a row; what a draft holds after one is no prefix of anything.
+        limit: length, prompt included, at which rows end.
+    """
+
+    processors: LogitsProcessorList
+    eos: frozenset[int]
+    limit: int
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Place by place, each with its whole prefix."""
+        scores = logits.float()
+        runs = prefixes.runs()
+        ids = prefixes.text.followed_by(runs)
+        # The first place of the block comes before the last `places - 1` tokens of the draft.
+        skipped = prefixes.length + 1 - logits.shape[1]
+        first = [prefixes.text.length(row) + skipped for row in range(len(runs))]
+        last = [prefixes.text.length(row) + self._before_end(run) for row, run in enumerate(runs)]
+        running = prefixes.text.rows
+        processed = scores.clone()
+        for length in range(min(first), min(max(last), self.limit - 1) + 1):
+            asked = [
+                index
+                for index, row in enumerate(running)
+                if prefixes.text.live[row] and first[row] <= length <= last[row]
+            ]
+            if not asked:
+                continue
+            places = [min(max(length - first[row], 0), logits.shape[1] - 1) for row in running]
+            whole = scores.new_zeros(len(runs), scores.shape[-1])
+            whole[running] = scores[range(len(running)), places]
+            found = called(self.processors, ids[:, :length], whole)
+            processed[asked, [places[index] for index in asked]] = found[[running[index] for index in asked]]
+        return processed
+
+    def _before_end(self, run: list[int]) -> int:
+        """How many tokens of a run stand before anything that ends the row."""
+        return next((index for index, token in enumerate(run) if token in self.eos), len(run))
+
+
+@dataclass(frozen=True)
+class SequentialProcessing:
+    """Processors of which some have memory, called once for each committed token, in order, as plain decoding does.
+
+    A draft is filtered by those alone that a rejected token does not harm: stateless ones, and those that can go back.
+
+    Attributes:
+        processors: all, in the order in which `transformers` applies them.
+        for_drafts: filters drafts.
+    """
+
+    processors: LogitsProcessorList
+    for_drafts: Processing
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """The scores of a draft step. The target's places are scored by `next_scores`, one after the other."""
+        return self.for_drafts.scores(logits, prefixes)
+
+    def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The target's scores of the next place.
+
+        Args:
+            ids: all that is committed, `[batch, length]`, rows that have ended padded.
+            logits: `[batch, vocab]`, float32; zeros for rows that passes run no more.
+
+        Returns:
+            `[batch, vocab]`.
+        """
+        return called(self.processors, ids, logits)
+
+    def forget_draft(self) -> None:
+        """Take back what draft steps told processors."""
+        if isinstance(self.for_drafts, RollbackProcessing):
+            self.for_drafts.roll_back()
+
+
+class RollbackProcessing:
+    """Filters drafts by processors that can go back: `rollback(calls)` undoes the last `calls` calls of one.
+
+    Args:
+        processors: stateless, or with `rollback`, in the order in which `transformers` applies them.
+        eos: token ids that end a row.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, eos: frozenset[int]) -> None:
+        self.processors = processors
+        self._eos = eos
+        self._calls = 0
+        self._stuck = False
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """The scores of one draft step, `[rows, 1, vocab]`, with its whole prefix; raw logits where there is none.
+
+        There is none once all rows have ended in the draft, or one has no token left to choose.
+        """
+        scores = logits.float()
+        text = prefixes.text
+        runs = [self._to_end(run) for run in prefixes.runs()]
+        going = [row for row, run in enumerate(runs) if text.live[row] and not self._has_ended(run)]
+        if self._stuck or not going:
+            return scores
+        whole = scores.new_zeros(len(runs), scores.shape[-1])
+        whole[text.rows] = scores[:, 0]
+        self._calls += 1
+        found = called(self.processors, text.followed_by(runs), whole)
+        self._stuck = not bool(found[going].amax(-1).isfinite().all())
+        return found[text.rows][:, None]
+
+    def roll_back(self) -> None:
+        """Undo all calls since the last time."""
+        calls, self._calls, self._stuck = self._calls, 0, False
+        for processor in self.processors:
+            if calls and _can_roll_back(processor):
+                processor.rollback(calls)
+
+    def _to_end(self, run: list[int]) -> list[int]:
+        return run[: next((index + 1 for index, token in enumerate(run) if token in self._eos), len(run))]
+
+    def _has_ended(self, run: list[int]) -> bool:
+        return bool(run) and run[-1] in self._eos
+
+
+def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
+    """What processors make of the scores of one place of each row.
+
+    Args:
+        processors: in order.
+        ids: prefixes, `[batch, length]`.
+        scores: `[batch, vocab]`.
+
+    Returns:
+        `[batch, vocab]`, where `scores` are.
+
+    Raises:
+        UnsupportedOptionError: a processor returned no scores of this shape.
+    """
+    ids, found = ids.contiguous(), scores.to(ids.device)
+    for processor in processors:
+        found = check_scores(processor, processor(ids, found), found)
+    return found.to(scores.device)
+
+
+# Their exact classes: one that derives from them may do anything. Those that look at the scores alone.
+_WARPERS = frozenset(
+    {
+        EpsilonLogitsWarper,
+        EtaLogitsWarper,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinPLogitsWarper,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopHLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+    }
+)
+# And those that look at the prefix too, and remember nothing.
+_STATELESS = _WARPERS | {
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    WatermarkLogitsProcessor,
+}
+
+
+def is_stateless(processor: Any) -> bool:
+    """Whether a processor is known to be a function of ids and scores, whatever it was called with before.
+
+    Those of `transformers` are, but for SynthID's, guidance and a prefix function of the caller's own. Others say so by
+    an attribute `stateless = True`, of the processor or of the prefix function.
+    """
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        processor = processor._prefix_allowed_tokens_fn
+    return type(processor) in _STATELESS or getattr(processor, "stateless", False) is True
+
+
+def _can_roll_back(processor: Any) -> bool:
+    return callable(getattr(processor, "rollback", None))
+
+
+def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:
+    """How the processors that `transformers` has prepared are applied.
+
+    Args:
+        processors: in the order in which they are applied.
+        eos: token ids that end a row.
+        limit: length, prompt included, at which rows end.
+
+    Raises:
+        UnsupportedOptionError: a processor needs more than the rows of the batch, by name.
+    """
+    for processor in processors:
+        if isinstance(processor, ClassifierFreeGuidanceLogitsProcessor):
+            raise UnsupportedOptionError(
+                f"the logits processor {type(processor).__name__} is not supported: it needs a batch of conditional "
+                "and unconditional rows; pass guidance_scale=... instead"
+            )
+    if all(map(is_stateless, processors)):
+        return _stateless(processors, eos, limit)
+    kept = LogitsProcessorList(each for each in processors if is_stateless(each) or _can_roll_back(each))
+    if all(map(is_stateless, kept)):
+        return SequentialProcessing(processors, _stateless(kept, eos, limit))
+    return SequentialProcessing(processors, RollbackProcessing(kept, eos))
+
+
+def _stateless(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:
+    if all(type(processor) in _WARPERS for processor in processors):
+        return Warping(processors)
+    return PrefixProcessing(processors, eos, limit)

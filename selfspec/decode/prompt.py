@@ -1,0 +1,119 @@
+"""Prompts and their attention masks, checked before any pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from selfspec.cache.transfer import past_length
+from selfspec.errors import PromptError
+
+
+def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
+    """The prompts as ids of 64 bits, `[batch, prompt]`.
+
+    Raises:
+        PromptError: empty, of another shape, or ids outside the vocabulary.
+    """
+    if isinstance(inputs, Tensor) and not has_values(inputs):
+        raise PromptError("input_ids is a tensor without values (meta, sparse or nested); pass a dense one")
+    if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
+        raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")
+    input_ids = inputs.long()
+    if input_ids.ndim != 2:
+        raise PromptError(
+            f"input_ids has shape {list(inputs.shape)}, not [batch, prompt]; for a single prompt write input_ids[None]"
+        )
+    if input_ids.numel() == 0:
+        raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
+    # Not every module that stands in for an embedding says how many it has.
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    lowest, highest = input_ids.min().item(), input_ids.max().item()
+    if lowest < 0 or highest >= vocabulary:
+        raise PromptError(
+            f"token id {int(lowest if lowest < 0 else highest)} is outside the vocabulary 0..{vocabulary - 1}; "
+            "is this the model's own tokenizer?"
+        )
+    return input_ids
+
+
+def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
+    """The prompts as embeddings, `[batch, prompt, hidden]`.
+
+    Raises:
+        PromptError: empty, or of another shape or dtype than the model's own.
+    """
+    own = model.get_input_embeddings()
+    wanted = f"a tensor of {own.weight.dtype} of shape [batch, prompt, {own.embedding_dim}], as the model's own are"
+    if not isinstance(embeddings, Tensor) or embeddings.dtype != own.weight.dtype:
+        given = embeddings.dtype if isinstance(embeddings, Tensor) else repr(embeddings)
+        raise PromptError(f"inputs_embeds must be {wanted}, got {given}")
+    if not has_values(embeddings):
+        raise PromptError("inputs_embeds is a tensor without values (meta, sparse or nested); pass a dense one")
+    if embeddings.ndim != 3 or embeddings.shape[2] != own.embedding_dim or embeddings.numel() == 0:
+        raise PromptError(f"inputs_embeds must be {wanted}, got shape {list(embeddings.shape)}")
+    return embeddings
+
+
+def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
+    """Which columns hold tokens: of the prompts, and before them of a past where they begin behind it.
+
+    Args:
+        attention_mask: as given.
+        read: prompts, as ids or embeddings.
+        past: what a cache holds, if there is one.
+
+    Returns:
+        Ones and zeros, `[batch, columns]`.
+
+    Raises:
+        PromptError: it does not fit, leaves nothing to read, or pads on the right.
+    """
+    rows, columns = read.shape[:2]
+    known = 0 if past is None else past_length(past)
+    name = "inputs_embeds" if read.is_floating_point() else "input_ids"
+    check_mask(attention_mask)
+    if attention_mask.shape not in ((rows, columns), (rows, columns + known)):
+        raise PromptError(
+            f"attention_mask has shape {list(attention_mask.shape)}, {name} {list(read.shape[:2])}; they must agree"
+            + (f", or the mask must also cover the {known} columns of past_key_values" if known else "")
+        )
+    mask = (attention_mask.to(read.device) != 0).long()
+    if mask.shape[1] <= known:
+        raise PromptError(
+            f"past_key_values hold {known} tokens and {name} {columns}; pass the whole conversation as {name}, "
+            "with at least one token that is not in the cache"
+        )
+    if not bool(mask[:, known:].any(1).all()):
+        rows_of_zeros = (~mask[:, known:].any(1).bool()).nonzero().flatten().tolist()
+        raise PromptError(
+            f"row(s) {rows_of_zeros} of the attention mask are all zero; drop these rows or give them a token"
+        )
+    if any(bool((part.diff(dim=1) < 0).any()) for part in (mask[:, :known], mask[:, known:])):
+        raise PromptError(
+            "the attention mask has zeros after ones; pad on the left: AutoTokenizer.from_pretrained(..., "
+            "padding_side='left')"
+        )
+    return mask
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds a value at each place: it is neither on the meta device, nor sparse, nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
+def check_mask(attention_mask: Tensor) -> None:
+    """Refuse a mask that says anything but token or padding of a place.
+
+    Raises:
+        PromptError: it is no dense tensor, or holds something else than zeros and ones.
+    """
+    if not isinstance(attention_mask, Tensor):
+        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
+    if not has_values(attention_mask):
+        raise PromptError(
+            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
+        )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")

@@ -1,0 +1,276 @@
+"""What a caller asked for, checked and in one form, before any forward pass.
+
+`transformers` itself reads the arguments: the call goes through `model.generate` with a `custom_generate` that hands
+back what it was given. So defaults, `GenerationConfig`, overrides and logits warpers mean what they mean there. What
+cannot be honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
+
+from selfspec.arguments import check_callables, check_kind, check_methods
+from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
+from selfspec.decode.first_inputs import first_inputs
+from selfspec.decode.option_values import Scope, check_values, value_in_call
+from selfspec.decode.options import CACHES, check_keywords, check_model_inputs, check_options
+from selfspec.decode.processors import read_processing
+from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask
+from selfspec.decode.sampling import Sampling
+from selfspec.decode.stopping import Stopping, read_stopping
+from selfspec.errors import PromptError, UnsupportedOptionError
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a caller of `transformers`' `generate` asks back.
+
+    Attributes:
+        whole: an output object rather than the sequences alone (`return_dict_in_generate`).
+        scores: the scores of each new token in it.
+        logits: the logits of each new token in it.
+    """
+
+    whole: bool
+    scores: bool
+    logits: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, ready to run.
+
+    Attributes:
+        input_ids: the text that new tokens are added to, `[batch, prompt]`: what is returned before them, and what
+            logits processors see. Of no columns where a prompt is given as embeddings alone.
+        read: what the prefill reads of the prompts: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`.
+            Either may lack the first columns of `mask`, those that `past` holds.
+        mask: which columns of the prompts hold a token, those that `past` holds included, `[batch, columns]`, bool.
+        lengths: true length of each prompt.
+        sampling: how logits become probabilities.
+        stopping: where rows end.
+        pad: token id that fills rows which ended early.
+        returned: what is to be returned besides the sequences.
+        streamer: gets the prompt and then each token as it is committed; None: nobody listens.
+        past: keys and values of the first columns are read from it. If it is the caller's own, all are left in it.
+    """
+
+    input_ids: Tensor
+    read: Tensor
+    mask: Tensor
+    lengths: tuple[int, ...]
+    sampling: Sampling
+    stopping: Stopping
+    pad: int
+    returned: Returned
+    streamer: BaseStreamer | None = None
+    past: Cache | None = None
+
+    @property
+    def embeddings(self) -> bool:
+        """Whether prompts are read as embeddings, so that their last position has no token id."""
+        return self.read.is_floating_point()
+
+
+def read_request(
+    model: PreTrainedModel,
+    inputs: Tensor | None,
+    attention_mask: Tensor | None,
+    generation_config: GenerationConfig | None,
+    options: Mapping[str, Any],
+) -> Request:
+    """Check a call of `generate` and bring it into one form.
+
+    Args:
+        model: the model that will run.
+        inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
+        attention_mask: 1 for tokens and 0 for padding, of the same shape; None: no padding. Never guessed from ids.
+        generation_config: as in `model.generate`.
+        options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
+
+    Raises:
+        PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
+        UnsupportedOptionError: an option that cannot be honoured, by name.
+    """
+    check_kind("generation_config", generation_config, GenerationConfig, "write GenerationConfig(max_new_tokens=64)")
+    embeddings = options.get("inputs_embeds")
+    input_ids = None if inputs is None else checked_ids(model, inputs)
+    read = input_ids if embeddings is None else checked_embeddings(model, embeddings)
+    if read is None:
+        raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
+    past = next((options[name] for name in CACHES if options.get(name) is not None), None)
+    if past is not None:
+        check_past(past)
+    mask = read.new_ones(read.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask
+    mask = checked_mask(mask, read, past)
+    # transformers drops these two where it hands over to a callable.
+    options = dict(options)
+    streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
+    check_keywords(generation_config, options)
+    check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
+    value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
+    check_values(value_of, _scope(model, read))
+    call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
+    handed_over: dict[str, Any] = {}
+
+    def hand_over(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
+        handed_over.update(prepared, input_ids=input_ids)
+
+    try:
+        # The class's own: a model loaded with a `generate` from its folder has another on the instance.
+        type(model).generate(
+            call.model,
+            input_ids,
+            attention_mask=mask,
+            generation_config=call.generation_config,
+            custom_generate=hand_over,
+            **call.options,
+        )
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
+    # Rows may have been repeated for num_return_sequences; their masks with them.
+    repeats = handed_over["input_ids"].shape[0] // mask.shape[0]
+    handed_over["attention_mask"] = mask.repeat_interleave(repeats, 0)
+    request = prepared_request(model, **handed_over)
+    if streamer is not None and request.input_ids.shape[0] > 1:
+        raise UnsupportedOptionError(
+            f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
+            "for what each row commits"
+        )
+    return replace(request, streamer=streamer)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `generate`, as it goes to `transformers` to be read."""
+
+    model: PreTrainedModel
+    generation_config: GenerationConfig | None
+    options: dict[str, Any]
+
+    def with_stop_strings_as_criterion(self, tokenizer: PreTrainedTokenizerBase | None) -> _Call:
+        """The same with the criterion made here, for which `transformers` would miss the tokenizer.
+
+        Raises:
+            UnsupportedOptionError: there are stop strings and no tokenizer.
+        """
+        strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
+        if strings is None:
+            return self
+        if tokenizer is None:
+            raise UnsupportedOptionError("stop_strings need the model's tokenizer: pass tokenizer=... as well")
+        check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
+        # A twin, because the model's own defaults are not to be touched, and come in whatever else is said.
+        model = copy(self.model)
+        model.generation_config = _without_stop_strings(self.model.generation_config)
+        criteria = [*(self.options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+        return _Call(
+            model,
+            None if self.generation_config is None else _without_stop_strings(self.generation_config),
+            {**self.options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)},
+        )
+
+
+def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    config = deepcopy(config)
+    config.stop_strings = None
+    return config
+
+
+def prepared_request(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> Request:
+    """Check what `transformers` prepared and hands to a `custom_generate` callable.
+
+    Args:
+        model: the model that will run.
+        input_ids: the text, `[batch, prompt]`.
+        logits_processor: all of them.
+        stopping_criteria: all of them.
+        generation_config: with all defaults filled in.
+        **model_kwargs: what else goes to the model: mask, positions, embeddings, caches.
+
+    Raises:
+        PromptError: see `read_request`.
+        UnsupportedOptionError: an option that cannot be honoured, by name.
+    """
+    check_callables("logits_processor", logits_processor)
+    check_callables("stopping_criteria", stopping_criteria)
+    check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
+    check_options(model, generation_config)
+    inputs = first_inputs(model, input_ids, model_kwargs)
+    embeddings = inputs.get("inputs_embeds")
+    if embeddings is None or input_ids.numel():
+        input_ids = checked_ids(model, input_ids)
+    read = checked_embeddings(model, embeddings) if embeddings is not None else inputs["input_ids"].long()
+    if len(input_ids) != len(read):
+        raise PromptError(f"input_ids hold {len(input_ids)} rows, inputs_embeds {len(read)}; they must agree")
+    past = past_of(inputs)
+    if past is not None:
+        check_past(past)
+        check_rows(past, read.shape[0])
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        columns = _columns(read, past, generation_config)
+        mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
+    mask = checked_mask(mask, read, past)
+    config = model.config.get_text_config(decoder=True)
+    check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
+    # transformers has settled what pads.
+    pad = generation_config._pad_token_tensor
+    stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
+    max_new_tokens = stopping.max_new_tokens
+    context = getattr(config, "max_position_embeddings", None)
+    lengths = tuple(mask.sum(1).tolist())
+    whole = bool(generation_config.return_dict_in_generate)
+    if context is not None and max(lengths) + max_new_tokens > context:
+        raise PromptError(
+            f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
+            f"{context}; ask for at most {max(context - max(lengths), 0)} new tokens or shorten the prompt"
+        )
+    return Request(
+        input_ids=input_ids,
+        read=read,
+        mask=mask.bool(),
+        lengths=lengths,
+        sampling=Sampling(
+            read_processing(logits_processor, stopping.eos, input_ids.shape[1] + max_new_tokens),
+            greedy=not generation_config.do_sample,
+        ),
+        stopping=stopping,
+        # A negative one, which an end that never comes may leave, fills nothing.
+        pad=0 if pad is None else max(int(pad.flatten()[0]), 0),
+        returned=Returned(
+            whole,
+            scores=whole and bool(generation_config.output_scores),
+            logits=whole and bool(generation_config.output_logits),
+        ),
+        past=past,
+    )
+
+
+def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:
+    """How many columns a mask of ones has, which `transformers` does not hand over."""
+    if past is not None and not is_callers(past):
+        return past_length(past) + read.shape[1]
+    if past is not None and not read.is_floating_point():
+        return int(getattr(generation_config, "_mask_length", read.shape[1]))
+    return read.shape[1]
+
+
+def _scope(model: PreTrainedModel, read: Tensor) -> Scope:
+    return Scope(model.get_input_embeddings().weight.shape[0], read.shape[0])

@@ -1,0 +1,168 @@
+"""Prompts to measure on: texts from files, cut or joined to one length in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.errors import PromptError
+from selfspec.files.json_text import parse_json
+from selfspec.measure.embedded import PROMPTS
+
+BUILT_IN = "demo"
+"""The workload of whoever names none: beginnings of four Python files."""
+
+_FIELDS = ("prompt", "turns", "text")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to go on from.
+
+    Attributes:
+        text: all of it.
+        whole: whether it is a whole document, of which a prompt is the beginning; of others a prompt keeps the end.
+    """
+
+    text: str
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Texts of one sort.
+
+    Attributes:
+        name: what reports call it.
+        texts: at least one.
+    """
+
+    name: str
+    texts: tuple[Text, ...]
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, number: int, batch: int, context: int) -> list[Tensor]:
+        """Prompts of one length, spread evenly over the texts.
+
+        A document gives its first tokens and any other text its last ones. What is too short has other texts of the
+        workload put before it. Where the tokenizer begins a text with its bos token, every prompt begins so.
+
+        Args:
+            tokenizer: of the model.
+            number: how many are wanted.
+            batch: rows of a call; no fewer prompts than that are made.
+            context: tokens of each.
+
+        Returns:
+            One `[batch, context]` for each call.
+
+        Raises:
+            PromptError: no text has a token.
+        """
+        rows = max(number // batch, 1) * batch
+        chosen = [index * len(self.texts) // rows for index in range(rows)]
+        if rows > len(self.texts):
+            chosen = [index % len(self.texts) for index in range(rows)]
+        begin = _begin(tokenizer)
+        ids = [_token_ids(tokenizer, text, context) for text in self.texts]
+        if not any(ids):
+            raise PromptError(f"the texts of workload {self.name!r} have no tokens; give others")
+        made = [begin + _filled(ids, index, context - len(begin)) for index in chosen]
+        return list(torch.tensor(made).split(batch))
+
+
+def built_in() -> Workload:
+    """The beginnings of four Python files that the embedded model was not trained on."""
+    return Workload(BUILT_IN, tuple(Text(text, whole=True) for text in PROMPTS))
+
+
+def parse_workloads(given: str) -> list[Workload]:
+    """Read `NAME=FILE`, `NAME=FILE#FIELD=VALUE` (only lines that say so) or `NAME=FILE#FIELD` (one for each value).
+
+    A file is JSONL, with `prompt`, `turns` (the first is taken) or `text` (a document) in each line.
+
+    Raises:
+        PromptError: it is not written so, or the file cannot be used.
+    """
+    name, named, place = given.partition("=")
+    file, _, selection = place.partition("#")
+    if not named or not name or not file:
+        raise PromptError(f"workload {given!r} is not understood; write NAME=FILE, e.g. code=humaneval.jsonl")
+    field, selected, value = selection.partition("=")
+    lines = _lines(Path(file))
+    if not field:
+        return [_workload(name, file, lines)]
+    if selected:
+        return [_workload(name, file, [line for line in lines if str(line.get(field)) == value])]
+    values = dict.fromkeys(str(line[field]) for line in lines if field in line)
+    if not values:
+        raise PromptError(f"no line of {file} has a field {field!r}")
+    return [
+        _workload(f"{name}/{each}", file, [line for line in lines if str(line.get(field)) == each]) for each in values
+    ]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        content = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"the workload file {file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{file} is not UTF-8 text ({error}); convert it first") from error
+    # Not `splitlines`: a JSON string may hold other line separators than this.
+    return [_line(file, number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+
+
+def _line(file: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        raise PromptError(f"line {number} of {file} is no JSON ({error}); a workload is JSONL") from error
+    if not isinstance(found, dict):
+        raise PromptError(f"line {number} of {file} is no JSON object")
+    return found
+
+
+def _workload(name: str, file: str, lines: Sequence[dict[str, Any]]) -> Workload:
+    texts = tuple(text for text in map(_text, lines) if text is not None)
+    if not texts:
+        raise PromptError(f"workload {name!r}: no line of {file} that was asked for has any of {', '.join(_FIELDS)}")
+    return Workload(name, texts)
+
+
+def _text(line: dict[str, Any]) -> Text | None:
+    readers: dict[str, Callable[[Any], Text]] = {
+        "prompt": lambda prompt: Text(prompt, whole=False),
+        "turns": lambda turns: Text(turns[0], whole=False),
+        "text": lambda text: Text(text, whole=True),
+    }
+    for field in _FIELDS:
+        if line.get(field):
+            return readers[field](line[field])
+    return None
+
+
+def _begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    first: list[int] = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, text: Text, context: int) -> list[int]:
+    # Long documents need not be read whole.
+    part = text.text[: 16 * context] if text.whole else text.text
+    ids: list[int] = tokenizer(part, add_special_tokens=False).input_ids
+    return ids[:context] if text.whole else ids
+
+
+def _filled(texts: Sequence[list[int]], index: int, context: int) -> list[int]:
+    tokens: list[int] = []
+    place = index
+    while len(tokens) < context:
+        tokens = texts[place % len(texts)] + tokens
+        place -= 1
+    return tokens[len(tokens) - context :]

@@ -1,0 +1,161 @@
+"""How far rounding moves the logits: the model's own one-token passes against its own passes over several tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.measure.stock import Reference, blockwise_logits
+
+# Passes that begin in given states round in other places than the measured ones, and a largest of many is a lottery.
+_SAFETY = 2
+# What no choice of tokens rests on may be off by more, before it is called an error.
+_BEYOND_ROUNDING = 8
+# So many roundings of the largest logit are more than the layers of any model add up to.
+_MOST_ROUNDINGS = 256
+_QUANTILE = 0.99
+# Where rounding may decide more of the text than this, nearly tied means little.
+_MOST_CLOSE_CALLS = 0.5
+# TensorFloat-32 keeps ten bits after the leading one.
+_TF32_EPS = 2.0**-10
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What rounding explains, as measured on this model, device and dtype; all in logits.
+
+    The model's passes over one token are compared with its passes over several, on the reference texts. At each
+    position the largest difference over the vocabulary counts.
+
+    Attributes:
+        widths: tokens of a pass that were compared with one.
+        positions: compared.
+        largest: the largest difference of any logit.
+        quantile: the 0.99 quantile over positions of the largest difference.
+        gap_largest: the largest change of the gap between the two likeliest tokens.
+        gap_quantile: its 0.99 quantile.
+        rounding: what rounding the largest logit once may change. The bound is never taken to be less.
+        gaps: the gap between the two likeliest tokens at each position of the reference texts.
+    """
+
+    widths: tuple[int, ...]
+    positions: int
+    largest: float
+    quantile: float
+    gap_largest: float
+    gap_quantile: float
+    rounding: float
+    gaps: tuple[float, ...]
+
+    @property
+    def near_tie(self) -> float:
+        """The widest gap between two logits that rounding may close: twice what it was seen to change one by."""
+        return _SAFETY * max(self.gap_largest, self.rounding)
+
+    @property
+    def most_off(self) -> float:
+        """The largest difference of a logit that may still be called rounding."""
+        return _BEYOND_ROUNDING * max(self.largest, self.rounding)
+
+    @property
+    def close_calls(self) -> int:
+        """Positions of the reference texts at which the two likeliest tokens are nearly tied."""
+        return sum(gap <= self.near_tie for gap in self.gaps)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether what was measured can be called rounding: it is small, and leaves most of the text decided."""
+        decided = self.close_calls <= _MOST_CLOSE_CALLS * len(self.gaps)
+        return decided and self.largest <= _MOST_ROUNDINGS * self.rounding
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            "widths": list(self.widths),
+            "positions": self.positions,
+            "logits_largest": self.largest,
+            "logits_quantile_99": self.quantile,
+            "gap_change_largest": self.gap_largest,
+            "gap_change_quantile_99": self.gap_quantile,
+            "rounding": self.rounding,
+            "near_tie": self.near_tie,
+            "most_off": self.most_off,
+            "close_calls": self.close_calls,
+            "reference_positions": len(self.gaps),
+        }
+
+
+@dataclass
+class RoundingMeter:
+    """Measures one reference text after the other.
+
+    Attributes:
+        widths: tokens of a pass to compare with one.
+    """
+
+    widths: tuple[int, ...]
+    _moved: list[Tensor] = field(default_factory=list)
+    _gap_moved: list[Tensor] = field(default_factory=list)
+    _gaps: list[Tensor] = field(default_factory=list)
+    _rounding: float = 0.0
+
+    def measure(self, model: PreTrainedModel, reference: Reference) -> None:
+        """Take a text into account."""
+        single = reference.logits.float()
+        likeliest = single.topk(2, -1).indices
+        gap = _gap(single, likeliest)
+        self._gaps.append(gap)
+        largest = single.nan_to_num(0, 0, 0).abs().max().item()
+        self._rounding = max(self._rounding, _precision(reference.logits) * largest)
+        for width in self.widths:
+            several = blockwise_logits(model, reference.prompt, reference.tokens, width).float()
+            self._moved.append(largest_difference(several, single))
+            self._gap_moved.append((_gap(several, likeliest) - gap).abs())
+
+    def bound(self) -> Bound:
+        """What was measured over all texts."""
+        moved, gap_moved = torch.cat(self._moved), torch.cat(self._gap_moved)
+        return Bound(
+            widths=self.widths,
+            positions=len(moved),
+            largest=moved.max().item(),
+            quantile=moved.quantile(_QUANTILE).item(),
+            gap_largest=gap_moved.max().item(),
+            gap_quantile=gap_moved.quantile(_QUANTILE).item(),
+            rounding=self._rounding,
+            gaps=tuple(torch.cat(self._gaps).tolist()),
+        )
+
+
+def widths_of(draft_length: int) -> tuple[int, ...]:
+    """Widths to measure for a draft length: the narrowest and the widest block of a verification pass."""
+    return tuple(sorted({2, draft_length + 1}))
+
+
+def largest_difference(logits: Tensor, others: Tensor) -> Tensor:
+    """The largest difference over the vocabulary at each position, `[tokens]`, of logits `[tokens, vocab]`."""
+    # Two infinities of a sign do not differ; a NaN differs from all, by as much as a number can say.
+    difference = torch.where(logits == others, 0.0, (logits - others).abs())
+    return difference.nan_to_num(nan=torch.finfo(difference.dtype).max).amax(-1)
+
+
+def _precision(logits: Tensor) -> float:
+    """Relative size of one rounding, as the device does it."""
+    if logits.dtype == torch.float32 and logits.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return _TF32_EPS
+    # Tokens are chosen from float32 logits, whatever the model computes in.
+    return max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)
+
+
+def _gap(logits: Tensor, pair: Tensor) -> Tensor:
+    scores = logits.gather(-1, pair)
+    return scores[:, 0] - scores[:, 1]
+
+
+def tie_gap(logits: Tensor, first: int, second: int) -> float:
+    """By how much two tokens' logits differ, in logits `[vocab]`."""
+    return abs((logits[first].float() - logits[second].float()).item())

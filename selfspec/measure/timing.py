@@ -1,0 +1,73 @@
+"""One timed call of an arm, prefill apart from decoding, by the same clock for every arm."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from selfspec.decode.stats import Stats
+
+
+@dataclass(frozen=True, order=True)
+class DraftShape:
+    """What a round drafted.
+
+    Attributes:
+        drafted: draft tokens for each row; 0 for a round of plain decoding.
+        steps: draft steps of the model; 0 for a look-up.
+    """
+
+    drafted: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call did, and how long it took. The unit of time is a second.
+
+    Attributes:
+        rows: new tokens of each row.
+        seconds: of the whole call, prefill included.
+        first_seconds: until the first tokens stood: prefill, and the step or round after it.
+        first_tokens: new tokens of all rows that stood then.
+        passes: target passes, prefill not counted; of speculative arms that is rounds.
+        stats: of selfspec's arms.
+        rounds: of selfspec's arms, how many rounds there were of each shape.
+    """
+
+    rows: list[list[int]]
+    seconds: float
+    first_seconds: float
+    first_tokens: int
+    passes: int
+    stats: Stats | None = None
+    rounds: Counter[DraftShape] = field(default_factory=Counter)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(map(len, self.rows))
+
+
+class Stopwatch:
+    """Runs from when it is made. Every reading waits for the device first.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started = self._now()
+
+    def read(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._started
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

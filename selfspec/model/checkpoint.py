@@ -1,0 +1,290 @@
+"""A checkpoint from a folder or the hub: model and tokenizer, checked before any weight is read; never unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.files.json_text import parse_json
+from selfspec.model.registry import adapter_for
+
+DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+"""What weights are computed in; "auto" is the checkpoint's own choice."""
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json")
+# Smaller weights load before a progress bar could be read.
+_BAR_FROM_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint.
+
+    Attributes:
+        model: in evaluation mode, on its device.
+        tokenizer: its own.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> Tensor:
+        """Token ids of a prompt, `[1, tokens]`, on the model's device."""
+        ids: Tensor = self.tokenizer(text, return_tensors="pt").input_ids
+        # Of an empty text the tokenizer makes floats.
+        return ids.long().to(self.model.device)
+
+
+def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:
+    """Load model and tokenizer.
+
+    Args:
+        name: a folder, or a name on the model hub such as `org/model`.
+        dtype: see `DtypeName`.
+        device: as in `torch.device`, or "auto": the first CUDA GPU where there is one, else the CPU.
+
+    Raises:
+        CheckpointError: files are missing, truncated or unreadable, or the hub does not give them.
+        UnsupportedModelError: selfspec has no adapter for the architecture.
+        UnsupportedOptionError: the device is not there.
+    """
+    place = find_device(device)
+    config = read_config(name)
+    folder = _local_folder(name)
+    if folder is not None:
+        _check_tokenizer_files(folder)
+        _check_weights(folder)
+    tokenizer = load_tokenizer(name)
+    return Checkpoint(_load_model(name, config, dtype).to(place), tokenizer)
+
+
+def find_device(device: str) -> torch.device:
+    """The device of that name; "auto" is the first CUDA GPU where there is one, else the CPU.
+
+    Raises:
+        UnsupportedOptionError: there is none of that name here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UnsupportedOptionError(f"{device!r} is no device; choose cpu, cuda, cuda:1, ... or auto") from error
+    try:
+        torch.empty(0, device=found)
+    # An absent device is an AssertionError or a RuntimeError, by backend.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UnsupportedOptionError(
+            f"device {device!r} is not available here ({_one_line(error)}); choose cpu or auto"
+        ) from error
+    if found.type == "meta":
+        raise UnsupportedOptionError("device 'meta' computes nothing; choose cpu or auto")
+    return found
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """The configuration of a checkpoint. Its weights and tokenizer are not looked at.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or its configuration is unreadable.
+        UnsupportedModelError: selfspec has no adapter for the architecture.
+    """
+    folder = _local_folder(name)
+    if folder is not None:
+        _check_config_files(folder)
+    try:
+        model_type = PreTrainedConfig.get_config_dict(_source(name))[0].get("model_type")
+    except (OSError, ValueError) as error:
+        _refuse_source(name, error)
+    _check_architecture(name, model_type)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+    # Field validation raises types of its own.
+    except Exception as error:
+        raise CheckpointError(
+            f"the config.json of {name!r} cannot be used ({_one_line(error)}); copy it from the original again"
+        ) from error
+    return config
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
+    # The tokenizers library raises plain Exception for a broken file.
+    except Exception as error:
+        raise CheckpointError(
+            f"the tokenizer of {name!r} cannot be loaded ({_one_line(error)}); copy tokenizer.json and "
+            "tokenizer_config.json from the original again"
+        ) from error
+    return tokenizer
+
+
+def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTrainedModel:
+    try:
+        with _quiet_if_small(_local_folder(name)):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                _source(name),
+                config=config,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise CheckpointError(f"the weights of {name!r} cannot be loaded: {_one_line(error)}") from error
+    # transformers fills what is missing or of another shape with random numbers.
+    missing = sorted(report["missing_keys"])
+    misfits = sorted(f"{key} is {found} and not {wanted}" for key, found, wanted in report["mismatched_keys"])
+    for what, wrong in (("missing", missing), ("of another shape", misfits)):
+        if wrong:
+            raise CheckpointError(
+                f"{len(wrong)} tensors of {type(model).__name__} are {what} in the weights of {name!r} (first: "
+                f"{wrong[0]}); they belong to another config.json or were saved incompletely: copy both again"
+            )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder `name` stands for; None for a name on the hub."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and model.safetensors")
+    if not name or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
+        raise CheckpointError(
+            f"folder {name!r} does not exist; give a folder with config.json, model.safetensors and tokenizer.json, "
+            "or a name on the model hub such as org/model"
+        )
+    return None
+
+
+def _source(name: str) -> str:
+    """What `transformers` is given for `name`."""
+    return str(_local_folder(name) or name)
+
+
+def _refuse_source(name: str, error: Exception) -> NoReturn:
+    reason = _one_line(error)
+    if _local_folder(name) is not None:
+        raise CheckpointError(
+            f"the config.json of {name!r} cannot be read ({reason}); copy it from the original again"
+        ) from error
+    raise CheckpointError(
+        f"there is no folder {name!r} here, and the model hub did not give it ({reason}); check the name, the network "
+        "and, for a gated model, your login, or download it and give the folder"
+    ) from error
+
+
+def _check_architecture(name: str, model_type: object) -> None:
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
+    adapter_for(model_type)
+
+
+def _check_config_files(folder: Path) -> None:
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
+    for file in _JSON_FILES:
+        if (folder / file).is_file():
+            _read_json_object(folder / file)
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    if not any((folder / file).is_file() for file in _TOKENIZERS):
+        raise CheckpointError(
+            f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "
+            "AutoTokenizer.from_pretrained(original).save_pretrained(folder)"
+        )
+
+
+def _check_weights(folder: Path) -> None:
+    """Check that every weight file is there and as long as its header says. Reads headers alone."""
+    for file in _weight_files(folder):
+        if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
+            raise CheckpointError(f"{file} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _WEIGHTS_INDEX).is_file():
+        weight_map = _read_json_object(folder / _WEIGHTS_INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{folder / _WEIGHTS_INDEX} names no weights; copy it from the original again")
+        shards = [folder / shard for shard in sorted(set(weight_map.values()))]
+        missing = [shard.name for shard in shards if not shard.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}; copy them too"
+            )
+        return shards
+    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights as pickles only ({pickles[0]}), which can run any code when loaded; convert "
+            "them once, if you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise CheckpointError(f"{folder} has no weights (model.safetensors); copy them from the original")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not readable JSON ({error}); copy it from the original again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object; copy it from the original again")
+    return content
+
+
+@contextmanager
+def _quiet_if_small(folder: Path | None) -> Iterator[None]:
+    """Without transformers' progress bar while a small folder loads; downloads and large folders keep it."""
+    small = folder is not None and sum(file.stat().st_size for file in _weight_files(folder)) < _BAR_FROM_BYTES
+    if not small or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

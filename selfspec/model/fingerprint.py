@@ -1,0 +1,34 @@
+"""The fingerprint of a model's weights: what binds to a base that which was trained on it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from selfspec.runtime.kernels.packed import plain
+
+# Values looked at in each tensor. Another training moves nearly all values, so a sample sees it, and the weights of a
+# large model are not read through each time it is wrapped.
+_SAMPLE = 65_536
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the class, and over name, shape and evenly spaced values of every weight.
+
+    Values are rounded to bfloat16 first, so that a checkpoint has one fingerprint in whatever dtype it is loaded
+    (but for float16, whose own rounding may differ). Offloaded weights, which are not there to be read, are refused.
+
+    Raises:
+        ValueError: a weight is on the meta device.
+    """
+    digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
+    for name, weight in sorted(model.named_parameters()):
+        if weight.is_meta:
+            raise ValueError(f"{name} is not in memory")
+        flat = plain(weight.detach()).reshape(-1)
+        sample = flat[:: -(-flat.numel() // _SAMPLE)] if flat.numel() else flat
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,203 @@
+"""Gates around the decoder layers of a stock model, without touching it: views that share every weight.
+
+Only the modules between the root and the gated sublayers get twins; all others are the model's own. The views of one
+pass belong to one generation, so the model itself, other threads and other generations see nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.cache.recurrent import token_by_token
+from selfspec.cache.shared_cache import CacheReader
+from selfspec.model.adapter import Adapter
+from selfspec.model.layer_call import call_with, hidden_states
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.view import replaced, twin_with, twin_with_layers
+
+
+@dataclass(frozen=True)
+class ExactStates:
+    """What a pass leaves at a sublayer, enough for another pass to go on from there.
+
+    Attributes:
+        hidden: input of the sublayer's layer, `[batch, tokens, hidden]`.
+        attention: output of that layer's attention, same shape, by the module's name; empty but where the sublayer is
+            the MLP.
+    """
+
+    hidden: Tensor
+    attention: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[ExactStates]) -> ExactStates:
+        """The states of consecutive tokens as one."""
+        # Some models keep several streams of hidden states, before the batch.
+        attention = {name: torch.cat([part.attention[name] for part in parts], -2) for name in parts[0].attention}
+        return cls(torch.cat([part.hidden for part in parts], -2), attention)
+
+
+class Boundary:
+    """What crosses the ends of a path in one pass: states given at its start, states recorded where exactness ends.
+
+    Attributes:
+        given: what enters at `path.start`.
+        hidden: recorded input of the layer of `path.hand_over`.
+        attention: recorded output of that layer's attention, by the module's name, where `path.hand_over` is its MLP.
+    """
+
+    def __init__(self) -> None:
+        self.given: ExactStates | None = None
+        self.hidden: Tensor | None = None
+        self.attention: dict[str, Tensor] = {}
+
+    def pass_given(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer on the given states instead of its input."""
+        assert self.given is not None
+        return call_with(layer, self.given.hidden, args, kwargs)
+
+    def replay_attention(self, name: str, returns: int, *args: Any, **kwargs: Any) -> Any:
+        """Give the attention output that was computed before, instead of computing it."""
+        assert self.given is not None
+        return _values(self.given.attention[name], returns)
+
+    def record_hidden(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer and keep its input."""
+        self.hidden = hidden_states(args, kwargs)
+        return layer(*args, **kwargs)
+
+    def record_attention(self, name: str, attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an attention and keep its output."""
+        output = attention(*args, **kwargs)
+        self.attention[name] = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+class GatedModel:
+    """A view of a stock model that runs one path.
+
+    Args:
+        model: the stock causal LM. It is neither changed nor copied.
+        adapter: where its layers and sublayers are.
+        path: what the view runs.
+
+    Attributes:
+        module: the view; called like the model.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter, path: Path) -> None:
+        # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
+        self._boundary = Boundary()
+        layers = [
+            _gated_layer(layer, index, adapter, path, self._boundary)
+            for index, layer in enumerate(adapter.decoder_layers(model))
+        ]
+        self.module = twin_with_layers(model, adapter.path(model), layers)
+
+    def enter(self, states: ExactStates | None) -> None:
+        """Say what enters at `path.start` in the pass that comes."""
+        self._boundary.given = states
+
+    def leave(self) -> ExactStates | None:
+        """Take what the last pass left at `path.hand_over`; None where the path leaves nothing."""
+        left = self._boundary
+        states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
+        left.given = left.hidden = None
+        left.attention = {}
+        return states
+
+
+def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
+    if not any(path.runs(Sublayer(index, part)) for part in Part):
+        pass_through = partial(_without, "input", adapter.layer_returns)
+        publishing = _publishing_layer(layer, index, adapter, path)
+        if publishing is not None:
+            pass_through = partial(_after, publishing, pass_through)
+        gated = replaced(layer, pass_through)
+    else:
+        gated = _gated_sublayers(layer, index, adapter, path, boundary)
+    if path.start is not None and path.start.layer == index:
+        gated = replaced(layer, partial(boundary.pass_given, gated))
+    if path.hand_over is not None and path.hand_over.layer == index:
+        gated = replaced(layer, partial(boundary.record_hidden, gated))
+    return gated
+
+
+def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
+    attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
+    forwards: dict[str, Callable[..., Any]] = {}
+    for name in adapter.attention_modules_of(layer):
+        module, returns = layer.get_submodule(name), adapter.returns(name)
+        if not path.runs(attention):
+            instead = (
+                partial(boundary.replay_attention, name, returns)
+                if path.start == mlp
+                else partial(_without, adapter.without_attention, returns)
+            )
+            if _is_read_later(module, index, adapter, path):
+                instead = partial(_after, _publishing(module, attention, path), instead)
+            forwards[name] = instead
+            continue
+        if name in adapter.recurrent:
+            forwards[name] = partial(token_by_token, module, index)
+        if path.hand_over == mlp:
+            forwards[name] = partial(boundary.record_attention, name, forwards.get(name, module))
+    if mlp in path.skipped:
+        for name in adapter.mlp_modules_of(layer):
+            forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
+    if not forwards:
+        return layer
+    return twin_with(layer, {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
+
+
+def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
+    """Stand for a module left out.
+
+    Zeros, where the layer adds the output to the residual stream: they survive post-norms, parallel residuals and
+    multipliers, which leaving the branch out of the layer's code would not.
+    """
+    hidden = args[-1] if gives == "residual" else hidden_states(args, kwargs)
+    return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)
+
+
+def _is_read_later(attention: nn.Module, index: int, adapter: Adapter, path: Path) -> bool:
+    """Whether later layers of the path read keys and values that this attention publishes."""
+    publishes = adapter.publishes is not None and bool(getattr(attention, adapter.publishes, False))
+    return publishes and any(path.runs(Sublayer(later, Part.ATTENTION)) for later in range(index + 1, path.depth))
+
+
+def _publishing(module: nn.Module, attention: Sublayer, path: Path) -> Callable[..., Any]:
+    """An attention; before `path.start` it publishes what an earlier pass left in the cache."""
+    if path.start is None or attention > path.start:
+        return module
+    return partial(_reading, module)
+
+
+def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> nn.Module | None:
+    """The layer with every attention of it publishing, if later layers read what one of them publishes."""
+    modules = [(name, layer.get_submodule(name)) for name in adapter.attention_modules_of(layer)]
+    publishing = {
+        name: replaced(module, _publishing(module, Sublayer(index, Part.ATTENTION), path))
+        for name, module in modules
+        if _is_read_later(module, index, adapter, path)
+    }
+    return twin_with(layer, publishing) if publishing else None
+
+
+def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return attention(*args, **{**kwargs, "past_key_values": CacheReader(kwargs["past_key_values"])})
+
+
+def _after(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    first(*args, **kwargs)
+    return then(*args, **kwargs)
+
+
+def _values(hidden: Tensor | None, returns: int) -> Any:
+    return hidden if returns == 1 else (hidden, *[None] * (returns - 1))

@@ -1,0 +1,276 @@
+"""What a model is made of: parameters and bytes by part, its KV cache, and what a draft from each exit would read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from selfspec.cache.shared_cache import recurrent_layers
+from selfspec.model.adapter import Adapter
+from selfspec.model.registry import find_adapter
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How much some weights are.
+
+    Attributes:
+        parameters: number of scalars.
+        bytes: what they take in memory, and what a step reads that uses them all.
+    """
+
+    parameters: int
+    bytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Weights:
+        """The weights of some tensors, each counted once."""
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        return cls(sum(tensor.numel() for tensor in distinct), sum(tensor.nbytes for tensor in distinct))
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.parameters + other.parameters, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class SublayerAnatomy:
+    """An attention or an MLP.
+
+    Attributes:
+        attribute: what its layer calls it.
+        module: class of the module.
+        weights: of the sublayer.
+    """
+
+    attribute: str
+    module: str
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class LayerAnatomy:
+    """A decoder layer.
+
+    Attributes:
+        attention: its attention.
+        mlp: its MLP.
+        norms: all else that the layer holds.
+        window: how far back its attention looks, in tokens; None: all the way.
+    """
+
+    attention: SublayerAnatomy
+    mlp: SublayerAnatomy
+    norms: Weights
+    window: int | None
+
+    @property
+    def weights(self) -> Weights:
+        """Of the whole layer."""
+        return self.attention.weights + self.mlp.weights + self.norms
+
+
+@dataclass(frozen=True)
+class CacheAnatomy:
+    """Keys and values. selfspec keeps those of sliding-window layers in full, so that rolling back stays a cursor.
+
+    Attributes:
+        heads: key and value heads of the first layer.
+        head_dim: numbers in a head's key.
+        value_dim: numbers in a head's value.
+        bytes_per_token: keys and values of one token over all layers.
+        sliding_layers: number of layers with a sliding window.
+        recurrent_layers: number of layers with a state, whose size does not depend on the number of tokens.
+    """
+
+    heads: int
+    head_dim: int
+    value_dim: int
+    bytes_per_token: int
+    sliding_layers: int
+    recurrent_layers: int
+
+
+@dataclass(frozen=True)
+class ExitAnatomy:
+    """Drafting from one exit layer.
+
+    Attributes:
+        layer: the exit layer E: the draft runs layers [0, E), then the final norm and the head.
+        bytes_read: weights one draft step reads.
+        cost_ratio: the predicted draft cost ratio c: `bytes_read` by what one target step reads.
+    """
+
+    layer: int
+    bytes_read: int
+    cost_ratio: float
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a model is made of.
+
+    Attributes:
+        model: class of the model.
+        model_type: its architecture.
+        dtype: of its weights.
+        width: of the hidden states.
+        vocabulary: rows of the embedding.
+        context: the most positions it was made for; None: unlimited.
+        embedding: token and position embeddings. A step looks up single rows of them, which counts as reading nothing.
+        layers: decoder layers, first to last.
+        final_norm: all else between the layers and the head.
+        head: the language-model head, which every step reads, draft steps too.
+        tied: whether the head's weights are those of the embedding; `total` counts them once.
+        total: all weights.
+        cache: keys and values.
+    """
+
+    model: str
+    model_type: str
+    dtype: str
+    width: int
+    vocabulary: int
+    context: int | None
+    embedding: Weights
+    layers: tuple[LayerAnatomy, ...]
+    final_norm: Weights
+    head: Weights
+    tied: bool
+    total: Weights
+    cache: CacheAnatomy
+
+    @property
+    def target_bytes_read(self) -> int:
+        """Weights one target step reads."""
+        return self._bytes_read(len(self.layers))
+
+    @property
+    def exits(self) -> tuple[ExitAnatomy, ...]:
+        """Every exit layer, 1..N-1 of N layers."""
+        reads = ((layer, self._bytes_read(layer)) for layer in range(1, len(self.layers)))
+        return tuple(ExitAnatomy(layer, read, read / self.target_bytes_read) for layer, read in reads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        derived = {
+            "target_bytes_read": self.target_bytes_read,
+            "exits": [asdict(exit_layer) for exit_layer in self.exits],
+        }
+        return {**asdict(self), **derived}
+
+    def _bytes_read(self, layers: int) -> int:
+        return sum(layer.weights.bytes for layer in self.layers[:layers]) + self.final_norm.bytes + self.head.bytes
+
+
+def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> Anatomy:
+    """Describe a model without running it. Its weights may be on the meta device.
+
+    Args:
+        model: any causal LM of a supported architecture.
+        adapter: where the model keeps its layers, for an architecture selfspec does not know.
+
+    Raises:
+        UnsupportedModelError: there is no adapter for it.
+    """
+    adapter = adapter or find_adapter(model)
+    config = model.config.get_text_config(decoder=True)
+    modules = adapter.decoder_layers(model)
+    windows = _windows(config, len(modules))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    accounted = _ids(embeddings) | _ids(modules) | _ids([head])
+    return Anatomy(
+        model=type(model).__name__,
+        model_type=config.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        width=config.hidden_size,
+        vocabulary=embedding.weight.shape[0],
+        context=getattr(config, "max_position_embeddings", None),
+        embedding=Weights.of(weight for module in embeddings for weight in module.parameters()),
+        layers=tuple(_layer(module, adapter, window) for module, window in zip(modules, windows, strict=True)),
+        final_norm=Weights.of(weight for weight in model.parameters() if id(weight) not in accounted),
+        head=Weights.of(head.parameters()),
+        tied=head.weight is embedding.weight,
+        total=Weights.of(model.parameters()),
+        cache=_cache(config, model.dtype, windows),
+    )
+
+
+def describe_config(config: PreTrainedConfig) -> Anatomy:
+    """Describe the model that a configuration stands for, from the configuration alone: no weights are loaded.
+
+    Raises:
+        UnsupportedModelError: there is no adapter for it.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    return describe(model)
+
+
+def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerAnatomy:
+    attentions = adapter.attention_modules_of(layer)
+    mlps = adapter.mlp_modules_of(layer)
+    accounted = _ids([layer.get_submodule(name) for name in (*attentions, *mlps)])
+    return LayerAnatomy(
+        attention=_sublayer(layer, attentions),
+        mlp=_sublayer(layer, mlps),
+        norms=Weights.of(weight for weight in layer.parameters() if id(weight) not in accounted),
+        window=window,
+    )
+
+
+def _sublayer(layer: nn.Module, names: Sequence[str]) -> SublayerAnatomy:
+    parts = [layer.get_submodule(name) for name in names]
+    return SublayerAnatomy(
+        ", ".join(names),
+        ", ".join(dict.fromkeys(type(part).__name__ for part in parts)),
+        Weights.of(weight for part in parts for weight in part.parameters()),
+    )
+
+
+def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return [window] * depth
+    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
+
+
+def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheAnatomy:
+    # The last layers may read what earlier ones keep, and keep nothing themselves.
+    keeping = range(len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0))
+    recurrent = recurrent_layers(config)
+    stateful = [layer for layer, stock in recurrent.items() if not isinstance(stock, CacheLayerMixin)]
+    each = getattr(config, "per_layer_config", None)
+    shapes = [_shape(each[layer] if each else config) for layer in keeping if layer not in stateful]
+    heads, key, value = shapes[0] if shapes else (0, 0, 0)
+    return CacheAnatomy(
+        heads=heads,
+        head_dim=key,
+        value_dim=value,
+        bytes_per_token=dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes),
+        sliding_layers=sum(window is not None for window in windows),
+        recurrent_layers=len(recurrent),
+    )
+
+
+def _shape(config: PreTrainedConfig) -> Sequence[int]:
+    """Key and value heads of a layer, numbers in a key, numbers in a value."""
+    queries: int = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        # Latent attention keeps the latent vector and the rotated part of the key.
+        return [1, config.kv_lora_rank, config.qk_rope_head_dim]
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // queries
+    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    heads: int = 1 if shared else getattr(config, "num_key_value_heads", None) or queries
+    return [heads, head_dim, getattr(config, "v_head_dim", None) or head_dim]
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(weight) for module in modules for weight in module.parameters()}

@@ -1,0 +1,284 @@
+"""The programs of one wrapped model: which kinds of passes have one, made when it pays, used once proved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import DraftHead
+from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.layer_path import Path
+from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.model_state import ModelState
+from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
+from selfspec.runtime.process_lock import ProcessLock
+from selfspec.runtime.recordable import run_watched, why_not
+from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
+
+# Comparisons over one number of slots after which a program is used over that number, if over no other yet.
+_SAME = 3
+# Kinds of passes that are kept count of. Batches that shrink row by row bring new ones with each row.
+_MOST_KINDS = 256
+
+
+@dataclass(frozen=True)
+class PassKind:
+    """What passes have in common that one program can run.
+
+    Attributes:
+        path: what they run.
+        head: what reads the last states; None: the model's own.
+        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
+        rows: of the batch.
+        width: tokens of each row.
+        uniform: whether all rows write the same slots.
+        masked: whether they need a mask.
+        windowed: whether some layer sees less than all slots.
+        padded: whether slots past the last token may be seen, and are masked.
+        entering: names of the attentions whose outputs enter with states; None: no states enter.
+    """
+
+    path: Path
+    head: DraftHead | None
+    base: str | None
+    rows: int
+    width: int
+    uniform: bool
+    masked: bool
+    windowed: bool
+    padded: bool
+    entering: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class _Program:
+    function: Function
+    has_logits: bool
+    leaves: tuple[str, ...] | None
+
+    def run(self, tensors: PassTensors) -> PassResult:
+        outputs = list(self.function(tensors.flat()))
+        logits = outputs.pop(0) if self.has_logits else None
+        if self.leaves is None:
+            return PassResult(logits, None)
+        hidden, *attention = outputs
+        return PassResult(logits, ExactStates(hidden, dict(zip(self.leaves, attention, strict=True))))
+
+
+@dataclass
+class _Candidate:
+    """How far a kind has come on the way to its program."""
+
+    passes: int = 0
+    program: _Program | None = None
+    lengths: list[int] = field(default_factory=list)
+    stock_seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    proved: bool = False
+    refused: str | None = None
+    making: ProcessLock = field(default_factory=ProcessLock)
+
+    def serves(self, length: int) -> bool:
+        """Whether its program runs passes over so many slots.
+
+        A row that has ended holds a batch at one number of slots, and short answers to like prompts come at one. A
+        program that has not been seen over others may have taken that one for granted.
+        """
+        return self.proved or self.lengths.count(length) >= _SAME
+
+    def refuse(self, reason: str) -> None:
+        self.program, self.proved, self.refused = None, False, reason
+
+
+class Programs:
+    """Belongs to one wrapper; several threads may run passes with it at once.
+
+    Args:
+        runtime: makes programs.
+        clock: tells the time, in seconds.
+    """
+
+    def __init__(self, runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._runtime = runtime
+        self._clock = clock
+        self._current: BoundPrograms | None = None
+
+    def __reduce__(self) -> tuple[type[Programs], tuple[Runtime]]:
+        # A copy makes its own: programs belong to the weights in this memory.
+        return Programs, (self._runtime,)
+
+    @property
+    def bucket(self) -> int:
+        """Passes of a round look at a multiple of so many slots."""
+        return self._runtime.bucket
+
+    @property
+    def refusals(self) -> dict[PassKind, str]:
+        """Kinds that the stock modules run for good, and why."""
+        return {kind: each.refused for kind, each in self._candidates.items() if each.refused is not None}
+
+    @property
+    def proved(self) -> list[PassKind]:
+        """Kinds that programs run."""
+        return [kind for kind, each in self._candidates.items() if each.proved]
+
+    @property
+    def _candidates(self) -> dict[PassKind, _Candidate]:
+        return {} if self._current is None else self._current.candidates
+
+    def bound_to(self, model: PreTrainedModel) -> BoundPrograms | None:
+        """The programs of the model as it is now, for a generation that begins. All are forgotten if it has changed.
+
+        Returns:
+            None: nothing of this model, as it is, is recorded.
+
+        Raises:
+            UnsupportedOptionError: the model has moved to where the runtime cannot run it.
+        """
+        self._runtime.check(model.get_input_embeddings().weight.device)
+        if self._runtime.after is None:
+            return None
+        current = self._current
+        if current is None or current.state.model is not model or not current.state.holds():
+            # Weights that the model has no more are let go.
+            self._current = current = None
+            if why_not(model) is None:
+                self._current = current = BoundPrograms(self._runtime, self._clock, ModelState(model))
+        # The code of others may do otherwise next time.
+        return None if current is None or current.state.others else current
+
+
+class BoundPrograms:
+    """The programs of one state of a model.
+
+    A generation keeps those of the state that the model was in when it began. Nothing is recorded while the model is
+    in another.
+
+    Args:
+        runtime: makes programs.
+        clock: tells the time, in seconds.
+        state: what they are bound to.
+
+    Attributes:
+        state: the same.
+        candidates: how far kinds of passes have come.
+    """
+
+    def __init__(self, runtime: Runtime, clock: Callable[[], float], state: ModelState) -> None:
+        self.state = state
+        self.candidates: dict[PassKind, _Candidate] = {}
+        self._runtime = runtime
+        self._clock = clock
+
+    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
+        """Let calls stand in for layers of a view, where the runtime can make something of that: see `Runtime`."""
+        return self._runtime.put_calls(view, model, adapter)
+
+    def run(
+        self,
+        kind: PassKind,
+        tensors: PassTensors,
+        *,
+        stock: Callable[[], PassResult],
+        function: Callable[[], PassFunction],
+    ) -> PassResult:
+        """Run a pass, by its program where there is one.
+
+        Args:
+            kind: of the pass.
+            tensors: what it takes.
+            stock: runs it with the stock modules.
+            function: gives it as a function of tensors, to make a program of.
+        """
+        candidate = self.candidates.get(kind)
+        if candidate is None:
+            if len(self.candidates) >= _MOST_KINDS:
+                return stock()
+            candidate = self.candidates.setdefault(kind, _Candidate())
+        length = tensors.slots.visible.shape[0]
+        program = candidate.program
+        if program is not None and candidate.serves(length):
+            try:
+                return program.run(tensors)
+            except OtherSizesError:
+                return stock()
+            except RecordingError as error:
+                candidate.refuse(str(error))
+                return stock()
+        candidate.passes += 1
+        after = self._runtime.after
+        # Another thread may be making the program.
+        wanted = candidate.refused is None and after is not None and candidate.passes > after
+        if not wanted or not candidate.making.acquire(blocking=False):
+            return stock()
+        try:
+            return self._try(candidate, tensors, stock, function)
+        finally:
+            candidate.making.release()
+
+    def _try(
+        self,
+        candidate: _Candidate,
+        tensors: PassTensors,
+        stock: Callable[[], PassResult],
+        function: Callable[[], PassFunction],
+    ) -> PassResult:
+        if not self.state.holds():
+            return stock()
+        watch = _Stopwatch(self._clock, tensors.tokens.device)
+        expected = stock()
+        stock_seconds = watch.lap()
+        try:
+            if candidate.program is None:
+                candidate.program = self._make(tensors, function())
+            watch.lap()
+            given = candidate.program.run(tensors)
+            seconds = watch.lap()
+        except OtherSizesError:
+            return expected
+        # Whatever goes wrong in making or trying a program, the stock modules write its keys and values once more.
+        except Exception as error:
+            candidate.refuse(f"{type(error).__name__}: {error}".splitlines()[0])
+            return stock()
+        if not self._runtime.agree(given.flat(), expected.flat()):
+            candidate.refuse("it gave something else than the stock modules")
+            return stock()
+        if candidate.lengths:
+            # The first run also prepares the program.
+            candidate.stock_seconds.append(stock_seconds)
+            candidate.seconds.append(seconds)
+        length = tensors.slots.visible.shape[0]
+        candidate.lengths.append(length)
+        tried = len(candidate.lengths) > 1 and self._runtime.is_tried(candidate.lengths)
+        if tried or candidate.serves(length):
+            if min(candidate.seconds) < min(candidate.stock_seconds):
+                candidate.proved = tried
+            else:
+                candidate.refuse("it took longer than the stock modules")
+        return expected
+
+    def _make(self, tensors: PassTensors, function: PassFunction) -> _Program:
+        left = run_watched(lambda: function.result(tensors.flat())).states
+        program = self._runtime.program(function, tensors)
+        return _Program(program, function.base is None, None if left is None else tuple(left.attention))
+
+
+class _Stopwatch:
+    """Seconds between laps, the work of the device included."""
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._clock = clock
+        self._device = device
+        self._started = clock()
+
+    def lap(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        started, self._started = self._started, self._clock()
+        return self._started - started

@@ -1,0 +1,89 @@
+"""Linear layers over a few tokens on a CPU: the same product with the weight on the left.
+
+torch computes x W^T for one row as a matrix times a vector, at the speed of memory. From there it falls off a cliff:
+without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills speculation; with AVX-512 the cliff
+comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
+kernels read it once for all rows. Which way is the faster one follows from processor, rows and width, by
+benchmarks/few_rows.py. Weights are neither packed nor copied here; `selfspec.pack` does that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from selfspec.model.view import runs_as_written, twin_running, view_of
+
+Pays = Callable[[int, int], bool]
+"""Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def for_few_rows(module: nn.Module) -> nn.Module:
+    """A view of a module that computes few rows fast; the module itself where there is nothing to gain.
+
+    Args:
+        module: a model, or a part of one. It is neither changed nor copied.
+    """
+    # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
+    with_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return view_of(module, partial(_in_few_rows, _pays_with_avx512 if with_avx512 else _pays_without_avx512))
+
+
+def _pays_without_avx512(_: int, rows: int) -> bool:
+    return 2 <= rows <= (8 if torch.get_num_threads() > 1 else 4)
+
+
+def _pays_with_avx512(width: int, rows: int) -> bool:
+    if width >= 512:
+        return 8 <= rows <= 48
+    return 16 <= rows <= 48 and torch.get_num_threads() > 1
+
+
+def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    return twin_running(module, partial(_few_rows, module, pays)) if _is_plain(module) else None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or not _runs_torchs_product():
+        return False
+    weight = module.weight
+    # Quantised weights are parameters of a class of their own.
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and weight.dtype in _DTYPES
+        and weight.is_contiguous()
+    )
+
+
+def _runs_torchs_product() -> bool:
+    product = runs_as_written(functional.linear, functional.__name__)
+    return product and runs_as_written(nn.Linear.forward, nn.Linear.__module__)
+
+
+def _few_rows(linear: nn.Module, pays: Pays, states: Tensor) -> Tensor:
+    assert isinstance(linear, nn.Linear)
+    # Numbers, and no part of what a program may record.
+    shape = [int(size) for size in states.shape]
+    rows = math.prod(shape[:-1])
+    if not pays(linear.in_features, rows):
+        return functional.linear(states, linear.weight, linear.bias)
+    block = states.reshape(rows, linear.in_features)
+    if rows == 3:
+        # Four columns take less time than three.
+        block = functional.pad(block, (0, 0, 0, 1))
+    product = torch.mm(linear.weight, block.t())
+    if rows == 3:
+        product = product[:, :rows]
+    # Laid out by rows again: what comes next, another product above all, is slow on columns.
+    product = product.t().contiguous()
+    if linear.bias is not None:
+        product += linear.bias
+    return product.view(*shape[:-1], linear.out_features)

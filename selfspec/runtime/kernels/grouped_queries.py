@@ -1,0 +1,86 @@
+"""Attention of several tokens with grouped queries on a CPU: key heads are read in place, not copied for each query.
+
+`transformers` repeats keys and values for all heads of a group wherever there is a mask, since some GPU kernels want
+it so: whole copies of the cache in each layer, for every pass over more than one token. The CPU's kernel reads shared
+heads in place and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from selfspec.model.view import runs_as_written, twin_with, view_of
+
+_NAME = "selfspec_grouped_sdpa"
+
+
+def for_grouped_queries(module: nn.Module) -> nn.Module:
+    """A view of a module whose attentions share key heads without copies; the module itself where none do.
+
+    Args:
+        module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
+    """
+    return view_of(module, partial(_sharing, {}))
+
+
+def _sharing(configs: dict[int, Any], module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
+    if not _shares_heads(module):
+        return None
+    if id(module.config) not in configs:
+        config: Any = copy.copy(module.config)
+        config._attn_implementation_internal = _NAME
+        configs[id(module.config)] = config
+    twin = twin_with(module, others)
+    # Layers that had one configuration have one still.
+    twin.__dict__["config"] = configs[id(module.config)]
+    return twin
+
+
+def _shares_heads(module: nn.Module) -> bool:
+    groups = getattr(module, "num_key_value_groups", 1)
+    kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    # Others call a kernel of their own choice.
+    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(type(module).forward, "__code__", _shares_heads.__code__).co_names
+    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks and _runs_stock_kernel(module)
+
+
+def _runs_stock_kernel(module: nn.Module) -> bool:
+    """Whether the kernel that an attention asks for is the one of `transformers`, and of torch below it."""
+    kernels = type(module).forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+    product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
+    return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
+    usual = attention_mask is not None and dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
+    if not usual or query.device.type != "cpu" or query.shape[2] == 1:
+        stock: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return stock
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+_UNUSUAL = ("position_bias", "cache", "softcap")
+AttentionInterface.register(_NAME, _attend)

@@ -1,0 +1,1 @@
+"""A saved folder: how its model drafts, and what its `custom_generate/generate.py` calls."""

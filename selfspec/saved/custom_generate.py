@@ -1,0 +1,49 @@
+"""What the `custom_generate/generate.py` of a saved folder calls: `generate` of `transformers`, by a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from selfspec.api import wrap
+from selfspec.decode.output import GenerateOutput
+from selfspec.saved.recipe import Recipe
+
+
+def generate_by(
+    recipe: str,
+    model: PreTrainedModel,
+    inputs: Tensor | None,
+    generation_config: GenerationConfig | None,
+    options: Mapping[str, Any],
+) -> GenerateOutput | Tensor:
+    """Generate as `model.generate` does, drafting by a recipe.
+
+    Args:
+        recipe: as JSON, see `selfspec.saved.recipe.Recipe`.
+        model: loaded from the folder, or any that the recipe fits.
+        inputs: prompts, `[batch, prompt]`, unless they are among the options as `input_ids`.
+        generation_config: as in `model.generate`.
+        options: further keywords of `model.generate`, and `seed`, `draft_length` and `accept` of selfspec.
+
+    Returns:
+        The sequences, `[batch, length]`, or a `GenerateOutput` if `return_dict_in_generate` is set.
+
+    Raises:
+        SelfSpecError: as in `SelfSpeculative.generate`.
+    """
+    given = dict(options)
+    if given.get("custom_generate") is not None:
+        # Another recipe was asked for by name; the class's own `generate` finds it.
+        answer: GenerateOutput | Tensor = type(model).generate(
+            model, inputs, generation_config=generation_config, **given
+        )
+        return answer
+    given.pop("trust_remote_code", None)
+    prompt = given.pop("input_ids", None)
+    chosen = Recipe.read(recipe)
+    spec = wrap(model, draft=chosen.drafter, draft_length=chosen.draft_length, accept=chosen.accept)
+    return spec.stream(prompt, generation_config=generation_config, inputs=inputs, **given).answer()

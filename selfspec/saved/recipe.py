@@ -1,0 +1,115 @@
+"""How a saved model drafts: a few words of JSON, and the file that makes `transformers` follow them.
+
+`transformers` runs `custom_generate/generate.py` of a folder in place of its own `generate` where it is told to trust
+the folder's code. It copies that one file to a place of its own, so what the file needs stands in it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from selfspec.accept import RULES, Rule
+from selfspec.control.control import Control, CostAware, FixedLength
+from selfspec.control.plan import Plan
+from selfspec.draft import Drafter
+from selfspec.draft.named import draft_name, parse_draft
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.files.json_text import parse_json
+from selfspec.files.writing import whole
+
+_PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
+
+from selfspec.saved.custom_generate import generate_by
+
+RECIPE = {recipe}
+
+
+def generate(inputs=None, generation_config=None, *, model, **options):
+    return generate_by(RECIPE, model, inputs, generation_config, options)
+'''
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What drafts, how long, and who judges.
+
+    Attributes:
+        draft: name of the drafter, as on the command line.
+        draft_length: tokens drafted each round; None: as many as pay.
+        accept: name of the rule; None: the default one.
+    """
+
+    draft: str
+    draft_length: int | None
+    accept: str | None
+
+    @classmethod
+    def of(cls, draft: Drafter | Plan | None, control: Control, rule: Rule | None) -> Recipe:
+        """The recipe of a wrapper.
+
+        Raises:
+            DraftConfigError: the drafter has no name, or the control is neither a length nor the default.
+            UnsupportedOptionError: the rule has no name.
+        """
+        if control != CostAware() and not isinstance(control, FixedLength):
+            raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
+        if isinstance(draft, Plan):
+            raise DraftConfigError(
+                "a calibrated draft cannot be saved with the model: it is bound to this machine; wrap with one of the "
+                f"drafts it chose, {draft_name(draft.choose(True).draft)} or {draft_name(draft.choose(False).draft)}"
+            )
+        name = draft_name(draft)
+        try:
+            named = parse_draft(name)
+        except DraftConfigError:
+            named = None
+        if named != draft:
+            raise DraftConfigError(f"{name} cannot be saved: only early exits and skip sets have names")
+        accept = next((name for name, known in RULES.items() if known == rule), None)
+        if rule is not None and accept is None:
+            raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(RULES)}")
+        return cls(name, control.length if isinstance(control, FixedLength) else None, accept)
+
+    @classmethod
+    def read(cls, text: str) -> Recipe:
+        """A recipe from its JSON.
+
+        Raises:
+            DraftConfigError: it is something else.
+        """
+        try:
+            found = parse_json(text)
+            recipe = cls(**found)
+            if not isinstance(recipe.draft, str):
+                raise TypeError(f"draft = {recipe.draft!r}")
+        except (ValueError, TypeError) as error:
+            raise DraftConfigError(
+                f"the recipe in custom_generate/generate.py cannot be read ({error}); save the model again: "
+                "selfspec.wrap(model, ...).save_pretrained(folder)"
+            ) from error
+        return recipe
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts; None for plain decoding.
+
+        Raises:
+            DraftConfigError: the name is not of the grammar.
+        """
+        return parse_draft(self.draft)
+
+    def save(self, folder: Path) -> None:
+        """Write `custom_generate/` into a saved model's folder.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        from selfspec import __version__
+
+        target = folder / "custom_generate"
+        program = _PROGRAM.format(recipe=repr(json.dumps(asdict(self))))
+        for name, text in (("generate.py", program), ("requirements.txt", f"selfspec>={__version__}\n")):
+            with whole(target / name) as draft:
+                draft.write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Tools on top of the engine: bench, calibrate, verify, train, studies, demo."""

@@ -1,0 +1,82 @@
+"""`selfspec.ablate(model, ...)`: a study of a model in memory, and its table."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.errors import StudyError
+from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.requirements import require_packages
+from selfspec.tools.studies.run import work_on
+from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.subject import Subject
+
+_GIVEN = "given"
+
+
+def ablate(
+    model: PreTrainedModel,
+    prompts: Tensor | Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    to: str | Path | None = None,
+    **declared: Any,
+) -> Any:
+    """Study what drafts of a model are worth.
+
+    Args:
+        model: the stock causal LM; it is left as it is.
+        prompts: what it writes on from: token ids, `[texts, tokens]`, or texts, of which each gives as many tokens as
+            the shortest has.
+        tokenizer: for prompts that are texts.
+        to: folder to keep the study in, to be gone on with by the same call; None: it is not kept.
+        **declared: as in a study file: `drafts`, `draft_lengths`, `temperatures`, `rules`, `seeds`, `new_tokens`,
+            `reach`, `confirm`, `pricing`.
+
+    Returns:
+        One row for each draft, temperature, draft length and rule: a `pandas.DataFrame` where pandas is installed, else
+        a list of dicts.
+
+    Raises:
+        StudyError: naming what cannot be.
+    """
+    require_packages()
+    ids = _ids(prompts, tokenizer).to(model.device)
+    own = {"models": "given", "workloads": _GIVEN, "texts": ids.shape[0], "prompt_tokens": ids.shape[1]}
+    taken = sorted(own.keys() & declared.keys())
+    if taken:
+        raise StudyError(f"{taken[0]} follows from the model and its prompts; leave it out")
+    study = Study.of({**declared, **own}, "the study")
+    subject = Subject(type(model).__name__, model, find_adapter(model), {_GIVEN: ids}, tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        table = work_on(study, lambda name: subject, Path(folder if to is None else to)).table
+    if find_spec("pandas") is None:
+        return table
+    import pandas
+
+    return pandas.DataFrame(table)
+
+
+def _ids(prompts: Tensor | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    if isinstance(prompts, Tensor):
+        if prompts.ndim != 2 or not prompts.numel():
+            raise StudyError(f"prompts have shape {list(prompts.shape)}, not [texts, tokens]")
+        return prompts.long()
+    if tokenizer is None:
+        raise StudyError("prompts that are texts need tokenizer=...; or pass token ids, [texts, tokens]")
+    if isinstance(prompts, str) or not prompts:
+        raise StudyError("prompts must be several texts, or token ids, [texts, tokens]")
+    encoded: list[Tensor] = [tokenizer(text, return_tensors="pt").input_ids for text in prompts]
+    shortest = min(each.shape[1] for each in encoded)
+    if shortest < 1:
+        raise StudyError("a prompt is empty; give it at least one token")
+    import torch
+
+    return torch.cat([each[:, :shortest] for each in encoded]).long()

@@ -1,0 +1,142 @@
+"""What the pictures of a study show: its rows by model, text and temperature, and the drafts worth showing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec.model.layer_path import Part, Sublayer
+from selfspec.tools.studies.drafts import skip_set
+from selfspec.tools.studies.point import Result
+from selfspec.tools.studies.run import Finding
+from selfspec.tools.studies.table import Row
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One model on one text at one temperature.
+
+    Attributes:
+        model: what it is called.
+        workload: the text's.
+        temperature: 0: greedily.
+        seed: of the text.
+        rows: of the table.
+        tokens: the texts as shown, token by token.
+        right: by draft, for each text a digit for each token: 1 where the draft would have been right.
+    """
+
+    model: str
+    workload: str
+    temperature: float
+    seed: int
+    rows: Sequence[Row]
+    tokens: Sequence[Sequence[str]]
+    right: Mapping[str, Sequence[str]]
+
+    @property
+    def title(self) -> str:
+        """What stands over it."""
+        how = "greedy" if not self.temperature else f"temperature {self.temperature:g}"
+        return f"{self.model}, {self.workload}, {how}" + (f", seed {self.seed}" if self.seed else "")
+
+    @property
+    def best(self) -> list[Row]:
+        """Every draft at its best draft length, as far as that is known."""
+        return [row for row in self.rows if row.get("best_length")]
+
+    @property
+    def single(self) -> dict[Sublayer, float]:
+        """Acceptance with one sublayer left out, by sublayer."""
+        found = {}
+        for row in self._at_one("skip"):
+            if row["skipped"] == 1:
+                (sublayer,) = skip_set(row["draft"])
+                found[sublayer] = row["alpha"]
+        return found
+
+    @property
+    def whole_layers(self) -> dict[int, float]:
+        """Acceptance with one layer left out whole, by layer."""
+        found = {}
+        for row in self._at_one("skip"):
+            skipped = skip_set(row["draft"])
+            layers = {each.layer for each in skipped}
+            if len(layers) == 1 and len(skipped) == len(Part):
+                found[layers.pop()] = row["alpha"]
+        return found
+
+    @property
+    def exits(self) -> dict[tuple[int, int], Row]:
+        """Rows of plain exits, by exit layer and draft length."""
+        return {
+            (int(row["draft"].partition(":")[2]), row["draft_length"]): row
+            for row in self.rows
+            if row["kind"] == "exit" and row.get("predicted_speedup") is not None
+        }
+
+    @property
+    def front(self) -> list[Row]:
+        """Drafts that no other beats in both acceptance and cost, cheapest first."""
+        front: list[Row] = []
+        for row in sorted(self.best, key=lambda row: (row["c"], -row["alpha"])):
+            if not front or row["alpha"] > front[-1]["alpha"]:
+                front.append(row)
+        return front
+
+    @property
+    def confirmed(self) -> list[Row]:
+        """Rows that were both estimated and measured."""
+        return [
+            row
+            for row in self.rows
+            if row.get("measured_acceptance_rate") is not None and row.get("acceptance_rate") is not None
+        ]
+
+    def promising(self, count: int) -> list[Row]:
+        """The drafts that promise most, at their best draft lengths, those of each kind in turns."""
+        ranked = sorted(self.best, key=lambda row: -row["predicted_speedup"])
+        by_kind: dict[str, list[Row]] = {}
+        for row in ranked:
+            by_kind.setdefault(row["kind"], []).append(row)
+        mixed = [rows[turn] for turn in range(count) for rows in by_kind.values() if turn < len(rows)]
+        return sorted(mixed[:count], key=lambda row: row["c"])
+
+    def _at_one(self, kind: str) -> list[Row]:
+        lengths = [row["draft_length"] for row in self.rows if row.get("draft_length")]
+        return [
+            row
+            for row in self.rows
+            if row["kind"] == kind and row.get("draft_length") == min(lengths) and "alpha" in row
+        ]
+
+
+def panels(finding: Finding) -> list[Panel]:
+    """All panels of a study, in its order."""
+    grouped: dict[tuple[Any, ...], list[Row]] = {}
+    for row in finding.table:
+        grouped.setdefault(tuple(row[name] for name in _PLACE), []).append(row)
+    texts: dict[tuple[Any, ...], Result] = {}
+    right: dict[tuple[Any, ...], dict[str, Sequence[str]]] = {}
+    for result in finding.results.values():
+        if result.point.kind == "estimate" and result.error is None:
+            place = tuple(result.point.place[name] for name in _PLACE)
+            texts[place] = finding.results[result.point.content["texts"]]
+            right.setdefault(place, {})[result.point.place["draft"]] = result.found["right"]
+    return [
+        Panel(
+            **dict(zip(_PLACE, place, strict=True)), rows=rows, tokens=texts[place].found["tokens"], right=right[place]
+        )
+        for place, rows in grouped.items()
+        if place in texts
+    ]
+
+
+_PLACE = ("model", "workload", "temperature", "seed")
+
+
+def coloured(panel: Panel, drafts: Sequence[str], text: int) -> list[int | None]:
+    """For each token of a text the first of some drafts that would have been right; None: none of them."""
+    rows = [panel.right[draft][text] for draft in drafts]
+    return [next((index for index, row in enumerate(rows) if row[at] == "1"), None) for at in range(len(rows[0]))]

@@ -1,0 +1,32 @@
+"""Writing a whole report: data, pictures, page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selfspec.tools.studies.report.files import write_data
+from selfspec.tools.studies.report.page import write_page
+from selfspec.tools.studies.report.panels import panels
+from selfspec.tools.studies.report.pictures import draw_all
+from selfspec.tools.studies.run import Finding
+
+PAGE = "report.html"
+
+
+def write_report(finding: Finding, folder: Path) -> list[Path]:
+    """Write everything there is to see of a study.
+
+    Args:
+        finding: the study.
+        folder: to write into.
+
+    Returns:
+        The files.
+
+    Raises:
+        StorageError: there is no room, or no right to write; the study itself is kept.
+    """
+    files = write_data(finding, folder)
+    shown = panels(finding)
+    files += draw_all(shown, folder)
+    return [*files, write_page(finding, shown, folder / PAGE)]

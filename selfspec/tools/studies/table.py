@@ -1,0 +1,145 @@
+"""A study as a table: one row for each draft, workload, temperature, seed, draft length and rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from selfspec.control.costs import Costs
+from selfspec.control.forecast import speedup
+from selfspec.tools.studies.drafts import draft_of, skip_set
+from selfspec.tools.studies.intervals import Interval, wilson
+from selfspec.tools.studies.point import Point, Result
+from selfspec.tools.studies.pricing import prices_of
+from selfspec.tools.studies.search.prices import Prediction, Prices, predict
+
+Row = dict[str, Any]
+"""One row; what is not known is None."""
+
+
+def predicted(estimated: Result, prices: Prices) -> Prediction:
+    """What an estimated draft is worth at its best draft length."""
+    lengths = estimated.found["lengths"]
+    tokens = {int(length): each["mean_accepted_length"][0] for length, each in lengths.items()}
+    return predict(tokens, costs_of(estimated.point, prices), prices.step_seconds)
+
+
+def costs_of(point: Point, prices: Prices) -> Costs:
+    """The costs of a point's draft."""
+    name = point.content["draft"]
+    depth = 1 + max(each.layer for each in prices.sublayers)
+    return prices.costs(draft_of(name).path(depth), name)
+
+
+def rows(points: Sequence[Point], results: Mapping[str, Result]) -> list[Row]:
+    """The table of a study, as far as it has come.
+
+    Args:
+        points: of the study.
+        results: what was found, by key.
+    """
+    costs = {
+        point.content["base"]: results[point.key]
+        for point in points
+        if point.kind == "costs" and point.key in results and results[point.key].error is None
+    }
+    measured: dict[tuple[str, str], list[Result]] = {}
+    for point in points:
+        if point.kind == "measure" and point.key in results:
+            place = (point.content["draft"], point.content["texts"])
+            measured.setdefault(place, []).append(results[point.key])
+    table: list[Row] = []
+    for point in points:
+        if point.kind != "estimate" or point.key not in results:
+            continue
+        texts = results.get(point.content["texts"])
+        base = None if texts is None else texts.point.content["base"]
+        priced = costs.get(str(base))
+        confirmed = measured.get((point.content["draft"], point.content["texts"]), [])
+        table += _rows_of(results[point.key], None if priced is None else prices_of(dict(priced.found)), confirmed)
+    return table
+
+
+def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Result]) -> Iterator[Row]:
+    place: Row = {
+        **{name: estimated.point.place[name] for name in ("model", "workload", "temperature", "seed", "draft")},
+        "kind": estimated.point.content["draft"].partition(":")[0],
+        "skipped": _skipped(estimated.point.content["draft"]),
+    }
+    if estimated.error is not None:
+        yield {**place, "error": estimated.error}
+        return
+    found = estimated.found
+    costs = None if prices is None else costs_of(estimated.point, prices)
+    best = None if prices is None else predicted(estimated, prices).draft_length
+    by_rule = {(each.point.content["draft_length"], each.point.content["rule"]): each for each in confirmed}
+    for length, replay in found["lengths"].items():
+        # Estimates are of rejection sampling token by token, which greedily all lossless rules are.
+        own = by_rule.pop((int(length), "token"), None)
+        yield {
+            **place,
+            "draft_length": int(length),
+            "best_length": None if best is None else int(length) == best,
+            "rule": "token",
+            **_spread("agreement", wilson(found["agreement"] * found["tokens"], found["tokens"])),
+            **_spread("alpha", wilson(found["alpha"] * found["tokens"], found["tokens"])),
+            **_spread("acceptance_rate", wilson(sum(replay["accepted"]), sum(replay["judged"]))),
+            **_spread("mean_accepted_length", Interval(*replay["mean_accepted_length"])),
+            **_by_position("", replay),
+            **(_priced(found, replay, int(length), costs, prices) if costs and prices else {}),
+            **(_measured(own) if own else {}),
+        }
+    for (length, rule), each in by_rule.items():
+        yield {**place, "draft_length": length, "rule": rule, **_measured(each)}
+
+
+def _priced(found: Mapping[str, Any], replay: Mapping[str, Any], length: int, costs: Costs, prices: Prices) -> Row:
+    promised = predict({length: replay["mean_accepted_length"][0]}, costs, prices.step_seconds)
+    return {
+        "c": costs.draft,
+        "V": costs.verify + length * costs.widening,
+        "o": costs.overhead,
+        "predicted_speedup": promised.speedup,
+        "predicted_tokens_per_second": promised.tokens_per_second,
+        "formula_speedup": speedup(found["alpha"], length, costs),
+    }
+
+
+def _measured(confirmed: Result) -> Row:
+    if confirmed.error is not None:
+        return {"error": confirmed.error}
+    found = confirmed.found
+    names = ("speedup", "speedup_median", "tokens_per_second", "peak_bytes", "cache_bytes")
+    return {
+        **_spread("measured_acceptance_rate", wilson(sum(found["accepted"]), sum(found["judged"]))),
+        **_spread("measured_mean_accepted_length", Interval(*found["mean_accepted_length"])),
+        **_by_position("measured_", found),
+        **{f"measured_{name}": found[name] for name in names},
+        "exact": found["exact"],
+        "lossless": found["lossless"],
+    }
+
+
+def _by_position(prefix: str, counts: Mapping[str, Any]) -> Row:
+    shares = [wilson(accepted, judged) for accepted, judged in zip(counts["accepted"], counts["judged"], strict=True)]
+    return {
+        f"{prefix}judged_by_position": list(counts["judged"]),
+        f"{prefix}acceptance_by_position": [each and each.value for each in shares],
+        f"{prefix}acceptance_by_position_low": [each and each.low for each in shares],
+        f"{prefix}acceptance_by_position_high": [each and each.high for each in shares],
+    }
+
+
+def _spread(name: str, interval: Interval | None) -> Row:
+    value, low, high = (None, None, None) if interval is None else (interval.value, interval.low, interval.high)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def _skipped(draft: str) -> int | None:
+    """How many sublayers a skip set leaves out; None of other drafts."""
+    return len(skip_set(draft)) if draft.startswith("skip") else None
+
+
+def columns(table: Sequence[Row]) -> list[str]:
+    """The names of all columns, in order."""
+    return list(dict.fromkeys(name for row in table for name in row))

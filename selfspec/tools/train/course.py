@@ -1,0 +1,342 @@
+"""One course of training on transformers' Trainer: steps, checkpoints, interrupts, resuming, and NaN refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+# Read by torch when the first CUDA product is computed.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from selfspec.errors import TrainingError
+from selfspec.files.writing import writing
+from selfspec.tools.train.corpus import Blocks
+
+CHECKPOINTS = "checkpoints"
+KEPT = "what was finished is kept: make room and repeat the command to go on"
+"""What messages say of a training whose disk is full."""
+
+_STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long, how fast and on how much at once a model learns.
+
+    The learning rate rises linearly over `warmup` of the steps, stays, and falls linearly to 0 over the last `decay`.
+
+    Attributes:
+        steps: optimiser steps.
+        batch: blocks of a step on each device.
+        accumulate: batches summed up into one step.
+        length: tokens of a block.
+        learning_rate: the highest, of AdamW.
+        warmup: share of the steps.
+        decay: share of the steps.
+        weight_decay: of AdamW.
+        precision: what is computed in, by autocast; weights are float32.
+        seed: of the order of the text, of dropout and of new weights.
+        save_every: steps between checkpoints; the last two are kept.
+        evaluate_every: steps between evaluations on the held-out text.
+        log_every: steps between points of the loss curve.
+        tensorboard: whether logs for TensorBoard are written, into `tensorboard` in the output folder.
+    """
+
+    steps: int = 1000
+    batch: int = 8
+    accumulate: int = 1
+    length: int = 256
+    learning_rate: float = 5e-4
+    warmup: float = 0.05
+    decay: float = 0.4
+    weight_decay: float = 0.01
+    precision: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    save_every: int = 100
+    evaluate_every: int = 100
+    log_every: int = 10
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch", "accumulate", "length", "save_every", "evaluate_every", "log_every")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.learning_rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
+            raise TrainingError(
+                f"learning rate {self.learning_rate}, warm-up {self.warmup} and decay {self.decay} do not fit; the "
+                "rate must be positive, and warm-up and decay shares of the steps"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all steps of one device take together."""
+        return self.steps * self.batch * self.accumulate
+
+
+class Lesson(ABC):
+    """What is learnt: a loss for each batch, and what is measured on held-out text.
+
+    Attributes:
+        model: the module that is trained; its weights alone are what a checkpoint holds.
+        held_out: text to measure on.
+    """
+
+    model: nn.Module
+    held_out: Blocks
+
+    @abstractmethod
+    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
+        """The loss of one batch.
+
+        Args:
+            model: `self.model`, perhaps inside a wrapper that computes it on several devices.
+            ids: `[batch, tokens]`.
+            step: optimiser steps already made.
+            steps: optimiser steps in all.
+        """
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Figures on the held-out text, by name."""
+
+
+Observer = Callable[[int, int, Mapping[str, float]], None]
+"""Told of steps made, steps in all, and figures that are new."""
+
+
+@contextmanager
+def _log_level_kept() -> Iterator[None]:
+    """Undo what the Trainer does to transformers' log level, which is its whole process's."""
+    level = logging.get_verbosity()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@_log_level_kept()
+def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str, observe: Observer) -> list[Any]:
+    """Train, from the newest whole checkpoint in `folder` if there is one.
+
+    SIGINT and SIGTERM end training after the step under way, with a checkpoint. A process that was killed goes on
+    from its last checkpoint; either way the weights become those of an uninterrupted run.
+
+    Args:
+        lesson: what is learnt.
+        course: how.
+        text: what from.
+        folder: where checkpoints go, into `checkpoints`.
+        device: "auto" for what accelerate chooses, "cpu" to stay there.
+        observe: told of every step.
+
+    Returns:
+        The log: a dict for each point of the loss curve and each evaluation.
+
+    Raises:
+        TrainingError: the loss or a weight became NaN or infinite, or no checkpoint can be read.
+        StorageError: a checkpoint cannot be written; those before it are kept.
+        KeyboardInterrupt: interrupted; a checkpoint was written.
+    """
+    stop = threading.Event()
+    trainer = _CourseTrainer(
+        lesson,
+        model=lesson.model,
+        args=_arguments(course, folder, device),
+        train_dataset=text,
+        eval_dataset=lesson.held_out,
+        callbacks=[_Watch(stop, observe), *_logs(course, folder)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is not None and _state(checkpoint)["global_step"] >= course.steps:
+        # The Trainer would make one more step.
+        trainer.load_weights(checkpoint)
+        return list(_state(checkpoint)["log_history"])
+    with writing(folder, KEPT), _interrupts(stop):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if stop.is_set() and trainer.state.global_step < course.steps:
+        raise KeyboardInterrupt
+    return list(trainer.state.log_history)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a training that was written to its end; None where there is none."""
+    found = sorted(
+        (folder / CHECKPOINTS).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[-1])
+    )
+    return next((path for path in reversed(found) if _whole(path)), None)
+
+
+def settings_of(course: Course) -> dict[str, Any]:
+    """The settings of a course, ready for JSON."""
+    return asdict(course)
+
+
+class _CourseTrainer(Trainer):
+    def __init__(self, lesson: Lesson, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._lesson = lesson
+        # The loss is a mean over tokens; the Trainer then divides it by the number of batches summed up.
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = self._lesson.loss(model, inputs["input_ids"], self.state.global_step, self.state.max_steps)
+        if not loss.isfinite():
+            raise TrainingError(
+                f"the loss became {loss.item()} in step {self.state.global_step + 1}; nothing was written since the "
+                "last checkpoint. Lower the learning rate, or check the base's weights"
+            )
+        return loss
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        training = self._lesson.model.training
+        self._lesson.model.eval()
+        with torch.no_grad():
+            figures = self._lesson.evaluate()
+        self._lesson.model.train(training)
+        self.log(figures)
+        return figures
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Load the weights of a checkpoint, and nothing else of it."""
+        self._load_from_checkpoint(str(checkpoint))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # A finite loss may still leave a step that is not.
+        wrong = [name for name, weight in self._lesson.model.named_parameters() if not weight.isfinite().all()]
+        if wrong:
+            raise TrainingError(
+                f"{len(wrong)} weights are NaN or infinite after step {self.state.global_step} (first: {wrong[0]}); "
+                "the last checkpoint stays as it was. Lower the learning rate"
+            )
+        try:
+            super()._save_checkpoint(model, trial)
+        except BaseException:
+            # Half a checkpoint would take the room that the next try needs.
+            half = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            shutil.rmtree(half, ignore_errors=True)
+            raise
+
+
+class _Watch(TrainerCallback):
+    """Passes steps and figures on, and asks for an end with a checkpoint when told to stop."""
+
+    def __init__(self, stop: threading.Event, observe: Observer) -> None:
+        self._stop = stop
+        self._observe = observe
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.is_world_process_zero:
+            self._observe(state.global_step, state.max_steps, {})
+        if _told_anywhere(self._stop, args.device):
+            self._stop.set()
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, float)}
+        self._observe(state.global_step, state.max_steps, numbers)
+
+
+def _logs(course: Course, folder: Path) -> list[TrainerCallback]:
+    if not course.tensorboard:
+        return []
+    callback = TensorBoardCallback()
+    callback.logging_dir = str(folder / "tensorboard")
+    return [callback]
+
+
+def _told_anywhere(stop: threading.Event, device: torch.device) -> bool:
+    """Whether any process of the training was told to stop: all must end after the same step."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return stop.is_set()
+    told = torch.tensor(float(stop.is_set()), device=device)
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+    return bool(told)
+
+
+def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder / CHECKPOINTS),
+        max_steps=course.steps,
+        per_device_train_batch_size=course.batch,
+        gradient_accumulation_steps=course.accumulate,
+        learning_rate=course.learning_rate,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": int(course.decay * course.steps), "decay_type": "linear"},
+        warmup_steps=int(course.warmup * course.steps),
+        weight_decay=course.weight_decay,
+        adam_beta2=0.98,
+        max_grad_norm=1.0,
+        bf16=course.precision == "bfloat16",
+        seed=course.seed,
+        data_seed=course.seed,
+        save_strategy="steps",
+        save_steps=course.save_every,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=course.evaluate_every,
+        logging_steps=course.log_every,
+        logging_nan_inf_filter=False,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        use_cpu=device == "cpu",
+        log_level="error",
+    )
+
+
+def _whole(checkpoint: Path) -> bool:
+    # The Trainer writes its state last.
+    try:
+        return _state(checkpoint).keys() >= {"global_step", "log_history"}
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    return state
+
+
+@contextmanager
+def _interrupts(stop: threading.Event) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM ask for an end; the next one acts as it always does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

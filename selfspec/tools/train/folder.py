@@ -1,0 +1,117 @@
+"""The output folder of a training: begun once, gone on with by the same command, finished once, never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from selfspec.errors import TrainingError
+from selfspec.files.json_text import parse_json
+from selfspec.files.writing import check_output_folder, whole, writing
+from selfspec.tools.train.course import CHECKPOINTS, KEPT
+
+REPORT = "training.json"
+_BEGUN = "run.json"
+_NEW = "unfinished"
+
+
+class RunFolder:
+    """Where a training keeps its settings, its checkpoints and, in the end, its result.
+
+    Args:
+        path: the folder; it is made by `begin`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def check(self) -> None:
+        """Refuse, before any work, a folder that no training could begin in or go on in.
+
+        Raises:
+            TrainingError: it holds a finished training, or something else.
+            StorageError: it cannot be written to.
+        """
+        check_output_folder(self.path)
+        if (self.path / REPORT).exists():
+            raise TrainingError(f"{self.path} holds a finished training; give another folder with --to")
+        if not (self.path / _BEGUN).exists() and self.path.exists() and any(self.path.iterdir()):
+            raise TrainingError(f"{self.path} is not empty and holds no training; give another folder with --to")
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Begin a training, or go on with the one that was begun here with the same settings.
+
+        Raises:
+            TrainingError: the folder holds a finished training, one with other settings, or something else.
+            StorageError: it cannot be written to.
+        """
+        self.check()
+        wanted = json.loads(json.dumps(settings))
+        if (self.path / _BEGUN).exists():
+            begun = self._read()["settings"]
+            changed = sorted(name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name))
+            if changed:
+                raise TrainingError(
+                    f"the training in {self.path} was begun with other settings ({', '.join(changed)}); repeat its "
+                    "command to go on with it, or give another folder with --to"
+                )
+            return
+        self._write({"settings": wanted})
+
+    @property
+    def before(self) -> dict[str, float] | None:
+        """Figures of the model as it was before training, if they were measured already."""
+        before: dict[str, float] | None = self._read().get("before")
+        return before
+
+    def keep_before(self, figures: Mapping[str, float]) -> None:
+        """Keep the figures of the model as it was before training."""
+        self._write({**self._read(), "before": dict(figures)})
+
+    def finish(self, save: Callable[[Path], None], report: Mapping[str, Any]) -> None:
+        """Put the result in place, the report last, and drop the checkpoints.
+
+        Args:
+            save: writes all other files into the folder it is given.
+            report: what `training.json` says.
+
+        Raises:
+            StorageError: it cannot be written; the checkpoints stay.
+        """
+        new = self.path / _NEW
+        shutil.rmtree(new, ignore_errors=True)
+        try:
+            with writing(self.path, KEPT):
+                new.mkdir()
+                save(new)
+                for file in sorted(new.iterdir()):
+                    os.replace(file, self.path / file.name)
+                _write_whole(self.path / REPORT, report)
+        except BaseException:
+            # Half a result would take the room that the next try needs.
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+        new.rmdir()
+        (self.path / _BEGUN).unlink()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            content = parse_json((self.path / _BEGUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{self.path / _BEGUN} cannot be read ({error}); give another folder") from error
+        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+            raise TrainingError(f"{self.path / _BEGUN} holds no settings of a training; give another folder")
+        return content
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        _write_whole(self.path / _BEGUN, content)
+
+
+def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
+    with whole(file, KEPT) as draft:
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

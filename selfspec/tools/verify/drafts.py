@@ -1,0 +1,23 @@
+"""Which drafts are verified when none are named."""
+
+from __future__ import annotations
+
+from selfspec.draft import Drafter, EarlyExit, LayerSkip
+from selfspec.draft.along_path import PathDrafter
+from selfspec.model.layer_path import Path
+
+
+def default_drafts(depth: int) -> tuple[Drafter, ...]:
+    """A spread over the kinds of draft path, for a network of `depth` layers.
+
+    Early exits at half of the depth and at the last layer but one, one whole layer left out, the attention of one
+    layer, the MLP of one layer. In a shallow network some of these are the same path, or none; each is named once.
+    """
+    spread: list[PathDrafter] = [EarlyExit(layer) for layer in (depth // 2, depth - 1) if layer >= 1]
+    if depth > 1:
+        spread.append(LayerSkip(layers=[depth // 2]))
+    spread += [LayerSkip(attention=[depth // 3]), LayerSkip(mlp=[2 * depth // 3])]
+    chosen: dict[Path, Drafter] = {}
+    for drafter in spread:
+        chosen.setdefault(drafter.path(depth), drafter)
+    return tuple(chosen.values())

@@ -1,0 +1,184 @@
+"""Places in the model's own texts where few outcomes carry the mass, and the model's distribution there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from selfspec.measure.stock import end_tokens
+
+NEW_TOKENS = 3
+"""Tokens of an outcome: two drafted tokens and the one after them."""
+
+_PREFIX = 6
+_TEMPERATURES = (1.0, 0.8)
+# The chi-square distribution describes the statistic well enough where every cell expects so many.
+_SMALLEST_EXPECTED = 5.0
+# Of the first token, in nats: neither certain nor open.
+_FIRST_ENTROPY = 0.8
+_CANDIDATES = 96
+# Numbers in a table of logits, and branches of a prefix, to plan memory by.
+_LOGITS_AT_ONCE = 2**24
+_BRANCHES = 16
+
+Outcome = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A prefix and what the model says after it.
+
+    Attributes:
+        prefix: token ids.
+        temperature: of the sampling.
+        cells: outcomes likely enough to be counted by themselves, and the model's probability of each: `NEW_TOKENS`
+            tokens, or fewer that end the text.
+        rest: probability of all other outcomes.
+        discrepancy: chi-square divergence, for one draw, between the model's probabilities by one-token passes, which
+            `cells` are, and by one pass over all tokens: what rounding changes.
+    """
+
+    prefix: tuple[int, ...]
+    temperature: float
+    cells: dict[Outcome, float]
+    rest: float
+    discrepancy: float
+
+    @property
+    def entropy(self) -> float:
+        """Of the outcome, in nats, with all others as one."""
+        return -sum(p * math.log(p) for p in (*self.cells.values(), self.rest) if p > 0)
+
+
+@torch.no_grad()
+def choose_places(model: PreTrainedModel, texts: Sequence[Sequence[int]], samples: int) -> tuple[Place, ...]:
+    """One place for each of the temperatures, where few outcomes carry much of the mass and every token varies.
+
+    Args:
+        model: the stock model.
+        texts: token ids of its texts.
+        samples: to be drawn at each place.
+    """
+    width = min(_PREFIX, *(len(text) for text in texts))
+    windows = sorted({tuple(text[at : at + width]) for text in texts for at in range(len(text) - width + 1)})
+    prefixes = torch.tensor(windows, device=model.device)
+    logits = torch.cat([model(part).logits[:, -1].float() for part in prefixes.split(_rows(model, width))])
+    places: list[Place] = []
+    for temperature in _TEMPERATURES:
+        taken = [place.prefix for place in places]
+        free = [row for row, window in enumerate(windows) if window not in taken] or [0]
+        places.append(_place(model, prefixes[free], logits[free], temperature, samples))
+    return tuple(places)
+
+
+def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature: float, samples: int) -> Place:
+    entropy = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
+    candidates = prefixes[(entropy - _FIRST_ENTROPY).abs().argsort()[:_CANDIDATES]]
+    found: dict[tuple[int, ...], dict[Outcome, float]] = {}
+    for part in candidates.split(max(_rows(model, 1) // _BRANCHES, 1)):
+        found |= _cells(model, part, temperature, _SMALLEST_EXPECTED / samples)
+    # Squared, because what is pooled hides what is wrong among it.
+    prefix = max(found, key=lambda prefix: _variety(found[prefix]) * sum(found[prefix].values()) ** 2)
+    cells = found[prefix]
+    rest = 1 - sum(cells.values())
+    if cells and rest * samples < _SMALLEST_EXPECTED:
+        rest += cells.pop(min(cells, key=lambda outcome: cells[outcome]))
+    again = _probabilities_at_once(model, prefix, list(cells), temperature)
+    pairs = [*zip(cells.values(), again, strict=True), (rest, 1 - sum(again))]
+    return Place(prefix, temperature, cells, rest, sum((other - own) ** 2 / own for own, other in pairs))
+
+
+def _rows(model: PreTrainedModel, width: int) -> int:
+    """How many rows of so many tokens may be run at once, for the memory of their logits."""
+    vocabulary: int = model.get_input_embeddings().num_embeddings
+    return max(_LOGITS_AT_ONCE // (width * vocabulary), 1)
+
+
+def _cells(
+    model: PreTrainedModel, prefixes: Tensor, temperature: float, smallest: float
+) -> dict[tuple[int, ...], dict[Outcome, float]]:
+    """Outcomes of at least the probability `smallest` after each prefix, by passes over one token after the other.
+
+    Args:
+        model: the stock model.
+        prefixes: `[number, tokens]`, no two of them equal.
+        temperature: of the sampling.
+        smallest: a probability.
+    """
+    ends = end_tokens(model)
+    found: dict[tuple[int, ...], dict[Outcome, float]] = {tuple(prefix): {} for prefix in prefixes.tolist()}
+    branches = [_Branch(prefix, (), 1.0) for prefix in found]
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if prefixes.shape[1] > 1:
+        model(prefixes[:, :-1], past_key_values=cache, use_cache=True)
+    token = prefixes[:, -1:]
+    for length in range(1, NEW_TOKENS + 1):
+        logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        mass = torch.tensor([[branch.mass] for branch in branches], dtype=torch.double, device=logits.device)
+        joint = mass * (logits / temperature).softmax(-1).double()
+        longer, rows = [], []
+        places = (joint >= smallest).nonzero()
+        for (row, choice), probability in zip(places.tolist(), joint[*places.T].tolist(), strict=True):
+            grown = _Branch(branches[row].prefix, (*branches[row].outcome, choice), probability)
+            if length == NEW_TOKENS or choice in ends:
+                found[grown.prefix][grown.outcome] = grown.mass
+            else:
+                longer.append(grown)
+                rows.append(row)
+        branches = longer
+        if not branches:
+            break
+        cache.batch_select_indices(torch.tensor(rows, device=logits.device))
+        token = torch.tensor([[branch.outcome[-1]] for branch in branches], device=logits.device)
+    return found
+
+
+def _variety(cells: Mapping[Outcome, float]) -> float:
+    """The least entropy of any of the tokens given those before it, in nats: what every one of them is tested by."""
+    joint = [_entropy(_shortened(cells, length)) for length in range(NEW_TOKENS + 1)]
+    return min(longer - shorter for shorter, longer in pairwise(joint))
+
+
+def _shortened(cells: Mapping[Outcome, float], length: int) -> list[float]:
+    masses: dict[Outcome, float] = {}
+    for outcome, mass in cells.items():
+        masses[outcome[:length]] = masses.get(outcome[:length], 0.0) + mass
+    return list(masses.values())
+
+
+def _entropy(masses: Sequence[float]) -> float:
+    total = sum(masses)
+    return sum(mass / total * math.log(total / mass) for mass in masses)
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """An outcome that is not yet whole, and its probability."""
+
+    prefix: tuple[int, ...]
+    outcome: Outcome
+    mass: float
+
+
+def _probabilities_at_once(
+    model: PreTrainedModel, prefix: tuple[int, ...], outcomes: Sequence[Outcome], temperature: float
+) -> list[float]:
+    """Probability of each outcome, by one pass over prefix and outcome."""
+    probabilities = []
+    start = len(prefix) - 1
+    width = start + NEW_TOKENS
+    for chunk in range(0, len(outcomes), _rows(model, width)):
+        part = outcomes[chunk : chunk + _rows(model, width)]
+        # What follows an outcome that ended early is not looked at.
+        texts = [[*prefix, *outcome, *[outcome[-1]] * NEW_TOKENS][: width + 1] for outcome in part]
+        read = torch.tensor(texts, device=model.device)
+        p = (model(read[:, :-1]).logits[:, start:].float() / temperature).softmax(-1).double()
+        chosen: Tensor = p.gather(-1, read[:, start + 1 :, None])[..., 0]
+        probabilities += [chosen[row, : len(outcome)].prod().item() for row, outcome in enumerate(part)]
+    return probabilities

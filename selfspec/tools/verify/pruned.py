@@ -1,0 +1,99 @@
+"""What drafts, against a pruned copy of the model: a wrong adapter shows in the draft's logits, and not in the text.
+
+The text is the full model's own whatever the draft says, so it cannot tell whether a layer or a sublayer that a draft
+leaves out was left out rightly.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.draft.along_path import PathDrafter
+from selfspec.errors import PromptError
+from selfspec.model.adapter import Adapter
+from selfspec.model.layer_path import Path
+from selfspec.model.registry import find_adapter
+from selfspec.model.runner import Passes
+
+
+@torch.no_grad()
+def draft_logits(
+    model: PreTrainedModel, draft: PathDrafter, ids: Tensor, block: int, adapter: Adapter | None = None
+) -> Tensor:
+    """Logits of draft steps over the end of a text whose beginning the full model has read.
+
+    Args:
+        model: any causal LM, in evaluation mode.
+        draft: what drafts.
+        ids: texts of one length, without padding, `[batch, length]`.
+        block: how many of the last tokens are read by the draft, one at a time.
+        adapter: where the model keeps its layers; None: the declared one of its architecture.
+
+    Returns:
+        `[batch, block, vocab]`.
+
+    Raises:
+        DraftConfigError: the draft does not fit the model.
+        PromptError: the block is not in 1..length - 1.
+        UnsupportedModelError: there is no adapter.
+    """
+    _check_block(ids, block)
+    found = adapter or find_adapter(model)
+    depth = len(found.decoder_layers(model))
+    path = draft.path(depth)
+    draft.check_model(model, found)
+    cache = SharedCache(
+        depth=depth,
+        batch=ids.shape[0],
+        limit=ids.shape[1] + 1,
+        slack=block,
+        device=ids.device,
+        aligned="right" if found.ragged == "padding" else "left",
+        recurrent=recurrent_layers(model.config) if found.recurrent else {},
+    )
+    passes = Passes(model, found, cache)
+    past = ids.shape[1] - block
+    passes.states(Path.full(depth), ids[:, :past])
+    cache.advance(past)
+    logits = []
+    for token in ids[:, past:].split(1, 1):
+        logits.append(passes.logits(path, token, head=draft.head).logits)
+        cache.advance(1)
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor, block: int) -> Tensor:
+    """The same by `transformers` alone: the full model reads the beginning, a pruned copy goes on from its cache.
+
+    Args:
+        model: the full model.
+        pruned: a copy with as many layers, in which what the draft leaves out adds nothing: the weights and biases of
+            the linears that end these sublayers are 0.
+        ids: as in `draft_logits`.
+        block: as there.
+
+    Returns:
+        `[batch, block, vocab]`.
+
+    Raises:
+        PromptError: the block is not in 1..length - 1.
+    """
+    _check_block(ids, block)
+    parameters = inspect.signature(type(model).forward).parameters
+    name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
+    cache = DynamicCache(config=model.config)
+    past = ids.shape[1] - block
+    model(ids[:, :past], use_cache=True, **{name: cache})
+    logits: Tensor = pruned(ids[:, past:], use_cache=True, **{name: cache}).logits
+    return logits
+
+
+def _check_block(ids: Tensor, block: int) -> None:
+    if not 1 <= block < ids.shape[1]:
+        raise PromptError(f"a block of {block} tokens does not fit texts of {ids.shape[1]}; leave the full model some")

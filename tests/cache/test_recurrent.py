@@ -1,0 +1,106 @@
+"""States of recurrent layers go where the cursors go: forward by tokens, back by rejection, row by row at a commit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from selfspec.cache.recurrent import RecurrentLayer, token_by_token
+from selfspec.cache.shared_cache import SharedCache
+
+ROWS, WIDTH, KERNEL = 3, 2, 3
+
+
+class Summing(torch.nn.Module):
+    """A made-up mixer whose output is the sum of all it has read, and which remembers its last inputs."""
+
+    def forward(self, hidden_states: torch.Tensor, cache_params: SharedCache) -> torch.Tensor:
+        assert hidden_states.shape[1] == 1, "recurrent modules run one token at a time"
+        past = cache_params.get_recurrent_state(0)
+        total = hidden_states[:, 0] + (0 if past is None else past)
+        cache_params.update_conv_state(hidden_states.transpose(1, 2), 0)
+        cache_params.update_recurrent_state(total, 0)
+        return total[:, None].clone()
+
+
+def recurrent_cache() -> SharedCache:
+    return SharedCache(1, ROWS, limit=40, slack=4, device=torch.device("cpu"), recurrent={0: LinearAttentionLayer()})
+
+
+def read(cache: SharedCache, tokens: torch.Tensor) -> torch.Tensor:
+    """Sums after each token, `[rows, tokens, width]`."""
+    sums: torch.Tensor = token_by_token(Summing(), 0, hidden_states=tokens, cache_params=cache)
+    return sums
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(1, 100, (ROWS, count, WIDTH), generator=torch.Generator().manual_seed(seed)).double()
+
+
+def test_a_block_is_its_tokens_one_by_one() -> None:
+    cache, block = recurrent_cache(), tokens(5, 0)
+    assert torch.equal(read(cache, block), block.cumsum(1))
+
+
+def test_advancing_goes_on_and_rolling_back_goes_back() -> None:
+    cache, first, second = recurrent_cache(), tokens(2, 0), tokens(2, 1)
+    read(cache, first)
+    cache.advance(2)
+    assert torch.equal(read(cache, second), first.sum(1, keepdim=True) + second.cumsum(1))
+    cache.rollback(2)
+    assert torch.equal(read(cache, second), second.cumsum(1))
+
+
+def test_each_row_settles_at_its_own_token() -> None:
+    cache, block, more = recurrent_cache(), tokens(4, 0), tokens(2, 1)
+    read(cache, block)
+    cache.commit([0, 2, 4])
+    settled = torch.stack([torch.zeros(WIDTH, dtype=torch.float64), block[1, :2].sum(0), block[2].sum(0)])
+    assert torch.equal(read(cache, more), settled[:, None] + more.cumsum(1))
+
+
+def test_a_commit_counts_from_where_the_cursors_stand() -> None:
+    cache, block, more = recurrent_cache(), tokens(3, 0), tokens(1, 1)
+    read(cache, block)
+    cache.advance(1)
+    cache.commit([0, 1, 2])
+    settled = torch.stack([block[row, : row + 1].sum(0) for row in range(ROWS)])
+    assert torch.equal(read(cache, more), settled[:, None] + more)
+
+
+def test_a_pass_does_not_write_into_the_state_it_starts_from() -> None:
+    cache, block = recurrent_cache(), tokens(3, 0)
+    read(cache, block)
+    cache.commit([3] * ROWS)
+    again = [read(cache, tokens(2, 1)) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_rows_that_stay_keep_their_states() -> None:
+    cache, block = recurrent_cache(), tokens(3, 0)
+    read(cache, block)
+    cache.commit([1, 2, 3])
+    cache.narrow([2, 0])
+    more = tokens(1, 1)[:2]
+    settled = torch.stack([block[2].sum(0), block[0, 0]])
+    assert torch.equal(read(cache, more), settled[:, None] + more)
+
+
+def test_a_state_that_was_never_kept_is_missed_rather_than_made_up() -> None:
+    cache = recurrent_cache()
+    read(cache, tokens(2, 0))
+    cache.advance(4)
+    with pytest.raises(KeyError):
+        read(cache, tokens(1, 1))
+
+
+def test_the_copies_of_a_round_are_counted() -> None:
+    cache = recurrent_cache()
+    read(cache, tokens(4, 0))
+    layer = cache.layers[0]
+    assert isinstance(layer, RecurrentLayer)
+    one = 8 * ROWS * WIDTH * (1 + layer.conv_states[0].shape[-1])
+    assert cache.state_bytes == 4 * one == cache.nbytes
+    cache.commit([4] * ROWS)
+    assert cache.state_bytes == 4 * one, "the most at any time"

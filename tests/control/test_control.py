@@ -1,0 +1,489 @@
+"""Controls: when drafts end, when none is made, and that what is generated stays the model's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import Warp, assert_rows_are_stock
+from helpers.tiny_joint import PROMPT, TOKENS, joint, network
+from selfspec.control.control import Control, Controller, CostAware, RowOutcome
+from selfspec.control.costs import CostsByRows
+from selfspec.draft import Draft
+
+CHEAP = selfspec.Costs(draft=0.1)
+DEAR = selfspec.Costs(draft=0.9, verify=1.2)
+
+
+def scores_of(*confidences: float, vocab: int = 50) -> Tensor:
+    """Scores whose softmax has these largest probabilities, one a row."""
+    rows = [[c, *[(1 - c) / (vocab - 1)] * (vocab - 1)] for c in confidences]
+    return torch.tensor(rows, dtype=torch.float64).log()[:, None]
+
+
+def drafted(controller: Controller, confidences: list[float], remaining: int = 100) -> int:
+    """How many tokens a draft gets whose tokens have these confidences."""
+    most = controller.choose(remaining, [True])
+    if not controller.tries(0):
+        return 0
+    for count, confidence in enumerate(confidences[:most], 1):
+        if count < most and not controller.goes_on(scores_of(confidence)):
+            return count
+    return most
+
+
+def told(controller: Controller, length: int, accepted: int, match: int = 0) -> None:
+    """Let a controller learn of a round of one row."""
+    draft = Draft(torch.zeros(1, length, dtype=torch.long), steps=0 if match else length, match=match)
+    controller.learn(draft, [RowOutcome(min(accepted + 1, length), accepted, accepted + 1)])
+
+
+@pytest.mark.parametrize("remaining", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop(0.0, 3), CostAware(3)], ids=str)
+def test_no_more_is_drafted_than_can_be_of_use(control: Control, remaining: int) -> None:
+    controller = control.begin(CHEAP)
+    assert controller.longest == 3
+    assert controller.choose(remaining, [True]) == min(3, remaining - 1)
+
+
+def test_a_fixed_length_does_not_look_at_confidence() -> None:
+    assert drafted(selfspec.FixedLength(3).begin(CHEAP), [0.01, 0.01, 0.01]) == 3
+
+
+def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> None:
+    controller = selfspec.ConfidenceStop(0.5, longest=5).begin(CHEAP)
+    assert drafted(controller, [0.9, 0.6, 0.4, 0.9, 0.9]) == 3
+    assert drafted(controller, [0.49, 0.9, 0.9, 0.9, 0.9]) == 1
+    assert drafted(controller, [0.9] * 5) == 5
+
+
+def test_one_confident_live_row_is_enough() -> None:
+    controller = selfspec.ConfidenceStop(0.5).begin(CHEAP)
+    controller.choose(9, [True, True])
+    assert controller.goes_on(scores_of(0.3, 0.8))
+    controller.choose(9, [True, False])
+    assert not controller.goes_on(scores_of(0.3, 0.8))
+
+
+def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
+    controller = selfspec.ConfidenceStop(0.1).begin(CHEAP)
+    controller.choose(9, [True])
+    assert not controller.goes_on(torch.full((1, 1, 4), math.nan))
+
+
+def test_sure_drafts_go_on_and_doubtful_ones_stop() -> None:
+    assert drafted(CostAware(6).begin(CHEAP), [0.99] * 6) == 6
+    assert drafted(CostAware(6).begin(selfspec.Costs(draft=0.3)), [0.05] * 6) == 1
+    # The dearer a step, the sooner it stops.
+    assert drafted(CostAware(6).begin(selfspec.Costs(draft=0.5)), [0.7] * 6) == 1
+    assert drafted(CostAware(6).begin(CHEAP), [0.7] * 6) > 1
+
+
+def test_the_larger_the_batch_the_sooner_a_draft_stops() -> None:
+    costs = selfspec.Costs(draft=0.1, widening=0.1)
+    lengths = []
+    for rows in (1, 4, 16):
+        controller = CostAware(6).begin(costs)
+        most = controller.choose(100, [True] * rows)
+        lengths.append(next((n for n in range(1, most) if not controller.goes_on(scores_of(*[0.8] * rows))), most))
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
+def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
+    controller = CostAware(6).begin(selfspec.Costs(draft=0.3))
+    before = drafted(controller, [0.75] * 6)
+    for _ in range(30):
+        drafted(controller, [0.75] * 6)
+        told(controller, before, accepted=before)
+    assert drafted(controller, [0.75] * 6) > before
+
+
+@pytest.mark.parametrize("costs", [CHEAP, selfspec.Costs(draft=0.5, verify=1.1)], ids=["cheap", "dearer"])
+def test_useless_drafts_lose_a_few_steps_and_half_a_hundredth_of_a_step_a_round(costs: selfspec.Costs) -> None:
+    controller = CostAware(4).begin(costs)
+    lost, drafts = 0.0, []
+    for number in range(1, 601):
+        length = drafted(controller, [0.5] * 4)
+        if length:
+            told(controller, length, accepted=0)
+            drafts.append(number)
+            lost += costs.of_round(length, length) - 1
+        assert lost <= 3 + number / 200 + costs.of_round(4, 4)
+    gaps = [later - earlier for earlier, later in pairwise(drafts)]
+    # In a row at first, then now and then to the end.
+    assert gaps[:2] == [1, 1]
+    assert min(gaps[-2:]) > 5
+    assert drafts[-1] > 400
+
+
+def test_a_draft_that_could_hardly_pay_is_not_tried_before_its_price_is_saved_up() -> None:
+    controller = CostAware(4).begin(DEAR)
+    rounds = 1
+    while not drafted(controller, [0.5] * 4):
+        rounds += 1
+    assert rounds == pytest.approx((DEAR.of_round(1, 1) - 1) * 200, abs=1)
+    told(controller, 1, accepted=0)
+    assert not any(drafted(controller, [0.5] * 4) for _ in range(rounds - 10))
+
+
+def test_a_draft_that_pays_against_expectation_goes_on() -> None:
+    controller = CostAware(4).begin(selfspec.Costs(draft=0.8, verify=1.1))
+    while not drafted(controller, [0.99] * 4):
+        pass
+    for _ in range(20):
+        told(controller, 4, accepted=4)
+        assert drafted(controller, [0.99] * 4)
+
+
+def test_whether_a_draft_could_pay_is_a_matter_of_the_batch() -> None:
+    costs = selfspec.Costs(draft=0.4, verify=1.1, widening=0.05)
+    for match, tried in ((0, [True, True, False]), (5, [True, True, False])):
+        found = []
+        for rows in (1, 2, 32):
+            controller = CostAware(4).begin(costs)
+            controller.choose(100, [True] * rows)
+            found.append(controller.tries(match))
+        assert found == tried
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_many_useless_sources_lose_no_more_than_one(rows: int) -> None:
+    costs = selfspec.Costs(draft=0.3, verify=1.1, widening=0.05)
+    controller, batch = CostAware(4).begin(costs), costs.in_batch(rows)
+    lost = 0.0
+    for number in range(1, 401):
+        length, match = controller.choose(100, [True] * rows), number % 10
+        if controller.tries(match):
+            draft = Draft(torch.zeros(rows, length, dtype=torch.long), steps=0 if match else length, match=match)
+            controller.learn(draft, [RowOutcome(1, 0, 1)] * rows)
+            lost += batch.of_round(draft.steps, length) - 1
+        assert lost <= 3 + number / 200 + batch.of_round(4, 4)
+    assert lost > 1
+
+
+def test_sources_that_pay_are_not_held_back_by_others_that_do_not() -> None:
+    controller = CostAware(4).begin(selfspec.Costs(draft=0.3, verify=1.1, widening=0.05))
+    for _ in range(8):
+        told(controller, 4, accepted=4, match=6)
+        told(controller, 4, accepted=0, match=0)
+    controller.choose(100, [True])
+    assert not controller.tries(0)
+    assert controller.tries(6)
+
+
+def test_bad_luck_at_the_beginning_does_not_end_what_pays() -> None:
+    controller = CostAware(1).begin(selfspec.Costs(draft=0.4, verify=1.1))
+    committed = cost = 0.0
+    for number in range(100):
+        length = 1 if controller.choose(9, [True]) and controller.tries(0) else 0
+        stands = length if number > 2 else 0
+        committed, cost = committed + 1 + stands, cost + (1.5 if length else 1.0)
+        if length:
+            told(controller, length, accepted=stands)
+    assert committed / cost > 1.25
+
+
+def test_drafts_that_pay_again_are_taken_up_again() -> None:
+    controller = CostAware(4).begin(CHEAP)
+    for _ in range(6):
+        told(controller, max(1, drafted(controller, [0.5] * 4)), accepted=0)
+    rounds = 0
+    while rounds < 100 and not all(drafted(controller, [0.95] * 4) for _ in range(1)):
+        rounds += 1
+    for _ in range(12):
+        length = drafted(controller, [0.95] * 4)
+        if length:
+            told(controller, length, accepted=length)
+    assert all(drafted(controller, [0.95] * 4) == 4 for _ in range(5))
+
+
+def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
+    controller = CostAware(4).begin(CHEAP)
+    for _ in range(10):
+        told(controller, 4, accepted=0, match=2)
+        told(controller, 4, accepted=4, match=6)
+        told(controller, 4, accepted=2, match=0)
+    controller.choose(9, [True])
+    assert controller.prefers(6)
+    assert not controller.prefers(2)
+
+
+@pytest.mark.parametrize("match", [0, 5])
+def test_rows_are_kept_in_step_until_a_draft_pays_for_being_out_of_it_and_never_again(match: int) -> None:
+    controller = CostAware(4).begin(CHEAP)
+    for accepted in (4, 4, 4, 4):
+        # Three rounds may be luck.
+        assert controller.keeps_step()
+        told(controller, 4, accepted, match)
+    assert not controller.keeps_step()
+    for _ in range(100):
+        told(controller, 4, 0, match)
+    assert not controller.keeps_step()
+
+
+def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cost() -> None:
+    for out_of_step, stays in ((1.7, True), (1.6, False)):
+        # Three tokens a round, at 1.8 plain steps.
+        controller = CostAware(2).begin(selfspec.Costs(draft=0.4, out_of_step=out_of_step))
+        for _ in range(50):
+            told(controller, 2, accepted=2)
+        assert controller.keeps_step() == stays
+
+
+def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_after_the_trial() -> None:
+    draft = Draft(torch.zeros(2, 4, dtype=torch.long), steps=4)
+    for first, goes_on in ((RowOutcome(4, 4, 5), True), (RowOutcome(4, 4, 1, dropped=4), False)):
+        # Three tokens a row stand, at 2.6 plain steps.
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.4, out_of_step=1.1))
+        rows = [first, RowOutcome(1, 0, 1)]
+        for _ in range(4):
+            assert controller.tries(0)
+            controller.learn(draft, rows)
+            rows.reverse()
+        for _ in range(4):
+            controller.learn(draft, rows)
+            rows.reverse()
+        assert controller.tries(0) == goes_on
+        assert not controller.keeps_step()
+
+
+def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
+    draft = Draft(torch.zeros(2, 4, dtype=torch.long), steps=4)
+    rounds = {}
+    for turns in (True, False):
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.4))
+        controller.choose(100, [True, True])
+        rows = [RowOutcome(4, 4, 5), RowOutcome(1, 0, 1)]
+        # Three tokens a row at 2.6 plain steps, in turns or all of them in one row.
+        rounds[turns] = 0
+        while controller.tries(0) and rounds[turns] < 60:
+            controller.learn(draft, rows)
+            rounds[turns] += 1
+            rows = rows[::-1] if turns else rows
+    assert rounds[True] == 60
+    assert rounds[False] < 10
+
+
+def test_the_end_of_a_row_is_no_gain_and_no_loss() -> None:
+    draft = Draft(torch.zeros(3, 4, dtype=torch.long), steps=4)
+    for ended in range(3):
+        # A plain step a token, whoever is behind: what is gained then is gained in the rounds that are left.
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.0, out_of_step=9.0))
+        controller.choose(100, [True] * 3)
+        rows: list[RowOutcome | None] = [RowOutcome(4, 4, 5), RowOutcome(2, 1, 2), RowOutcome(1, 0, 1)]
+        for _ in range(30):
+            controller.learn(draft, rows)
+        assert controller.tries(0)
+        rows = [RowOutcome(1, 0, 1)] * 3
+        rows[ended] = None
+        for _ in range(30):
+            controller.learn(draft, rows)
+            assert controller.tries(0)
+
+
+def test_a_short_text_has_less_to_lose() -> None:
+    drafts = {}
+    for tokens in (12, 48, 400):
+        controller = CostAware(4).begin(selfspec.Costs(draft=0.3))
+        drafts[tokens] = 0
+        for left in range(tokens, 1, -1):
+            length = drafted(controller, [0.5] * 4, remaining=left)
+            drafts[tokens] += length > 0
+            if length:
+                told(controller, length, accepted=0)
+    assert 0 < drafts[12] < drafts[48] < drafts[400]
+
+
+def test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays() -> None:
+    costs = selfspec.Costs(draft=0.3, widening=0.03, each_row=0.05)
+    lengths = []
+    for rows in (1, 4, 16, 64):
+        controller = CostAware(7).begin(costs)
+        controller.choose(100, [True] * rows)
+        lengths.append(controller.look_up_length(1.0))
+    assert lengths[0] == 7
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[2] < 7
+
+
+def test_rows_with_a_match_must_be_enough_to_pay_for_those_without() -> None:
+    # Where each further token costs a third of a plain step, four tokens in five stand in for a fifth.
+    controller = CostAware(7).begin(selfspec.Costs(draft=0.3, widening=0.3, out_of_step=1.1, rows=8))
+    controller.choose(100, [True] * 8)
+    lengths = [controller.look_up_length(matches / 8) for matches in range(1, 9)]
+    assert lengths[:3] == [0] * 3
+    assert min(lengths[3:]) > 0
+    assert lengths == sorted(lengths)
+    controller.choose(100, [True])
+    assert controller.look_up_length(1.0) == 7
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("dear", [1, 4, 16])
+def test_what_a_draft_costs_in_a_batch_is_what_was_measured_there(rows: int, dear: int) -> None:
+    costs = selfspec.BatchCosts(
+        tuple(selfspec.Costs(draft=0.1, verify=3.0 if size == dear else 1.0, rows=size) for size in (1, 4, 16))
+    )
+    controller = CostAware(2).begin(costs)
+    controller.choose(100, [True] * rows)
+    assert controller.tries(0) == (rows != dear)
+
+
+@pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop()], ids=str)
+def test_other_controls_let_each_row_go_its_own_way(control: Control) -> None:
+    assert not control.begin(CHEAP).keeps_step()
+
+
+@dataclass
+class Toggling(Control, Controller):
+    """Lets every other round draft, and stops after one token or two by turns."""
+
+    longest: int = 3
+    rounds: int = field(default=0)
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return Toggling()
+
+    def choose(self, remaining: int, live: Any) -> int:
+        self.rounds += 1
+        return min(3, remaining - 1) * (self.rounds % 2)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        return self.rounds % 4 == 1
+
+
+CONTROLS: list[Control] = [CostAware(), CostAware(3, costs=CHEAP), selfspec.ConfidenceStop(0.1, 4), Toggling()]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    return draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=str)
+@pytest.mark.parametrize(
+    "draft",
+    [
+        selfspec.EarlyExit(2),
+        selfspec.LayerSkip(mlp=[3]),
+        selfspec.PromptLookup(1, 3),
+        selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.EarlyExit(3)),
+    ],
+    ids=str,
+)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(prompts(), st.integers(1, 30), st.sampled_from([None, 3, [7, 30]]))
+def test_greedy_text_is_stock_text(
+    draft: selfspec.Drafter, control: Control, lengths: list[int], new: int, eos: Any
+) -> None:
+
+    model = tiny.llama()
+    spec = selfspec.wrap(model, draft, draft_length=control)
+    prompts = [tiny.prompt(length, seed=row) for row, length in enumerate(lengths)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=new, eos_token_id=eos)
+
+
+def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is() -> None:
+    # One row at a time, so that its own tokens decide, and not the mean of many.
+    found = {}
+    for number, (control, draft, rule) in enumerate(
+        [
+            (selfspec.ConfidenceStop(0.45, longest=2), selfspec.EarlyExit(1), "block"),
+            (CostAware(2, costs=CHEAP), selfspec.EarlyExit(1), "token"),
+            (CostAware(2), selfspec.Cascade(selfspec.PromptLookup(1, 2), selfspec.EarlyExit(1)), "block"),
+        ]
+    ):
+        model, warp = network(seed=1), Warp(temperature=1.2)
+        spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
+        lengths, seen = set(), []
+        for seed in range(600):
+            out = spec.generate(
+                torch.tensor([PROMPT]), max_new_tokens=TOKENS, seed=10_000 * number + seed, **warp.options
+            )
+            seen.append(tuple(out.sequences[0, len(PROMPT) :].tolist()))
+            lengths.add(out.stats.drafted / out.stats.rounds)
+        assert len(lengths) > 1
+        found[f"{control} {draft} {rule}"] = p_value(seen, joint(model, warp))
+    assert holm_rejects(found, 0.01) == [], found
+
+
+def test_a_seed_gives_the_same_tokens_again() -> None:
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2))
+    runs = [spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=3).sequences for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+def rounds_of(model: PreTrainedModel, draft: selfspec.Drafter, **options: Any) -> Iterator[int]:
+    spec = selfspec.wrap(model, draft, **options)
+    for chunk in spec.stream(tiny.prompt(6), max_new_tokens=120, do_sample=False):
+        yield len(chunk.rows[0].draft)
+
+
+def test_by_default_drafts_that_never_stand_are_given_up() -> None:
+    lengths = list(rounds_of(tiny.llama(), Wrong()))
+    assert sum(length > 0 for length in lengths) < 12
+    assert len(lengths) == 120
+
+
+def test_by_default_drafts_that_always_stand_go_on() -> None:
+    model = tiny.llama()
+    text = model.generate(tiny.prompt(6), do_sample=False, max_new_tokens=130)[0].tolist()
+    lengths = list(rounds_of(model, Right(tuple(text))))
+    assert set(lengths[:-1]) == {7}
+
+
+@dataclass(frozen=True)
+class Wrong(selfspec.Drafter):
+    """Always drafts the same token; its steps cost as much as any draft's."""
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: Any, length: int) -> Draft:
+        return Draft(torch.full((1, length), 49), steps=length) if state.control.tries(0) else state.no_draft()
+
+    def cost(self, model: Any, adapter: Any) -> float:
+        return 0.2
+
+
+@dataclass(frozen=True)
+class Right(selfspec.Drafter):
+    """Knows the text."""
+
+    text: tuple[int, ...]
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: Any, length: int) -> Draft:
+        start = state.text.length(0)
+        return Draft(torch.tensor([self.text[start : start + length]]), steps=length)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: selfspec.FixedLength(0),
+        lambda: selfspec.FixedLength(True),
+        lambda: selfspec.ConfidenceStop(1.5),
+        lambda: selfspec.ConfidenceStop(0.5, longest=0),
+        lambda: CostAware(longest=2.5),  # type: ignore[arg-type]
+        lambda: selfspec.wrap(tiny.llama(), selfspec.EarlyExit(1), draft_length=0),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError):
+        make()

@@ -1,0 +1,123 @@
+"""What the parts of a round cost, by the weights they read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import selfspec
+from helpers import tiny
+from selfspec.adapters import ADAPTERS
+from selfspec.control.costs import share_read
+from selfspec.draft.exit_adapter import ExitAdapter
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_path import Path
+from selfspec.model.summary import describe
+
+
+def test_exits_cost_what_inspect_says(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    adapter = ADAPTERS[architecture]
+    for choice in describe(model).exits:
+        path = selfspec.EarlyExit(choice.layer).path(tiny.DEPTH)
+        assert share_read(model, adapter, path) == pytest.approx(choice.cost_ratio)
+    assert share_read(model, adapter, Path.full(tiny.DEPTH)) == 1.0
+
+
+def test_a_skip_set_saves_what_it_leaves_out() -> None:
+    model, adapter = tiny.llama(), ADAPTERS["llama"]
+    anatomy = describe(model)
+    saved = anatomy.layers[1].attention.weights.bytes + anatomy.layers[2].mlp.weights.bytes
+    path = selfspec.LayerSkip(attention=[1], mlp=[2]).path(tiny.DEPTH)
+    assert share_read(model, adapter, path) == pytest.approx(1 - saved / anatomy.target_bytes_read)
+
+
+def test_a_head_counts_with_the_rows_it_reads_and_the_adapter_before_it() -> None:
+    model, adapter = tiny.llama(), ADAPTERS["llama"]
+    path, anatomy = selfspec.EarlyExit(2).path(tiny.DEPTH), describe(model)
+    own = ExitAdapter(model.config.hidden_size, 8)
+    head = DraftHead(own, torch.arange(10))
+    rows = anatomy.head.bytes * 10 // anatomy.vocabulary
+    weights = sum(weight.numel() for weight in own.parameters()) * model.dtype.itemsize
+    wanted = share_read(model, adapter, path) + (rows - anatomy.head.bytes + weights) / anatomy.target_bytes_read
+    assert share_read(model, adapter, path, head) == pytest.approx(wanted)
+
+
+def test_a_round_costs_the_sum_of_its_parts() -> None:
+    costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.02, overhead=0.05)
+    assert costs.of_round(steps=3, drafted=4) == pytest.approx(0.75 + 1.1 + 0.08 + 0.05)
+
+
+def test_in_a_batch_a_pass_takes_longer_in_proportion_to_its_tokens() -> None:
+    costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.1, overhead=0.05)
+    four = costs.in_batch(4)
+    # A plain step of four rows takes 1.3 times as long, and each token more in every row 0.4 of a plain one.
+    assert four.widening == pytest.approx(0.4 / 1.3)
+    assert four.overhead == pytest.approx(0.05 / 1.3)
+    assert (four.draft, four.verify, four.rows) == (costs.draft, costs.verify, 4)
+    assert costs.in_batch(1) == costs
+
+
+def test_more_rows_cost_what_a_further_row_does_and_fewer_what_a_further_token_does() -> None:
+    costs = selfspec.Costs(draft=0.25, widening=0.02, each_row=0.1)
+    # Six rows take 1.5 times as long as one, and a token more in each of them 0.6 as long as one.
+    assert costs.in_batch(6).widening == pytest.approx(0.6 / 1.5)
+    assert costs.in_batch(1) == costs
+    four = selfspec.Costs(draft=0.25, widening=0.08, rows=4, each_row=0.1)
+    assert four.in_batch(2).widening == selfspec.Costs(draft=0.25, widening=0.08, rows=4).in_batch(2).widening
+    assert four.in_batch(8).widening > selfspec.Costs(draft=0.25, widening=0.08, rows=4).in_batch(8).widening
+
+
+def test_rows_that_cost_less_than_tokens_count_as_tokens_do() -> None:
+    costs = selfspec.Costs(draft=0.25, widening=0.1, each_row=0.05)
+    assert costs.in_batch(4).widening == selfspec.Costs(draft=0.25, widening=0.1).in_batch(4).widening
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 100])
+def test_costs_of_a_batch_hold_for_other_batches_too(rows: int) -> None:
+    costs = selfspec.Costs(draft=0.25, verify=1.1, widening=0.04, overhead=0.05)
+    again = costs.in_batch(rows).in_batch(1)
+    assert again.widening == pytest.approx(costs.widening)
+    assert again.overhead == pytest.approx(costs.overhead)
+    assert costs.in_batch(rows).widening < 1
+
+
+def test_what_a_noisy_measure_says_of_a_batch_stays_possible() -> None:
+    # Measured with 16 rows, each further token in all of them as dear as a whole pass and a half.
+    one = selfspec.Costs(draft=0.25, widening=1.5, rows=16).in_batch(1)
+    assert 0 < one.widening <= 1
+
+
+MEASURED = selfspec.BatchCosts(
+    (
+        selfspec.Costs(draft=0.25, verify=1.0, widening=0.02, overhead=0.0),
+        selfspec.Costs(draft=0.35, verify=1.2, widening=0.18, overhead=0.1, out_of_step=1.5, rows=4),
+        selfspec.Costs(draft=0.25, verify=1.1, widening=0.08, overhead=0.1, out_of_step=1.1, rows=16),
+    )
+)
+
+
+def test_what_was_measured_in_a_batch_holds_there() -> None:
+    for costs in MEASURED.measured:
+        assert MEASURED.in_batch(costs.rows) == costs
+
+
+def test_between_sizes_of_batches_costs_lie_on_a_line_over_logarithms() -> None:
+    two, eight = MEASURED.in_batch(2), MEASURED.in_batch(8)
+    assert (two.rows, eight.rows) == (2, 8)
+    assert (two.draft, two.verify, two.widening, two.overhead) == pytest.approx((0.3, 1.1, 0.1, 0.05))
+    assert (eight.draft, eight.verify, eight.widening, eight.overhead) == pytest.approx((0.3, 1.15, 0.13, 0.1))
+    # A single row says nothing about rows at different places.
+    assert two.out_of_step == 1.5
+    assert eight.out_of_step == pytest.approx(1.3)
+
+
+def test_beyond_the_batches_that_were_measured_the_nearest_one_tells() -> None:
+    assert MEASURED.in_batch(64) == MEASURED.measured[-1].in_batch(64)
+    assert selfspec.BatchCosts(MEASURED.measured[1:]).in_batch(2) == MEASURED.measured[1].in_batch(2)
+
+
+@pytest.mark.parametrize("order", [[], [0, 0], [1, 0]])
+def test_costs_of_no_batch_or_of_one_twice_are_refused(order: list[int]) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="once for each number of rows"):
+        selfspec.BatchCosts(tuple(MEASURED.measured[index] for index in order))

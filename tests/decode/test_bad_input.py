@@ -1,0 +1,687 @@
+"""Bad input of every kind: refused by name and by a typed error before any pass, and the next call is right."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    WatermarkingConfig,
+)
+
+import selfspec
+from helpers import tiny
+from helpers.profiles import GREEDY, profile_of
+from selfspec.arguments import check_scores
+from selfspec.control.control import Control
+from selfspec.control.profile import Profile
+from selfspec.draft.named import parse_draft
+from selfspec.errors import DraftConfigError, ProfileError, PromptError, SelfSpecError, UnsupportedOptionError
+from selfspec.saved.custom_generate import generate_by
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+NAN, INF = math.nan, math.inf
+BEYOND = tiny.VOCABULARY
+DRAFT = selfspec.EarlyExit(2)
+RECIPE = json.dumps({"draft": "exit:2", "draft_length": 4, "accept": None})
+PROMPT = tiny.prompt(5)
+SAMPLING = {"do_sample": True}
+
+
+@functools.cache
+def _spied_on() -> tuple[selfspec.SelfSpeculative, list[str]]:
+    """A wrapper of a model that notes every forward of any of its modules."""
+    model = tiny.llama()
+    ran: list[str] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: ran.append(type(module).__name__))
+    return selfspec.wrap(model, DRAFT, draft_length=4, runtime=selfspec.Eager()), ran
+
+
+def _model() -> PreTrainedModel:
+    return _spied_on()[0].model
+
+
+@functools.cache
+def _wanted() -> list[list[int]]:
+    wanted: list[list[int]] = tiny.llama().generate(PROMPT, max_new_tokens=3, do_sample=False).tolist()
+    return wanted
+
+
+@contextmanager
+def nothing_runs() -> Iterator[selfspec.SelfSpeculative]:
+    """A wrapper whose model must not run meanwhile; afterwards it is as it was, and generates what it did."""
+    spec, ran = _spied_on()
+    config = deepcopy(spec.model.generation_config)
+    ran.clear()
+    try:
+        yield spec
+        assert ran == []
+    finally:
+        spec.model.generation_config = config
+    assert spec.generate(PROMPT, max_new_tokens=3, do_sample=False).sequences.tolist() == _wanted()
+
+
+# Options of `transformers`, by keyword, by either config, and through each way in.
+
+NUMBERS = [NAN, INF, -INF, "1", [1.0], None.__class__]
+COUNTS = [-1, 1.5, "3", [3], True, 2**70]
+IDS = [BEYOND, 10**9, 2**70, 1.0, "1", True]
+
+OPTIONS: dict[str, list[Any]] = {
+    "do_sample": ["yes", 2, -1, 0.5, "False"],
+    "num_beams": [0, -1, 1.5, "2"],
+    "num_return_sequences": [0, -1, 1.5, "2", False],
+    "max_new_tokens": [0, *COUNTS],
+    "max_length": [0, *COUNTS],
+    "min_length": COUNTS,
+    "min_new_tokens": COUNTS,
+    "no_repeat_ngram_size": COUNTS,
+    "encoder_no_repeat_ngram_size": [-1, 1.5, "3"],
+    "repetition_penalty": [0.0, -1.0, *NUMBERS],
+    "encoder_repetition_penalty": [0.0, -1.0, NAN, INF, "1"],
+    "max_time": [NAN, -1.0, -INF, "1", [1.0]],
+    "stop_strings": ["", [""], ["a", ""], [], 3, [3], [None]],
+    "eos_token_id": [*IDS, [], [1, BEYOND], [1.0], [[1]], torch.tensor([1.5]), torch.tensor([BEYOND])],
+    "pad_token_id": [*IDS, [1], [], torch.tensor([1, 2]), torch.tensor(1.0)],
+    "bos_token_id": [1.5, "1", [1.5]],
+    "decoder_start_token_id": [1.5, "1"],
+    "forced_bos_token_id": [-1, *IDS],
+    "forced_eos_token_id": [-1, *IDS, [], [1, BEYOND]],
+    "suppress_tokens": [3, "3", [-1], [BEYOND], [1.5], torch.tensor([BEYOND])],
+    "begin_suppress_tokens": [3, [-1], [BEYOND]],
+    "bad_words_ids": [[], [[]], [[BEYOND]], [[-1]], [[1.5]], [3], "ab", [(1, 2)], [["a"]]],
+    "sequence_bias": [
+        {},
+        {(1,): NAN},
+        {(BEYOND,): 1.0},
+        {(-1,): 1.0},
+        {(): 1.0},
+        {1: 1.0},
+        {(1,): 1},
+        {(1,): "1"},
+        [[[1], NAN]],
+        [[[BEYOND], 1.0]],
+        [[1, 1.0]],
+        [[[1]]],
+        "ab",
+    ],
+    "exponential_decay_length_penalty": [3, (1,), (1, NAN), (1, INF), (1.5, 1.0), ("1", 1.0), (1, "2")],
+    "watermarking_config": [3, "yes", WatermarkingConfig(bias=NAN), WatermarkingConfig(bias="2")],
+    "renormalize_logits": ["yes", 2],
+    "return_dict_in_generate": ["yes", 2],
+    "output_scores": ["yes"],
+    "output_logits": ["yes"],
+}
+SAMPLED: dict[str, list[Any]] = {
+    "temperature": [0.0, -1.0, *NUMBERS],
+    "top_k": COUNTS,
+    "top_p": [2, -0.1, *NUMBERS],
+    "typical_p": [2, 0.0, -0.1, *NUMBERS],
+    "min_p": [1.5, -0.1, *NUMBERS],
+    "top_h": [0.0, 1.5, -0.1, *NUMBERS],
+    "epsilon_cutoff": [1.5, -0.1, *NUMBERS],
+    "eta_cutoff": [1.5, -0.1, *NUMBERS],
+}
+BAD_OPTIONS: list[tuple[str, Any, dict[str, Any]]] = [
+    (name, value, {}) for name, values in OPTIONS.items() for value in values
+]
+BAD_OPTIONS += [(name, value, SAMPLING) for name, values in SAMPLED.items() for value in values]
+
+
+def _named(case: tuple[str, Any, dict[str, Any]]) -> str:
+    return f"{case[0]}={case[1]!r}"[:60]
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS, ids=_named)
+def test_values_that_mean_nothing_are_refused_wherever_they_come_from(case: tuple[str, Any, dict[str, Any]]) -> None:
+    name, value, beside = case
+    beside = beside if name in ("max_new_tokens", "max_length") else {"max_new_tokens": 3, **beside}
+    config = GenerationConfig()
+    setattr(config, name, value)
+    tokenizer = _Tokenizer()
+    with nothing_runs() as spec:
+        for call in (spec.generate, spec.stream):
+            for given in ({name: value}, {"generation_config": config}):
+                with pytest.raises(UnsupportedOptionError, match=name):
+                    call(PROMPT, tokenizer=tokenizer, **beside, **given)
+        with pytest.raises(UnsupportedOptionError, match=name):
+            generate_by(RECIPE, spec.model, PROMPT, None, {name: value, "tokenizer": tokenizer, **beside})
+        # What transformers itself refuses never gets here.
+        with pytest.raises((SelfSpecError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)):
+            spec.model.generate(PROMPT, custom_generate=spec, **beside, **{name: value})
+        setattr(spec.model.generation_config, name, value)
+        with pytest.raises(UnsupportedOptionError, match=name):
+            spec.generate(PROMPT, tokenizer=tokenizer, **beside)
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", 3, _spied_on])
+def test_stop_strings_need_a_tokenizer_that_is_one(tokenizer: Any) -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"tokenizer.*AutoTokenizer"):
+        spec.generate(PROMPT, max_new_tokens=3, stop_strings=["x"], tokenizer=tokenizer)
+
+
+class _Tokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        raise AssertionError("nothing is to be read before the strings are checked")
+
+
+# Options whose values transformers lets through to a callable.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": "yes"},
+        {"num_beams": 0},
+        {"num_return_sequences": 0},
+        {"num_return_sequences": -1},
+        {"top_p": 2, **SAMPLING},
+        {"top_p": NAN, **SAMPLING},
+        {"typical_p": NAN, **SAMPLING},
+        {"temperature": INF, **SAMPLING},
+        {"epsilon_cutoff": 2.0, **SAMPLING},
+        {"eta_cutoff": -1.0, **SAMPLING},
+        {"repetition_penalty": INF},
+        {"no_repeat_ngram_size": -1},
+        {"max_time": NAN},
+        {"max_time": -1.0},
+        {"eos_token_id": BEYOND},
+        {"pad_token_id": BEYOND},
+        {"sequence_bias": {(1,): NAN}},
+        {"bad_words_ids": [[BEYOND]]},
+        {"forced_eos_token_id": BEYOND},
+        {"suppress_tokens": [BEYOND]},
+    ],
+    ids=str,
+)
+def test_a_custom_generate_refuses_by_name_what_transformers_lets_through(options: dict[str, Any]) -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=next(iter(options))):
+        spec.model.generate(PROMPT, custom_generate=spec, max_new_tokens=3, **options)
+
+
+KEYWORDS: list[tuple[str, Any, str]] = [
+    ("max_new_token", 3, "did you mean 'max_new_tokens'"),
+    ("maxnewtokens", 3, "did you mean 'max_new_tokens'"),
+    ("temprature", 0.5, "did you mean 'temperature'"),
+    ("top-p", 0.5, "did you mean 'top_p'"),
+    ("dosample", True, "did you mean 'do_sample'"),
+    ("repetition_penality", 1.2, "did you mean 'repetition_penalty'"),
+    ("draft_lenght", 3, "did you mean 'draft_length'"),
+    ("seeds", 3, "did you mean 'seed'"),
+    ("accepts", "token", "did you mean 'accept'"),
+    ("stopping_criterion", [], "did you mean 'stopping_criteria'"),
+    ("attention_masks", PROMPT, "did you mean 'attention_mask'"),
+    ("no_such_thing", 3, "no_such_thing is not supported"),
+    ("generation_config", {"max_new_tokens": 3}, r"generation_config.*write GenerationConfig\("),
+    ("generation_config", "greedy", "generation_config"),
+    ("generation_config", GenerationConfig, "generation_config"),
+    ("streamer", "stdout", r"streamer.*put\(\).*TextStreamer"),
+    ("streamer", print, "streamer"),
+    ("streamer", 3, "streamer"),
+    ("logits_processor", 3, "logits_processor"),
+    ("logits_processor", "penalty", "logits_processor"),
+    ("logits_processor", lambda ids, scores: scores, "logits_processor"),
+    ("logits_processor", [3], "logits_processor"),
+    ("logits_processor", [None], "logits_processor"),
+    ("logits_processor", [LogitsProcessorList], "logits_processor"),
+    ("stopping_criteria", 3, "stopping_criteria"),
+    ("stopping_criteria", "end", "stopping_criteria"),
+    ("stopping_criteria", [None], "stopping_criteria"),
+    ("stopping_criteria", lambda ids, scores: False, "stopping_criteria"),
+    ("prefix_allowed_tokens_fn", 3, "prefix_allowed_tokens_fn"),
+    ("prefix_allowed_tokens_fn", [1, 2], "prefix_allowed_tokens_fn"),
+    ("past_key_values", "cache", "past_key_values"),
+    ("past_key_values", 3, "past_key_values"),
+    ("past_key_values", ((PROMPT, PROMPT),), "past_key_values"),
+    # selfspec's own.
+    ("seed", 1.5, "seed=1.5"),
+    ("seed", "0", "seed='0'"),
+    ("seed", True, "seed=True"),
+    ("seed", 2**63, "seed="),
+    ("seed", -(2**63) - 1, "seed="),
+    ("seed", [0], "seed="),
+    ("draft_length", 0, "draft length"),
+    ("draft_length", -1, "draft length"),
+    ("draft_length", True, "draft length"),
+    ("draft_length", 2.5, "draft length"),
+    ("draft_length", NAN, "draft length"),
+    ("draft_length", "3", "draft length"),
+    ("draft_length", [3], "draft length"),
+    ("draft_length", selfspec.CostAware, "draft length"),
+    ("draft_length", -(10**5000), "draft length"),
+    ("accept", "tokn", "tokn.*choose one of"),
+    ("accept", "", "choose one of"),
+    ("accept", 3, "accept"),
+    ("accept", True, "accept"),
+    ("accept", ["token"], "accept"),
+    ("accept", b"token", "accept"),
+    ("accept", object(), "accept"),
+    ("accept", type(selfspec.accept.RULES["token"]), "accept"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    KEYWORDS,
+    ids=[f"{number} {name}" for number, (name, *_) in enumerate(KEYWORDS)],
+)
+def test_keywords_that_are_misspelt_or_of_the_wrong_kind_are_refused(name: str, value: Any, match: str) -> None:
+    with nothing_runs() as spec:
+        for call in (spec.generate, spec.stream):
+            with pytest.raises(SelfSpecError, match=match):
+                call(PROMPT, **{"max_new_tokens": 3, name: value})
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
+def test_a_custom_generate_is_handed_no_processor_or_criterion_that_cannot_be_called(name: str) -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=name):
+        spec.model.generate(PROMPT, custom_generate=spec, max_new_tokens=3, **{name: [3]})
+
+
+def test_a_decay_of_the_length_needs_an_end() -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"exponential_decay.*pass eos_token_id"):
+        spec.generate(PROMPT, max_new_tokens=3, exponential_decay_length_penalty=(1, 1.1))
+
+
+# Prompts and masks.
+
+PROMPTS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
+    ("input_ids", lambda: PROMPT.to("meta"), lambda: None),
+    ("input_ids", lambda: PROMPT.to_sparse(), lambda: None),
+    ("input_ids", lambda: torch.nested.nested_tensor([PROMPT[0], PROMPT[0, :3]], dtype=torch.long), lambda: None),
+    ("input_ids", lambda: PROMPT.numpy(), lambda: None),
+    ("input_ids", lambda: PROMPT.tolist(), lambda: None),
+    ("input_ids", lambda: PROMPT.double(), lambda: None),
+    ("input_ids", lambda: PROMPT.bool(), lambda: None),
+    ("input_ids", lambda: {"input_ids": PROMPT}, lambda: None),
+    ("input_ids", lambda: "Once", lambda: None),
+    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), 0.5)),
+    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[0.0, 0.5, 1.0, 1.0, 1.0]])),
+    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), NAN)),
+    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[1.0, NAN, 1.0, 1.0, 1.0]])),
+    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), INF)),
+    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), -1)),
+    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), 2)),
+    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[1, 1, 1, 1, 255]], dtype=torch.uint8)),
+    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[0.0, 0.0, 0.0, -INF, 1.0]])),
+    ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5, dtype=torch.complex64) * 1j),
+    ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5, device="meta")),
+    ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5).to_sparse()),
+    ("attention_mask", lambda: PROMPT, lambda: [[1] * 5]),
+    ("attention_mask", lambda: PROMPT, lambda: np.ones((1, 5))),
+]
+
+
+@pytest.mark.parametrize(("name", "ids", "mask"), PROMPTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_prompts_and_masks_without_a_meaning_are_refused(
+    name: str, ids: Callable[[], Any], mask: Callable[[], Any]
+) -> None:
+    with nothing_runs() as spec:
+        for call in (spec.generate, spec.stream):
+            with pytest.raises(PromptError, match=name):
+                call(ids(), mask(), max_new_tokens=3)
+        with pytest.raises(PromptError, match=name):
+            generate_by(RECIPE, spec.model, ids(), None, {"attention_mask": mask(), "max_new_tokens": 3})
+
+
+@pytest.mark.parametrize("value", [0.5, NAN, -1, 2])
+def test_a_custom_generate_refuses_masks_without_a_meaning(value: float) -> None:
+    mask = torch.full((1, 5), value)
+    with nothing_runs() as spec, pytest.raises(PromptError, match="attention_mask"):
+        spec.model.generate(PROMPT, attention_mask=mask, custom_generate=spec, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("pad", [-1, -100])
+def test_a_batch_is_filled_up_with_tokens(pad: int) -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match="pad_token_id"):
+        spec.generate(tiny.prompt(5, 2), max_new_tokens=3, pad_token_id=pad, eos_token_id=1)
+
+
+# What a wrapper is made of.
+
+
+def _wrap(**arguments: Any) -> Any:
+    return selfspec.wrap(**{"model": _model(), "draft": DRAFT, **arguments})
+
+
+def _skipping(**layers: Any) -> Any:
+    return _wrap(draft=selfspec.LayerSkip(**layers))
+
+
+def _looking_up(sizes: Any) -> Any:
+    return selfspec.PromptLookup(*sizes)
+
+
+def _cascade(drafters: Any) -> Any:
+    return selfspec.Cascade(*drafters)
+
+
+RULE: Any = type(selfspec.accept.RULES["block"])
+MADE: list[tuple[str, Callable[..., Any], str, list[Any]]] = [
+    ("adapter", _wrap, "adapter", ["llama", selfspec.Adapter, 0]),
+    ("runtime", _wrap, "runtime", ["eager", selfspec.Eager, 0]),
+    ("accept", _wrap, "accept", [3, RULE]),
+    ("choose one of", _wrap, "accept", ["tokn"]),
+    ("draft", _wrap, "draft", [4, selfspec.EarlyExit, ["exit:2"], b"exit:2"]),
+    ("draft length", _wrap, "draft_length", [0, "many"]),
+    ("transformers model", _wrap, "model", ["llama", None]),
+    ("meta device", _wrap, "model", [tiny.llama().to("meta")]),
+    (
+        "exit layer",
+        lambda layer: _wrap(draft=selfspec.EarlyExit(layer)),
+        "layer",
+        [0, -1, tiny.DEPTH, 10**30, 2.0, "2", True, None],
+    ),
+    ("skip set", _skipping, "layers", [[], range(tiny.DEPTH)]),
+    ("layers", _skipping, "layers", [[-1], [10**30], range(10**12)]),
+    ("mlp", _skipping, "mlp", [[1, 1]]),
+    ("attention", _skipping, "attention", [3, "12", b"12", [1.0], itertools.count()]),
+    ("longest <= 64", _looking_up, "sizes", [(0, 3), (3, 2), (1, 10**9), (1.0, 2), (True, 2), ("1", 2)]),
+    (
+        "cascade",
+        _cascade,
+        "drafters",
+        [(DRAFT, selfspec.PromptLookup()), (selfspec.PromptLookup(), 4), (selfspec.PromptLookup, DRAFT)],
+    ),
+    ("threshold", selfspec.ConfidenceStop, "threshold", [NAN, 1.5, -0.1, "0.5", None, True]),
+    ("draft length", selfspec.ConfidenceStop, "longest", [0]),
+    ("draft length", selfspec.CostAware, "longest", [0, 2.5, NAN]),
+    ("costs", selfspec.CostAware, "costs", [0.3, {"draft": 0.3}, selfspec.Costs]),
+    ("draft", selfspec.Costs, "draft", [NAN, INF, -0.1, "0.3", None, True]),
+    ("costs", selfspec.BatchCosts, "measured", [(), (0.3,), (selfspec.Costs,)]),
+]
+PARTS_OF_COSTS: dict[str, list[Any]] = {
+    "verify": [0.0, -1.0, NAN],
+    "widening": [-0.1, INF],
+    "overhead": [NAN],
+    "out_of_step": [0.5],
+    "rows": [0],
+    "each_row": [-0.1],
+}
+MADE += [(name, partial(selfspec.Costs, 0.3), name, values) for name, values in PARTS_OF_COSTS.items()]
+WRAPPED = [(match, make, {name: value}) for match, make, name, values in MADE for value in values]
+
+
+@pytest.mark.parametrize(
+    ("match", "make", "arguments"),
+    WRAPPED,
+    ids=[f"{number} {next(iter(arguments))}" for number, (_, _, arguments) in enumerate(WRAPPED)],
+)
+def test_wrappers_are_made_of_nothing_that_does_not_fit(
+    match: str, make: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    with nothing_runs(), pytest.raises(SelfSpecError, match=match):
+        make(**arguments)
+
+
+NAMES = [
+    "",
+    " ",
+    "exit",
+    "exit:",
+    "exit:-1",
+    "exit:2.0",
+    "exit:٣",
+    "exit:" + "9" * 5000,
+    "exit:2,3",
+    "skip:",
+    "skip:attn=",
+    "skip:attn=3;attn=4",
+    "skip:attn=5-3",
+    "skip:attn=0-99999",
+    "skip:attn=" + "9" * 5000,
+    "skip:layers=0-" + "9" * 5000,
+    "skip:norm=3",
+    "skip:" + "attn=1;" * 5000,
+    "lookup+",
+    "lookup+lookup",
+    "lookup+none",
+    "lookup+" * 5000 + "exit:2",
+    "exit:2" + "+vocab:x" * 5000,
+    "+vocab:x",
+    "none+vocab:x",
+    "skip-file:\0",
+    "head:\0",
+    "exit:2+vocab:\0",
+    "auto+exit:2",
+    "beam",
+    "exit:2\0",
+]
+
+
+@pytest.mark.parametrize("text", NAMES, ids=lambda text: repr(text[:20]))
+def test_names_of_drafts_are_understood_or_refused(text: str) -> None:
+    with nothing_runs() as spec:
+        with pytest.raises(DraftConfigError, match=r"draft .*understood"):
+            parse_draft(text)
+        with pytest.raises(DraftConfigError, match=r"draft .*understood"):
+            selfspec.wrap(spec.model, text)
+
+
+@pytest.mark.parametrize("name", ["auto:\0", "head:" + "9" * 5000, "head:x@" + "9" * 5000])
+def test_names_of_files_that_cannot_be_are_refused(name: str) -> None:
+    with nothing_runs() as spec, pytest.raises(SelfSpecError):
+        selfspec.wrap(spec.model, name)
+
+
+PROFILES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "greedy.draft": lambda content: content["greedy"].update(draft=4),
+    "greedy.draft is not understood": lambda content: content["greedy"].update(draft="exit:" + "9" * 5000),
+    "sampled.longest": lambda content: content["sampled"].update(longest=2.5),
+    "greedy.longest": lambda content: content["greedy"].update(longest=-(10**400)),
+    "greedy.temperature": lambda content: content["greedy"].update(temperature=10**400),
+    "greedy.speedup": lambda content: content["greedy"].update(speedup=[1.0, 10**400, 1.0]),
+    "greedy.most_rows": lambda content: content["greedy"].update(most_rows=0),
+    "greedy.costs": lambda content: content["greedy"]["costs"]["measured"][0].update(draft=10**400),
+    "sampled.costs": lambda content: content["sampled"]["costs"]["measured"][0].update(verify=0),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles_with_odd_numbers_are_refused(name: str, tmp_path: Path) -> None:
+    model = _model()
+    profile_of(model).save(tmp_path / "profile.json")
+    content = json.loads((tmp_path / "profile.json").read_text())
+    PROFILES[name](content)
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    # Numbers of hundreds of digits are refused as such, whatever they are of.
+    with nothing_runs(), pytest.raises(ProfileError, match=f"{name}|integer of 40. digits"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_a_profile_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("[" * 200_000)
+    with nothing_runs(), pytest.raises(ProfileError, match="no JSON"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_there_are_many_kinds() -> None:
+    assert len(BAD_OPTIONS) + len(KEYWORDS) + len(PROMPTS) + len(WRAPPED) + len(NAMES) + len(PROFILES) >= 150
+
+
+# What looks odd and means something in transformers means the same here.
+
+ODD: list[dict[str, Any]] = [
+    {"do_sample": 0},
+    {"do_sample": None},
+    {"do_sample": np.False_},
+    {"num_return_sequences": 1},
+    {"no_repeat_ngram_size": 0},
+    {"no_repeat_ngram_size": False},
+    {"min_length": 0},
+    {"min_new_tokens": 0, "eos_token_id": 1},
+    {"repetition_penalty": 1},
+    {"repetition_penalty": 1e30},
+    {"max_time": INF},
+    {"max_time": 0.0},
+    {"eos_token_id": -1},
+    {"eos_token_id": [-1, -100]},
+    {"eos_token_id": np.int64(7)},
+    {"eos_token_id": (1, 2)},
+    {"eos_token_id": torch.tensor(7)},
+    {"pad_token_id": -1},
+    {"pad_token_id": -100},
+    {"pad_token_id": torch.tensor(3)},
+    {"bos_token_id": 10**6},
+    {"suppress_tokens": []},
+    {"suppress_tokens": torch.tensor([1, 2])},
+    {"suppress_tokens": (1, 2)},
+    {"bad_words_ids": [[np.int64(3)]]},
+    {"sequence_bias": {(1,): -INF}},
+    {"sequence_bias": [[[1, 2], 2.0]]},
+    {"forced_eos_token_id": [3, 4]},
+    {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": 3},
+    {"watermarking_config": {"bias": 3}},
+    {"max_length": np.int64(12)},
+    # Greedy decoding reads none of these.
+    {"do_sample": False, "temperature": 0.0},
+    {"do_sample": False, "temperature": NAN},
+    {"do_sample": False, "top_p": 2},
+    {"do_sample": False, "top_k": -1},
+    {"do_sample": False, "typical_p": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", ODD, ids=str)
+def test_odd_values_mean_what_they_mean_in_transformers(options: dict[str, Any]) -> None:
+    model = tiny.llama()
+    options = {"max_new_tokens": None if "max_length" in options else 6, **options}
+    spec = selfspec.wrap(model, DRAFT, draft_length=4)
+    wanted = model.generate(PROMPT, **options).tolist()
+    assert spec.generate(PROMPT, **options).sequences.tolist() == wanted
+    assert model.generate(PROMPT, custom_generate=spec, **options).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 1.0},
+        {"top_p": 1},
+        {"top_k": 0},
+        {"top_k": False},
+        {"top_k": 10**6},
+        {"min_p": 0.0},
+        {"typical_p": 1.0},
+        {"epsilon_cutoff": 0.0},
+        {"epsilon_cutoff": 1.0},
+        {"eta_cutoff": 1.0},
+        {"temperature": 1},
+        {"temperature": None},
+    ],
+    ids=str,
+)
+def test_filters_that_keep_all_tokens_keep_them(options: dict[str, Any]) -> None:
+    spec = selfspec.wrap(tiny.llama(), DRAFT, draft_length=4)
+    plain: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "top_k": 0}
+    assert torch.equal(
+        spec.generate(PROMPT, **{**plain, **options}).sequences, spec.generate(PROMPT, **plain).sequences
+    )
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 1e-30}, {"top_k": 1}], ids=str)
+def test_filters_that_keep_one_token_keep_the_likeliest(options: dict[str, Any]) -> None:
+    model = tiny.llama()
+    wanted = model.generate(PROMPT, max_new_tokens=6, do_sample=False)
+    out = selfspec.wrap(model, DRAFT, draft_length=4).generate(PROMPT, max_new_tokens=6, do_sample=True, **options)
+    assert torch.equal(out.sequences, wanted)
+
+
+def test_a_batch_with_an_end_that_never_comes_goes_on_to_its_length() -> None:
+    model, prompts = tiny.llama(), tiny.prompt(5, 3)
+    spec = selfspec.wrap(model, DRAFT, draft_length=4)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    assert torch.equal(spec.generate(prompts, **options).sequences, model.generate(prompts, **options))
+
+
+# Slack.
+
+
+@pytest.mark.parametrize(
+    ("draft", "control"),
+    [
+        (DRAFT, 10**9),
+        (DRAFT, 10**5000),
+        (DRAFT, selfspec.ConfidenceStop(0.0, longest=10**9)),
+        (DRAFT, selfspec.CostAware(longest=10**9)),
+        (DRAFT, selfspec.CostAware(longest=10**9, costs=selfspec.Costs(draft=0.01))),
+        (selfspec.PromptLookup(1, 3), 10**9),
+        (selfspec.PromptLookup(1, 3), selfspec.CostAware(longest=10**9)),
+        (selfspec.Cascade(selfspec.PromptLookup(), DRAFT), selfspec.CostAware(longest=10**9)),
+    ],
+    ids=lambda value: str(value)[:60] if not isinstance(value, int) else f"{value.bit_length()} bits",
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_draft_of_any_length_takes_no_more_memory_than_can_be_used(
+    draft: selfspec.Drafter, control: int | Control, rows: int
+) -> None:
+    model = tiny.llama()
+    prompts = tiny.prompt(5, rows)
+    spec = selfspec.wrap(model, draft, draft_length=control, runtime=selfspec.Eager())
+    out = spec.generate(prompts, max_new_tokens=9, do_sample=False)
+    assert torch.equal(out.sequences, model.generate(prompts, max_new_tokens=9, do_sample=False))
+    slots = (5 + 9) + 9
+    assert out.stats.cache_bytes <= rows * slots * tiny.DEPTH * 2 * 2 * 8 * 8
+
+
+def test_slack_is_no_longer_than_what_is_left_to_generate() -> None:
+    spec = selfspec.wrap(tiny.llama(), DRAFT, draft_length=10_000)
+    few = spec.generate(PROMPT, max_new_tokens=9, do_sample=False).stats.cache_bytes
+    spec = selfspec.wrap(tiny.llama(), DRAFT, draft_length=9)
+    assert few == spec.generate(PROMPT, max_new_tokens=9, do_sample=False).stats.cache_bytes
+
+
+def test_a_profile_may_allow_drafts_of_any_length() -> None:
+    model = tiny.llama()
+    spec = selfspec.wrap(model, profile_of(model, greedy=replace(GREEDY, longest=10**9)))
+    out = spec.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    assert torch.equal(out.sequences, model.generate(PROMPT, max_new_tokens=9, do_sample=False))
+
+
+# Results of processors.
+
+
+class _Named:
+    """Stands for a processor."""
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        3,
+        [[0.0] * 7],
+        torch.zeros(2, 6),
+        torch.zeros(1, 7),
+        torch.zeros(7),
+        torch.zeros(2, 7, 1),
+        torch.zeros(2, 7, dtype=torch.long),
+        torch.zeros(2, 7, dtype=torch.bool),
+        torch.zeros(2, 7, dtype=torch.complex64),
+    ],
+    ids=lambda found: str(found)[:20] if not isinstance(found, Tensor) else f"{found.dtype} {list(found.shape)}",
+)
+def test_what_is_no_scores_is_refused_in_the_processors_name(found: object) -> None:
+    with pytest.raises(UnsupportedOptionError, match="logits processor _Named returned"):
+        check_scores(_Named(), found, torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_scores_of_any_floating_dtype_are_taken(dtype: torch.dtype) -> None:
+    found = torch.zeros(2, 7, dtype=dtype)
+    assert check_scores(_Named(), found, torch.zeros(2, 7)) is found

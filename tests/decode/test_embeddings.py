@@ -1,0 +1,208 @@
+"""Prompts given as embeddings: the text, scores and shapes that `model.generate` gives, padding and pasts included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import LogitsProcessor
+
+import selfspec
+from helpers import tiny
+from selfspec.draft import Drafter
+from selfspec.errors import PromptError, UnsupportedOptionError
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.PromptLookup(shortest=1)]
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])
+
+
+def embedded(model: PreTrainedModel, length: int = 7, rows: int = 1) -> Tensor:
+    """Embeddings that are no token's, `[rows, length, hidden]`."""
+    weight: Tensor = model.get_input_embeddings().weight
+    noise = torch.randn(rows, length, weight.shape[1], generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
+    return noise * weight.std()
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_embeddings_alone_give_new_tokens_alone(architecture: str, draft: Drafter | None) -> None:
+    model = tiny.BUILDERS[architecture]()
+    embeddings = embedded(model)
+    wanted = model.generate(inputs_embeds=embeddings, **GREEDY)
+    assert wanted.shape == (1, 12)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    assert torch.equal(spec.generate(inputs_embeds=embeddings, **GREEDY).sequences, wanted)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, custom_generate=spec, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_a_left_padded_batch_of_embeddings(architecture: str, draft: Drafter | None) -> None:
+    model = tiny.BUILDERS[architecture]()
+    options = {"inputs_embeds": embedded(model, rows=3), "attention_mask": MASK, **GREEDY}
+    wanted = model.generate(**options)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    assert torch.equal(spec.generate(**options).sequences, wanted)
+    assert torch.equal(model.generate(custom_generate=spec, **options), wanted)
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+@pytest.mark.parametrize("columns", [7, 5], ids=["as long", "shorter"])
+def test_ids_beside_embeddings_are_the_text_that_is_added_to(llama: PreTrainedModel, way: str, columns: int) -> None:
+    """They come back before the new tokens, and processors and look-ups read them; the model does not."""
+    ids = tiny.prompt(columns, 3)
+    options = {
+        "inputs_embeds": embedded(llama, rows=3),
+        "attention_mask": MASK,
+        "repetition_penalty": 1.7,
+        "no_repeat_ngram_size": 2,
+        **GREEDY,
+    }
+    wanted = llama.generate(ids, **options)
+    spec = selfspec.wrap(llama, selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)), draft_length=3)
+    found = spec.generate(ids, **options).sequences if way == "wrapper" else None
+    if found is None:
+        found = llama.generate(ids, custom_generate=spec, **options)
+    assert torch.equal(found, wanted)
+    assert torch.equal(found[:, :columns], ids)
+
+
+class Shown(LogitsProcessor):
+    """Notes the ids it is shown, and forbids the token that follows from their number."""
+
+    def __init__(self) -> None:
+        self.ids: set[tuple[int, ...]] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.ids |= {tuple(row) for row in input_ids.tolist()}
+        scores = scores.clone()
+        scores[:, input_ids.shape[1] % scores.shape[1]] = -torch.inf
+        return scores
+
+
+def test_processors_see_what_transformers_shows_them(llama: PreTrainedModel) -> None:
+    stock, own = Shown(), Shown()
+    embeddings = embedded(llama)
+    wanted = llama.generate(inputs_embeds=embeddings, logits_processor=LogitsProcessorList([stock]), **GREEDY)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    found = spec.generate(inputs_embeds=embeddings, logits_processor=LogitsProcessorList([own]), **GREEDY)
+    assert torch.equal(found.sequences, wanted)
+    assert () in stock.ids
+    assert stock.ids <= own.ids
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"max_length": 9}, {"max_new_tokens": 1}, {"eos_token_id": [*range(0, 50, 7)]}, {}], ids=str
+)
+def test_lengths_mean_what_they_mean_in_transformers(llama: PreTrainedModel, options: dict[str, Any]) -> None:
+    embeddings = embedded(llama)
+    wanted = llama.generate(inputs_embeds=embeddings, do_sample=False, pad_token_id=0, **options)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    found = spec.generate(inputs_embeds=embeddings, do_sample=False, pad_token_id=0, **options)
+    assert torch.equal(found.sequences, wanted)
+
+
+def test_scores_logits_and_returned_sequences(llama: PreTrainedModel) -> None:
+    embeddings = embedded(llama, rows=2)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **GREEDY}
+    stock = llama.generate(inputs_embeds=embeddings, **asked)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    out = spec.generate(inputs_embeds=embeddings, **asked)
+    assert out.scores is not None
+    assert out.logits is not None
+    for found, wanted in ((out.scores, stock.scores), (out.logits, stock.logits)):
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted))
+    sampled = spec.generate(inputs_embeds=embeddings, max_new_tokens=6, do_sample=True, top_k=1, num_return_sequences=3)
+    assert torch.equal(sampled.sequences, stock.sequences[:, :6].repeat_interleave(3, 0))
+
+
+def test_embeddings_of_tokens_are_the_tokens(llama: PreTrainedModel) -> None:
+    """Samples too, with the same seed: the first round draws from the same distribution at the same place."""
+    ids = tiny.prompt(7, 3)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    for options in (GREEDY, {"max_new_tokens": 12, "do_sample": True, "seed": 1, "accept": "coupled"}):
+        wanted = spec.generate(ids, MASK, **options).sequences
+        found = spec.generate(inputs_embeds=llama.get_input_embeddings()(ids), attention_mask=MASK, **options).sequences
+        assert torch.equal(found, wanted[:, 7:])
+
+
+def test_a_cache_goes_on_from_embeddings(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    first = embedded(llama)
+    out = spec.generate(inputs_embeds=first, return_dict_in_generate=True, **GREEDY)
+    assert out.past_key_values is not None
+    assert out.past_key_values.get_seq_length() == 7 + 11
+    more = torch.cat([out.sequences, tiny.prompt(4)], 1)
+    whole = torch.cat([first, llama.get_input_embeddings()(more)], 1)
+    wanted = llama.generate(inputs_embeds=whole, **GREEDY)
+    again = spec.generate(inputs_embeds=whole, past_key_values=out.past_key_values, **GREEDY)
+    assert torch.equal(again.sequences, wanted)
+
+
+def test_the_drafts_of_later_rounds_are_used(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=3)
+    stats = spec.generate(inputs_embeds=embedded(llama), **GREEDY).stats
+    assert stats.rounds < 12
+    stream = spec.stream(inputs_embeds=embedded(llama), **GREEDY)
+    assert [next(stream).steps for _ in range(2)] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "match"),
+    [
+        (torch.zeros(1, 5, 32), "must be a tensor of torch.float64"),
+        (torch.zeros(1, 5, 31, dtype=torch.float64), r"hidden|\[batch, prompt, 32\]"),
+        (torch.zeros(5, 32, dtype=torch.float64), r"got shape \[5, 32\]"),
+        (torch.zeros(1, 0, 32, dtype=torch.float64), r"got shape \[1, 0, 32\]"),
+        ("text", "got 'text'"),
+    ],
+    ids=["dtype", "width", "rank", "empty", "text"],
+)
+def test_what_are_no_embeddings_of_the_model_is_refused(llama: PreTrainedModel, embeddings: Any, match: str) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    with pytest.raises(PromptError, match=match):
+        spec.generate(inputs_embeds=embeddings, **GREEDY)
+
+
+def test_masks_and_rows_that_do_not_fit_are_refused(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    embeddings = embedded(llama, rows=2)
+    with pytest.raises(PromptError, match=r"attention_mask has shape \[2, 6\], inputs_embeds \[2, 7\]"):
+        spec.generate(inputs_embeds=embeddings, attention_mask=torch.ones(2, 6), **GREEDY)
+    with pytest.raises(PromptError, match="input_ids hold 3 rows, inputs_embeds 2"):
+        spec.generate(tiny.prompt(7, 3), inputs_embeds=embeddings, **GREEDY)
+    with pytest.raises(PromptError, match="context of 128"):
+        spec.generate(inputs_embeds=embeddings, max_new_tokens=122)
+
+
+# Positions.
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel, way: str) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    positions = (MASK.cumsum(1) - 1).clamp(min=0)
+    options = {"attention_mask": MASK, **GREEDY}
+    wanted = llama.generate(tiny.prompt(7, 3), position_ids=positions, **options)
+    for given in (positions, positions.masked_fill(MASK == 0, 9)):
+        if way == "wrapper":
+            found = spec.generate(tiny.prompt(7, 3), position_ids=given, **options).sequences
+        else:
+            found = llama.generate(tiny.prompt(7, 3), position_ids=given, custom_generate=spec, **options)
+        assert torch.equal(found, wanted)
+    one = spec.generate(tiny.prompt(5), position_ids=torch.arange(5)[None], **GREEDY).sequences
+    assert torch.equal(one, llama.generate(tiny.prompt(5), **GREEDY))
+
+
+@pytest.mark.parametrize("positions", [torch.arange(1, 6)[None], torch.zeros(1, 5).long(), torch.arange(4)[None]])
+def test_other_positions_are_refused(llama: PreTrainedModel, positions: Tensor) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
+        spec.generate(tiny.prompt(5), position_ids=positions, **GREEDY)
+    with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
+        llama.generate(tiny.prompt(5), position_ids=positions, custom_generate=spec, **GREEDY)

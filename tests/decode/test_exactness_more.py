@@ -1,0 +1,110 @@
+"""Exactness where a bias is small or the text does not show it: many draws from a network that costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import Warp
+from helpers.tiny_joint import BATCHES, PROMPT, ROWS, TOKENS, joint, network
+from selfspec.draft import Draft, Drafter
+
+WARM, SHARP = Warp(temperature=1.5), Warp(temperature=0.7)
+FILTERED = Warp(temperature=1.4, top_k=4, top_p=0.85)
+
+
+def prompts(rows: int = ROWS) -> Tensor:
+    return torch.tensor(PROMPT).expand(rows, -1)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_many_samples_follow_the_exact_joint(rule: str) -> None:
+    # A draft of two may be the whole text in one round; drafts of one spread it over two rounds and a bonus token.
+    found = {}
+    for number, (warp, length) in enumerate(((WARM, 2), (SHARP, 2), (FILTERED, 1))):
+        spec = selfspec.wrap(network(), selfspec.EarlyExit(1), draft_length=length, accept=rule)
+        seen: list[tuple[int, ...]] = []
+        for batch in range(BATCHES):
+            out = spec.generate(prompts(), max_new_tokens=TOKENS, seed=1000 * number + batch, **warp.options)
+            seen += map(tuple, out.sequences[:, len(PROMPT) :].tolist())
+        found[f"{warp} length {length}"] = p_value(seen, joint(spec.model, warp))
+    assert holm_rejects(found, 0.01) == [], found
+
+
+@dataclass(frozen=True)
+class Keeping(Drafter):
+    """Drafts as another drafter does, and keeps what it drafted."""
+
+    drafter: Drafter
+    kept: list[Draft] = field(default_factory=list, compare=False)
+
+    def check(self, depth: int) -> None:
+        self.drafter.check(depth)
+
+    def draft(self, state: Any, length: int) -> Draft:
+        self.kept.append(self.drafter.draft(state, length))
+        return self.kept[-1]
+
+
+def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
+    """The joint of drafted texts that the draft itself claims: q of each position given the tokens before it."""
+    assert draft.q is not None
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for position in range(draft.length):
+        rows = {tuple(before): row for row, before in enumerate(draft.tokens[:, :position].tolist())}
+        texts = {
+            (*text, token): chance * probability
+            for text, chance in texts.items()
+            # A text that was never drafted has no q that could be looked at.
+            for token, probability in enumerate(draft.q[rows[text], position].tolist() if text in rows else [1.0])
+        }
+    return texts
+
+
+@pytest.mark.parametrize("warp", [WARM, SHARP, FILTERED], ids=str)
+@pytest.mark.parametrize("drafter", [selfspec.EarlyExit(1), selfspec.LayerSkip(attention=[1])], ids=str)
+def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
+    keeping = Keeping(drafter)
+    spec = selfspec.wrap(network(), keeping, draft_length=TOKENS)
+    next(spec.stream(prompts(2 * ROWS), max_new_tokens=TOKENS + 1, seed=0, **warp.options))
+    (draft,) = keeping.kept
+    assert p_value(map(tuple, draft.tokens.tolist()), chance_by_q(draft)) > 1e-3
+
+
+def pairs(rows: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
+    return (one + other for one, other in zip(rows[::2], rows[1::2], strict=True))
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_rows_of_one_prompt_are_independent_samples(rule: str) -> None:
+    model, found = network(), {}
+    single: dict[tuple[int, ...], float] = {}
+    for text, chance in joint(model, WARM).items():
+        single[text[:2]] = single.get(text[:2], 0.0) + chance
+    together = {one + other: single[one] * single[other] for one in single for other in single}
+    for length in (1, 2):
+        spec = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=length, accept=rule)
+        out = spec.generate(prompts(2 * ROWS), max_new_tokens=2, seed=length, **WARM.options)
+        found[str(length)] = p_value(pairs(list(map(tuple, out.sequences[:, 2:].tolist()))), together)
+    assert holm_rejects(found, 0.01) == [], found
+
+
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2])], ids=str)
+def test_coupled_drafts_are_accepted_as_often_as_is_promised(llama: PreTrainedModel, draft: Drafter) -> None:
+    spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")
+    stats = spec.generate(
+        tiny.prompt(4, batch=32), max_new_tokens=60, do_sample=True, top_k=None, temperature=2.0, seed=0
+    ).stats
+    # (1 - TV) / (1 + TV) is convex in 1 - TV, so the mean over places is no less than this of the mean.
+    optimum = stats.optimal_acceptance_rate
+    assert stats.judged > 1000
+    assert stats.acceptance_rate > optimum / (2 - optimum) - 0.05

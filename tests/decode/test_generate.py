@@ -1,0 +1,457 @@
+"""The loop: greedy text equals the stock model's token for token, samples follow the exact joint of several tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.captures import StandIn
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import (
+    BATCHES,
+    EOS,
+    PAD,
+    PROMPTS,
+    ROWS,
+    TOKENS,
+    Warp,
+    assert_rows_are_stock,
+    joint,
+    small,
+)
+from selfspec.accept import TokenLevel
+from selfspec.decode.batch import State
+from selfspec.decode.sampling import Sampling
+from selfspec.decode.sequences import Prefixes
+from selfspec.draft import Draft, Drafter
+from selfspec.runtime import Runtime
+
+
+def sample(
+    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None, seed: int, batches: int
+) -> dict[tuple[int, ...], list[Any]]:
+    """Outputs of each prompt; every batch holds both prompts, left-padded, so that its rows are ragged."""
+    width = max(map(len, PROMPTS))
+    repeats = ROWS // len(PROMPTS)
+    ids = torch.tensor([(PAD,) * (width - len(prompt)) + prompt for prompt in PROMPTS] * repeats)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS] * repeats)
+    seen: dict[tuple[int, ...], list[Any]] = {prompt: [] for prompt in PROMPTS}
+    for batch in range(batches):
+        sequences = spec.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=TOKENS,
+            eos_token_id=eos,
+            pad_token_id=PAD,
+            seed=seed + batch,
+            **warp.options,
+        ).sequences[:, width:]
+        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
+        for row, output in enumerate(padded.tolist()):
+            seen[PROMPTS[row % len(PROMPTS)]].append(tuple(output))
+    return seen
+
+
+def p_values(
+    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None = None, seed: int = 0, batches: int = BATCHES
+) -> dict[str, float]:
+    seen = sample(spec, warp, eos, seed, batches)
+    return {str(prompt): p_value(outputs, joint(spec.model, prompt, warp, eos)) for prompt, outputs in seen.items()}
+
+
+DRAFTS: tuple[Drafter | None, ...] = (
+    None,
+    selfspec.EarlyExit(1),
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(attention=[1]),
+    selfspec.LayerSkip(mlp=[0, 2]),
+    selfspec.LayerSkip(layers=[0]),
+)
+WARPS = (
+    Warp(),
+    Warp(temperature=0.6),
+    Warp(temperature=1.5, top_k=3),
+    Warp(top_p=0.8),
+    Warp(min_p=0.2),
+    Warp(temperature=1.3, top_k=4, top_p=0.9, min_p=0.05),
+)
+
+
+LOSSLESS = ("token", "block", "coupled")
+
+
+def test_samples_follow_the_exact_joint() -> None:
+    # Five tokens of vocabulary and four new ones: prefill, a bonus token and several rounds are all in it. The numbers
+    # that choose rule, draft length and end of sequence share no factor, so all their pairs come up.
+    found = {}
+    for number, (draft, warp) in enumerate(itertools.product(DRAFTS, WARPS)):
+        rule, length, eos = LOSSLESS[number % 3], 1 + number % 4, EOS if number % 5 < 2 else None
+        spec = selfspec.wrap(small(seed=number % 7), draft, draft_length=length, accept=rule)
+        for prompt, value in p_values(spec, warp, eos, seed=100 * number).items():
+            found[f"{draft} {rule} {warp} length {length} eos {eos} prompt {prompt}"] = value
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
+def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: str) -> None:
+    found = {}
+    for length, warp in zip((1, 2, 3), (WARPS[0], WARPS[1], WARPS[5]), strict=True):
+        spec = selfspec.wrap(small(seed=length), draft, draft_length=length, accept=rule)
+        for prompt, value in p_values(spec, warp, EOS, seed=1000 * length, batches=80).items():
+            found[f"{warp} length {length} prompt {prompt}"] = value
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.slow
+def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
+    class Mismatched(selfspec.EarlyExit):
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            draft: selfspec.Draft = super().draft(state, length)
+            assert draft.q is not None
+            hotter = draft.q ** (1 / 1.1)
+            return replace(draft, q=hotter / hotter.sum(-1, keepdim=True))
+
+    spec = selfspec.wrap(small(), Mismatched(2), draft_length=2, accept="token")
+    assert holm_rejects(p_values(spec, Warp(), batches=80), 0.01)
+
+
+class ResidualFromP(TokenLevel):
+    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        return p[torch.arange(len(tokens)), accepted]
+
+
+def test_the_joint_test_sees_a_residual_taken_from_p() -> None:
+    spec = selfspec.wrap(small(), selfspec.EarlyExit(1), draft_length=3, accept=ResidualFromP())
+    found = p_values(spec, Warp())
+    assert holm_rejects(found, 0.01), found
+
+
+def test_the_joint_test_sees_a_bonus_token_drawn_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Sampling.scores
+
+    def planted(self: Sampling, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        scores = right(self, logits, prefixes)
+        if logits.shape[1] > 1:
+            scores[:, -1] = logits[:, -1].float()
+        return scores
+
+    monkeypatch.setattr(Sampling, "scores", planted)
+    spec = selfspec.wrap(small(), selfspec.LayerSkip(attention=[1]), draft_length=2)
+    assert holm_rejects(p_values(spec, Warp(temperature=0.6)), 0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a draft and prompts of different lengths."""
+
+    name: str
+    depth: int
+    seed: int
+    draft: Drafter | None
+    draft_length: int
+    prompts: list[int]
+    new: int
+    eos: int | list[int] | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return tiny.BUILDERS[self.name](num_hidden_layers=self.depth, seed=self.seed)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    depth = draw(st.integers(2, 8))
+    return Case(
+        name=draw(st.sampled_from(sorted(tiny.BUILDERS))),
+        depth=depth,
+        seed=draw(st.integers(0, 4)),
+        draft=draw(drafts(depth)),
+        draft_length=draw(st.integers(1, 8)),
+        prompts=draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)),
+        new=draw(st.integers(1, 24)),
+        eos=draw(st.sampled_from([None, 3, [7, 30]])),
+    )
+
+
+@st.composite
+def drafts(draw: st.DrawFn, depth: int) -> Drafter | None:
+    kind = draw(st.sampled_from(["none", "exit", "skip"]))
+    if kind == "none":
+        return None
+    if kind == "exit":
+        return selfspec.EarlyExit(draw(st.integers(1, depth - 1)))
+    sublayers = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["attention", "mlp"]), st.integers(0, depth - 1)),
+            min_size=1,
+            max_size=2 * depth - 1,
+            unique=True,
+        )
+    )
+    return selfspec.LayerSkip(
+        attention=sorted(layer for part, layer in sublayers if part == "attention"),
+        mlp=sorted(layer for part, layer in sublayers if part == "mlp"),
+    )
+
+
+def assert_case_is_stock(case: Case) -> None:
+    model = case.model
+    spec = selfspec.wrap(model, case.draft, draft_length=case.draft_length)
+    prompts = [tiny.prompt(length, seed=case.seed + row) for row, length in enumerate(case.prompts)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=case.new, eos_token_id=case.eos)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(cases())
+def test_greedy_equals_stock_generate(case: Case) -> None:
+    assert_case_is_stock(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(cases())
+def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:
+    assert_case_is_stock(case)
+
+
+def test_ragged_rows_equal_the_rows_alone(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, selfspec.LayerSkip(attention=[2], mlp=[3]), draft_length=3)
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 9, 4)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=20, eos_token_id=[3, 11])
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_max_new_tokens_is_exact_to_the_token(llama: PreTrainedModel, new: int, length: int) -> None:
+    # A draft that is nearly always accepted is the one that would overshoot.
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=length)
+    output = spec.generate(tiny.prompt(4), max_new_tokens=new, do_sample=False)
+    assert output.sequences.shape == (1, 4 + new)
+    assert output.lengths == (new,)
+    assert output.stats.new_tokens == new
+
+
+def test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30)[0, 4:].tolist()
+    # Drafting with the whole network but for one late MLP accepts long runs, so the end falls inside one.
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=6)
+    for eos in dict.fromkeys(text):
+        end = text.index(eos) + 1
+        output = spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30, eos_token_id=eos, pad_token_id=0)
+        assert output.sequences[0, 4:].tolist() == text[:end]
+
+
+def test_text_that_contains_the_pad_id_is_not_taken_for_padding(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(6), do_sample=False, max_new_tokens=10)[0, 6:].tolist()
+    ids = tiny.prompt(6)
+    pad = int(ids[0, 0])
+    output = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
+        ids, do_sample=False, max_new_tokens=10, eos_token_id=49, pad_token_id=pad
+    )
+    assert output.sequences[0, 6:].tolist() == text[: len(output.sequences[0]) - 6]
+
+
+def test_a_seed_gives_the_same_tokens_and_another_seed_others(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+
+    def run(seed: int | None) -> list[int]:
+        output = spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=seed)
+        return output.sequences[0].tolist()
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    torch.manual_seed(5)
+    first = run(None)
+    assert run(None) != first
+    torch.manual_seed(5)
+    assert run(None) == first
+
+
+def test_stats_add_up(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[2]), draft_length=3)
+    chunks = list(spec.stream(tiny.prompt(4), do_sample=False, max_new_tokens=31))
+    output = spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=31)
+    stats = output.stats
+    assert stats.rounds == stats.row_rounds == len(chunks)
+    assert stats.accepted == sum(chunk.rows[0].accepted for chunk in chunks) > 0
+    assert stats.drafted == sum(len(chunk.rows[0].draft) for chunk in chunks)
+    # Every round commits one token of the target's own.
+    assert stats.new_tokens == 31 == stats.accepted + stats.rounds
+    rejected = sum(chunk.rows[0].accepted < len(chunk.rows[0].draft) for chunk in chunks)
+    assert stats.judged == stats.accepted + rejected
+    assert stats.mean_accepted_length == pytest.approx(31 / stats.rounds)
+    assert stats.acceptance_rate == pytest.approx(stats.accepted / (stats.accepted + rejected))
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept", "commit"}
+
+
+def plant_not_finite(model: PreTrainedModel, value: float, position: int) -> None:
+    """Make the target's logits `value` wherever the input at that position is read."""
+
+    def corrupt(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return torch.where((args[0].sum(-1, keepdim=True) * 0 + planted["now"]) > 0, value, output)
+
+    planted = {"now": 0.0}
+    seen = {"positions": None}
+
+    def watch(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen["positions"] = kwargs["position_ids"]
+        planted["now"] = (kwargs["position_ids"] == position).to(torch.float64)[..., None]
+
+    model.model.register_forward_pre_hook(watch, with_kwargs=True)
+    model.lm_head.register_forward_hook(corrupt)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1])])
+def test_logits_that_are_not_finite_end_the_row_and_keep_what_was_committed(
+    llama: PreTrainedModel, value: float, sampled: bool, draft: Drafter | None
+) -> None:
+    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 20}
+    if sampled:
+        options["seed"] = 3
+    plant_not_finite(llama, value, position=10)
+    spec = selfspec.wrap(llama, draft, draft_length=3)
+    with pytest.raises(selfspec.NonFiniteLogitsError, match="row 0 after 7 new tokens") as caught:
+        spec.generate(tiny.prompt(4), **options)
+    # Positions 4..10 hold new tokens; the logits at position 10 would have given the next.
+    assert caught.value.rows == (0,)
+    assert caught.value.output.lengths == (7,)
+    if not sampled:
+        clean = tiny.llama().generate(tiny.prompt(4), do_sample=False, max_new_tokens=7)
+        assert torch.equal(caught.value.output.sequences, clean)
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel) -> None:
+    prompts = torch.cat([tiny.prompt(4, seed=1), tiny.prompt(4, seed=2)])
+    expected = llama.generate(prompts, do_sample=False, max_new_tokens=12)
+    first = int(prompts[0, 0])
+    assert first != int(prompts[1, 0])
+
+    def poison(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return torch.where((args[0] == first)[..., None], float("nan"), output)
+
+    llama.model.embed_tokens.register_forward_hook(poison)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
+        spec.generate(prompts, do_sample=False, max_new_tokens=12)
+    assert caught.value.rows == (0,)
+    assert caught.value.output.lengths[0] == 0
+    if first not in expected[1, 4:]:
+        assert torch.equal(caught.value.output.sequences[1], expected[1])
+
+
+@dataclass(frozen=True)
+class Poison(Drafter):
+    """Drafts a token in the first round that no pass can read without overflow, and nothing after that."""
+
+    token: int
+    prompt: int
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: State, length: int) -> Draft:
+        if state.text.length(0) > self.prompt:
+            return state.no_draft()
+        return Draft(torch.full((len(state.live), length), self.token))
+
+
+@pytest.mark.parametrize("runtime", [selfspec.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_rejected_draft_leaves_in_sight_does_no_harm(
+    llama: PreTrainedModel, rows: int, runtime: Runtime
+) -> None:
+    prompts = tiny.prompt(8, batch=rows)
+    # One row is shorter: passes over rows at different places look at what stands behind the shorter one.
+    mask = torch.ones_like(prompts)
+    mask[-1, : 4 * (rows - 1)] = 0
+    expected = llama.generate(prompts, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    poison = next(token for token in range(tiny.VOCABULARY) if token not in expected)
+    with torch.no_grad():
+        llama.get_input_embeddings().weight[poison] = torch.inf
+    spec = selfspec.wrap(llama, Poison(poison, prompt=8), draft_length=3, runtime=runtime)
+    output = spec.generate(prompts, mask, max_new_tokens=12, do_sample=False)
+    assert output.stats.drafted
+    assert torch.equal(output.sequences, expected)
+
+
+def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
+    model = small()
+    drafting = []
+
+    class Overflowing(selfspec.EarlyExit):
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            drafting.append(True)
+            draft = super().draft(state, length)
+            drafting.clear()
+            return draft
+
+    def overflow(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return output * float("nan") if drafting else output
+
+    model.lm_head.register_forward_hook(overflow)
+    found = p_values(selfspec.wrap(model, Overflowing(2), draft_length=2), Warp(temperature=0.8))
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_tokens_before_logits_that_are_not_finite_still_follow_the_joint(rule: str) -> None:
+    prompt, clean, kept = PROMPTS[0], small(seed=1), 3
+    expected: dict[tuple[int, ...], float] = {}
+    for outcome, chance in joint(clean, prompt, Warp(), None).items():
+        expected[outcome[:kept]] = expected.get(outcome[:kept], 0.0) + chance
+    model = small(seed=1)
+    plant_not_finite(model, float("nan"), position=len(prompt) + kept - 1)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=4, accept=rule)
+    seen = []
+    for seed in range(BATCHES):
+        with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
+            spec.generate(
+                torch.tensor([prompt]).expand(ROWS, -1), max_new_tokens=8, seed=seed, do_sample=True, top_k=None
+            )
+        assert set(caught.value.output.lengths) == {kept}
+        seen += [tuple(row[len(prompt) :]) for row in caught.value.output.sequences.tolist()]
+    assert p_value(seen, expected) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit(1), selfspec.EarlyExit(3), selfspec.LayerSkip(layers=[0])])
+def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter, attention: str) -> None:
+    # NaN in the keys and values of a rejected token reaches the positions before it: masked, but 0 * NaN is NaN.
+    model = tiny.llama(attention=attention)
+    prompts = [tiny.prompt(4, seed=1), tiny.prompt(9, seed=2)]
+    expected = [model.generate(prompt, do_sample=False, max_new_tokens=24)[0] for prompt in prompts]
+    used = set(torch.cat(expected).tolist())
+    poison = next(token for token in range(50) if token not in used)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = float("nan")
+
+    class Poisoning(type(draft)):  # type: ignore[misc]
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            made: selfspec.Draft = super().draft(state, length)
+            made.tokens[:, -1] = poison
+            return made
+
+    poisoning = Poisoning(**vars(draft))
+    spec = selfspec.wrap(model, poisoning, draft_length=3)
+    for prompt, text in zip(prompts, expected, strict=True):
+        assert torch.equal(spec.generate(prompt, do_sample=False, max_new_tokens=24).sequences[0], text)
+    ids = torch.cat([torch.nn.functional.pad(prompts[0], (5, 0)), prompts[1]])
+    mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
+    together = spec.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24).sequences
+    for row, text in zip(together, expected, strict=True):
+        assert torch.equal(row[9:], text[-24:])

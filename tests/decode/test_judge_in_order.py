@@ -1,0 +1,262 @@
+"""Processors and criteria with memory see what plain decoding shows them, and the output is plain decoding's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, SynthIDTextWatermarkingConfig
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from selfspec.draft import Drafter
+
+VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
+ROWS, BATCHES = 512, 3
+PROMPT = (1, 2, 3, 1)
+
+
+class Alternating(LogitsProcessor):
+    """Favours another token with each call: a wrong number of calls gives another distribution."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores + favoured(self.calls, scores.shape[-1])
+
+
+class Undoable(Alternating):
+    """The same, and it can go back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undone = 0
+
+    def rollback(self, calls: int) -> None:
+        self.undone += calls
+        self.calls -= calls
+
+
+def favoured(call: int, vocab: int) -> Tensor:
+    scores = torch.zeros(vocab)
+    scores[call % vocab] = 2.5
+    scores[(call + 2) % vocab] = -torch.inf
+    return scores
+
+
+@torch.no_grad()
+def joint(model: PreTrainedModel) -> dict[tuple[int, ...], float]:
+    """Probability of every output of `TOKENS` tokens, padded after the end, from plain forward passes."""
+    outputs: dict[tuple[int, ...], float] = {}
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    for place in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        logits = model(torch.tensor([PROMPT + prefix for prefix in prefixes])).logits[:, -1].float()
+        for (prefix, chance), scores in zip(prefixes.items(), logits, strict=True):
+            for token, probability in enumerate((scores + favoured(place + 1, VOCAB)).softmax(-1).tolist()):
+                whole = (*prefix, token) + (PAD,) * (TOKENS - place - 1) * (token == EOS)
+                if probability:
+                    (outputs if token == EOS else longer)[whole] = chance * probability
+        prefixes = longer
+    return {**outputs, **prefixes}
+
+
+@pytest.mark.parametrize("processor", [Alternating, Undoable])
+def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
+    found = {}
+    settings: tuple[tuple[Drafter | None, str], ...] = (
+        (None, "token"),
+        (selfspec.EarlyExit(1), "block"),
+        (selfspec.LayerSkip(attention=[1]), "token"),
+        (selfspec.EarlyExit(2), "coupled"),
+    )
+    for number, (draft, rule) in enumerate(settings):
+        model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
+        spec = selfspec.wrap(model, draft, draft_length=1 + number % 4, accept=rule)
+        seen: list[tuple[int, ...]] = []
+        for batch in range(BATCHES):
+            out = spec.generate(
+                torch.tensor([PROMPT] * ROWS),
+                max_new_tokens=TOKENS,
+                do_sample=True,
+                top_k=0,
+                eos_token_id=EOS,
+                pad_token_id=PAD,
+                seed=100 * number + batch,
+                logits_processor=[processor()],
+            )
+            new = out.sequences[:, len(PROMPT) :]
+            seen += map(tuple, torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD).tolist())
+        found[f"{draft} {rule}"] = p_value(seen, joint(model))
+    assert holm_rejects(found, 0.01) == []
+
+
+def test_a_draft_as_good_as_the_target_is_accepted_whole_where_processors_roll_back(llama: PreTrainedModel) -> None:
+    # A last layer that adds nothing: the early exit before it gives the target's own logits.
+    with torch.no_grad():
+        llama.model.layers[3].self_attn.o_proj.weight.zero_()
+        llama.model.layers[3].mlp.down_proj.weight.zero_()
+    rates = {}
+    for kind, sampled in itertools.product((Alternating, Undoable), (False, True)):
+        processor = kind()
+        spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4)
+        options: dict[str, Any] = {"max_new_tokens": 21, "do_sample": sampled, "logits_processor": [processor]}
+        out = spec.generate(tiny.prompt(5, 2), seed=1, eos_token_id=None, **options)
+        assert out.stats.drafted > 0
+        assert processor.calls == 21
+        rates[kind, sampled] = out.stats.acceptance_rate
+    assert rates[Undoable, False] == rates[Undoable, True] == 1
+    assert max(rates[Alternating, False], rates[Alternating, True]) < 1
+
+
+class Dead(Undoable):
+    """Leaves no token to choose where a draft goes on, and one in plain decoding."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        assert (input_ids[:, 5:] % 2 == 0).all(), "a token that was never allowed"
+        odd = torch.arange(scores.shape[-1]) % 2 == 1
+        scores = scores.masked_fill(odd, -torch.inf)
+        # Only the target's logits are of this model's scale.
+        return scores.masked_fill(scores.amax(-1, keepdim=True) > 50, -torch.inf)
+
+
+def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(llama: PreTrainedModel) -> None:
+    class Loud(selfspec.LayerSkip):
+        """Drafts with scores that the processor refuses."""
+
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            passes = state.passes.logits
+            try:
+                state.passes.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
+                drafted: selfspec.Draft = super().draft(state, length)
+                return drafted
+            finally:
+                state.passes.logits = passes
+
+    options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
+    wanted = llama.generate(tiny.prompt(5), logits_processor=[Dead()], **options)
+    processor = Dead()
+    out = selfspec.wrap(llama, Loud(mlp=[3]), draft_length=4).generate(
+        tiny.prompt(5), logits_processor=[processor], **options
+    )
+    assert torch.equal(out.sequences, wanted)
+    assert processor.undone == out.stats.rounds - (out.stats.drafted == 0)
+
+
+def _louder(step: Any) -> Any:
+    step.logits.add_(1000.0)
+    return step
+
+
+def test_a_prefix_function_says_itself_that_it_has_no_memory(llama: PreTrainedModel) -> None:
+    calls: list[int] = []
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        calls.append(len(ids))
+        return [len(calls) % 50, 7]
+
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
+    calls.clear()
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(out.sequences, wanted)
+    assert calls == list(range(5, 17))
+    calls.clear()
+    allowed.stateless = True  # type: ignore[attr-defined]
+    spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
+    assert len(calls) > 12
+
+
+@pytest.mark.parametrize("name", ["guidance", "guidance away from a prompt", "SynthID"])
+def test_processors_of_transformers_with_memory_give_its_tokens(llama: PreTrainedModel, name: str) -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "guidance": {"guidance_scale": 1.7},
+        "guidance away from a prompt": {"guidance_scale": 2.5, "negative_prompt_ids": tiny.prompt(4, 3, seed=9)},
+        "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
+    }
+    options = settings[name]
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    wanted = llama.generate(tiny.prompt(7, 3), **given, **options)
+    assert not torch.equal(wanted, llama.generate(tiny.prompt(7, 3), **given))
+    for draft in (selfspec.EarlyExit(3), selfspec.PromptLookup(1, 3)):
+        out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(7, 3), **given, **options)
+        assert torch.equal(out.sequences, wanted)
+        assert out.stats.drafted > 0
+
+
+@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(3)])
+def test_logits_that_are_not_finite_are_mended_where_the_caller_asks(
+    llama: PreTrainedModel, draft: Drafter | None
+) -> None:
+    with torch.no_grad():
+        llama.lm_head.weight[7] = torch.nan
+        llama.lm_head.weight[9] = torch.inf
+    options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False, "remove_invalid_values": True}
+    options["attention_mask"] = torch.ones(2, 6, dtype=torch.long)
+    wanted = llama.generate(tiny.prompt(6, 2), **options)
+    out = selfspec.wrap(llama, draft, draft_length=3).generate(tiny.prompt(6, 2), **options)
+    assert torch.equal(out.sequences, wanted)
+
+
+class Witness(StoppingCriteria):
+    """Notes what it is shown, and ends a row where its own memory of it says so."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.seen.append(input_ids.tolist())
+        return (input_ids[:, -1] + len(self.seen)) % 9 == 0
+
+
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[3]), selfspec.PromptLookup(1, 3)])
+@pytest.mark.parametrize("processor", [None, Alternating, Undoable])
+def test_criteria_are_shown_what_plain_decoding_shows_them(
+    llama: PreTrainedModel, draft: Drafter, processor: type[Alternating] | None
+) -> None:
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = tiny.prompt(9, 3) * mask
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    stock, own = Witness(), Witness()
+    made = [[] if processor is None else [processor()] for _ in range(2)]
+    wanted = llama.generate(ids, stopping_criteria=[stock], logits_processor=made[0], eos_token_id=[9, 33], **options)
+    spec = selfspec.wrap(llama, draft, draft_length=4)
+    out = spec.generate(ids, stopping_criteria=[own], logits_processor=made[1], eos_token_id=[9, 33], **options)
+    assert torch.equal(out.sequences, wanted)
+    assert own.seen == stock.seen
+    assert len(set(out.lengths)) > 1
+    assert out.stats.drafted > 0
+    assert out.stats.accepted > 0 or isinstance(draft, selfspec.PromptLookup)
+
+
+def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> None:
+    # NaN in the values of a rejected token reaches the places before it: masked, but 0 * NaN is NaN.
+    llama = tiny.llama(attention="eager")
+    options: dict[str, Any] = {"max_new_tokens": 18, "do_sample": False}
+    text = llama.generate(tiny.prompt(5, 2), logits_processor=[Alternating()], **options)
+    poison = next(token for token in range(50) if token not in set(text.flatten().tolist()))
+    with torch.no_grad():
+        llama.model.embed_tokens.weight[poison] = torch.nan
+
+    class Poisoning(selfspec.LayerSkip):
+        def draft(self, state: Any, length: int) -> selfspec.Draft:
+            made: selfspec.Draft = super().draft(state, length)
+            made.tokens[0, -1] = poison
+            return made
+
+    processor = Alternating()
+    # A path that skips the first layer leaves nothing to resume: the target reads the whole block at once.
+    spec = selfspec.wrap(llama, Poisoning(layers=[0]), draft_length=3)
+    out = spec.generate(tiny.prompt(5, 2), logits_processor=[processor], **options)
+    assert torch.equal(out.sequences, text)
+    assert processor.calls == 18

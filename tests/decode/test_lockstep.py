@@ -1,0 +1,278 @@
+"""Rows that are kept in step: no row commits more than the others, and what is committed stays the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
+from selfspec.control.control import Control, Controller
+from selfspec.control.costs import CostsByRows
+from selfspec.decode.batch import State
+from selfspec.decode.output import Round
+from selfspec.draft import Draft, Drafter
+
+CHEAP = selfspec.Costs(draft=0.1)
+
+NEW = 60
+GOOD = selfspec.LayerSkip(mlp=[3])
+
+
+@dataclass(frozen=True)
+class InStep(Control):
+    """Keeps rows in step to the end; drafts end where no row is confident any more."""
+
+    longest: int = 3
+    threshold: float = 0.0
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _InStep(self.longest, self.threshold)
+
+
+class _InStep(Controller):
+    def __init__(self, longest: int, threshold: float) -> None:
+        self.longest = longest
+        self._threshold = threshold
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        return min(self.longest, remaining - 1)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        return bool((scores.softmax(-1).amax(-1) >= self._threshold).any())
+
+    def keeps_step(self) -> bool:
+        return True
+
+
+def committed(chunk: Round) -> set[int]:
+    return {len(row.tokens) for row in chunk.rows}
+
+
+def accepts_unevenly(model: PreTrainedModel, draft: Drafter, prompts: Tensor) -> bool:
+    """Whether rows would be out of step in the first rounds if nothing kept them in step."""
+    stream = selfspec.wrap(model, draft, draft_length=7).stream(prompts, max_new_tokens=NEW, do_sample=False)
+    return any(len(committed(next(stream))) > 1 for _ in range(3))
+
+
+@dataclass(frozen=True)
+class OneRow(Drafter):
+    """Knows the text, and makes use of it for one row of four, in turns; its steps cost as much as any draft's."""
+
+    text: Tensor
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, state: State, length: int) -> Draft:
+        if not state.control.tries(0):
+            return state.no_draft()
+        starts = [state.text.length(row) for row in range(4)]
+        rows = [self.text[row, start : start + length].tolist() for row, start in enumerate(starts)]
+        right = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+        wrong = (right + 1) % tiny.VOCABULARY
+        chosen = torch.arange(4) == (starts[0] % 4)
+        return Draft(torch.where(chosen[:, None], right, wrong), steps=length)
+
+
+def test_rows_stay_in_step_where_drafts_are_worth_nothing() -> None:
+    # Prompts too short to show that an exit is worth nothing.
+    model, prompts = tiny.llama(), tiny.prompt(4, batch=4)
+    text = model.generate(prompts, do_sample=False, max_new_tokens=NEW)
+    for draft in (OneRow(text), selfspec.EarlyExit(1)):
+        # As cheap as a draft must be to be tried in a batch, and not as cheap as these would have to be to pay.
+        control = selfspec.CostAware(costs=selfspec.Costs(draft=0.3, verify=1.1, widening=0.03))
+        spec = selfspec.wrap(model, draft, draft_length=control)
+        stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
+        chunks = list(stream)
+        assert any(chunk.rows[0].draft for chunk in chunks)
+        assert all(len(committed(chunk)) == 1 for chunk in chunks)
+        assert torch.equal(stream.output().sequences, text)
+    assert accepts_unevenly(model, OneRow(text), prompts)
+
+
+@pytest.mark.parametrize("rows", [4, 24])
+def test_rows_go_out_of_step_once_drafts_pay_for_it_and_stay_exact(rows: int) -> None:
+    # Of many rows one commits next to nothing, so that drafts only pay once rows are out of step.
+    model, prompts = tiny.llama(), tiny.prompt(6, batch=rows)
+    spec = selfspec.wrap(model, GOOD, draft_length=selfspec.CostAware(costs=CHEAP))
+    stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
+    chunks = list(stream)
+    in_step = [len(committed(chunk)) == 1 for chunk in chunks]
+    assert accepts_unevenly(model, GOOD, prompts)
+    assert all(in_step[:4])
+    assert not all(in_step[4:8])
+    assert torch.equal(stream.output().sequences, model.generate(prompts, do_sample=False, max_new_tokens=NEW))
+
+
+def test_greedy_text_is_stock_text(architecture: str) -> None:
+    model, prompts = tiny.BUILDERS[architecture](), tiny.prompt(5, batch=3)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [3, 11], "pad_token_id": 0}
+    wanted = model.generate(prompts, **options)
+    for draft in (GOOD, selfspec.EarlyExit(2)):
+        out = selfspec.wrap(model, draft, draft_length=InStep(4)).generate(prompts, **options)
+        assert torch.equal(out.sequences, wanted)
+
+
+def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> None:
+    model, prompts = tiny.llama(), tiny.prompt(5, batch=4)
+
+    def own_length(ids: Tensor, scores: Any) -> Tensor:
+        return torch.tensor([ids.shape[1] >= 5 + length for length in (4, 20, 9, 20)])
+
+    cursors: list[set[int]] = []
+
+    class Noting(selfspec.LayerSkip):
+        def draft(self, state: Any, length: int) -> Draft:
+            lengths = zip(state.text.rows, state.cache.lengths, strict=True)
+            cursors.append({length for row, length in lengths if state.live[row]})
+            made: Draft = super().draft(state, length)
+            return made
+
+    spec = selfspec.wrap(model, Noting(mlp=[3]), draft_length=InStep(4))
+    out = spec.generate(prompts, max_new_tokens=24, do_sample=False, stopping_criteria=[own_length])
+    wanted = model.generate(prompts, max_new_tokens=24, do_sample=False)
+    assert out.lengths == (4, 20, 9, 20)
+    for row, length in enumerate(out.lengths):
+        assert torch.equal(out.sequences[row, : 5 + length], wanted[row, : 5 + length])
+    assert {len(lengths) for lengths in cursors} == {1}
+    assert out.stats.rounds < 20
+
+
+def test_rows_of_different_lengths_are_left_as_they_are() -> None:
+    model = tiny.llama()
+    ids, mask = tiny.prompt(6, batch=2), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 1 + NEW, "do_sample": False}
+    kept, free = (next(selfspec.wrap(model, GOOD, draft_length=each).stream(ids, **options)) for each in (InStep(7), 7))
+    assert kept == free
+    assert len(committed(kept)) > 1
+
+
+def samples(
+    rule: str, control: Control, eos: int | None, rows: int, batches: int, seed: int
+) -> Iterator[tuple[int, ...]]:
+    """Texts from batches of the same prompt."""
+    prompt = torch.tensor(PROMPTS[0]).expand(rows, -1)
+    spec = selfspec.wrap(small(), selfspec.EarlyExit(2), draft_length=control, accept=rule)
+    for batch in range(batches):
+        sequences = spec.generate(
+            prompt, max_new_tokens=TOKENS, eos_token_id=eos, pad_token_id=PAD, seed=seed + batch, **Warp().options
+        ).sequences[:, prompt.shape[1] :]
+        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
+        yield from map(tuple, padded.tolist())
+
+
+def p_values(rows: int, batches: int) -> dict[str, float]:
+    found = {}
+    adaptive = InStep(3, threshold=0.45)
+    settings: list[tuple[str, Control, int | None]] = [
+        ("token", InStep(3), None),
+        ("token", adaptive, EOS),
+        ("block", InStep(2), EOS),
+        ("block", adaptive, None),
+    ]
+    for number, (rule, control, eos) in enumerate(settings):
+        seen = samples(rule, control, eos, rows, batches, seed=10_000 * number)
+        found[f"{rule} {control} {eos}"] = p_value(seen, joint(small(), PROMPTS[0], Warp(), eos))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(3, 100), (2048, 3)], ids=["few rows", "many rows"])
+def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
+    # Three rows are cut now and then, and at any place; of many, one is always rejected at once.
+    found = p_values(rows, batches)
+    assert holm_rejects(found, 0.01) == [], found
+
+
+@pytest.mark.slow
+def test_many_more_samples_follow_the_exact_joint() -> None:
+    found = p_values(rows=3, batches=1500)
+    assert holm_rejects(found, 0.01) == [], found
+
+
+@pytest.mark.parametrize("control", [InStep(4), selfspec.CostAware(costs=CHEAP)], ids=str)
+def test_coupled_rows_equal_plain_decoding(llama: PreTrainedModel, control: Control) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "top_k": None, "accept": "coupled"}
+    drafting = selfspec.wrap(llama, GOOD, draft_length=control)
+    for seed in range(3):
+        prompts = tiny.prompt(5, batch=3, seed=seed)
+        wanted = selfspec.wrap(llama).generate(prompts, seed=seed, **options).sequences
+        assert torch.equal(drafting.generate(prompts, seed=seed, **options).sequences, wanted)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_rounds_counts_and_scores_are_those_of_what_was_committed(llama: PreTrainedModel, rule: str) -> None:
+    prompts = tiny.prompt(5, batch=3)
+    stream = selfspec.wrap(llama, GOOD, draft_length=InStep(4), accept=rule).stream(
+        prompts, max_new_tokens=20, do_sample=True, top_k=None, seed=1,
+        return_dict_in_generate=True, output_scores=True, output_logits=True,
+    )  # fmt: skip
+    chunks = list(stream)
+    out = stream.output()
+    assert any(row.accepted == len(row.tokens) < len(row.draft) for chunk in chunks for row in chunk.rows)
+    for number in range(3):
+        rows = [chunk.rows[number] for chunk in chunks]
+        assert [token for row in rows for token in row.tokens] == out.sequences[number, 5:].tolist()
+        for row in rows:
+            assert row.tokens[: row.accepted] == row.draft[: row.accepted]
+    with torch.no_grad():
+        logits = llama(out.sequences).logits[:, 4:-1].float()
+    assert out.logits is not None
+    assert out.scores is not None
+    torch.testing.assert_close(torch.stack(out.logits, 1), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.stack(out.scores, 1), logits, atol=1e-5, rtol=1e-5)
+    stats = out.stats
+    assert stats.new_tokens == 60
+    assert stats.accepted == sum(row.accepted for chunk in chunks for row in chunk.rows)
+    assert all(a <= b for a, b in zip(stats.accepted_per_position, stats.judged_per_position, strict=True))
+
+
+def test_acceptance_by_position_is_what_it_is_of_rows_that_are_not_cut() -> None:
+    rates = []
+    for control, rows, batches in ((selfspec.FixedLength(3), 4000, 1), (InStep(3), 3, 200)):
+        spec = selfspec.wrap(small(), selfspec.EarlyExit(2), draft_length=control, accept="token")
+        judged, accepted = torch.zeros(3), torch.zeros(3)
+        for seed in range(batches):
+            stream = spec.stream(
+                torch.tensor(PROMPTS[0]).expand(rows, -1), max_new_tokens=TOKENS, seed=seed, **Warp().options
+            )
+            next(stream)
+            judged += torch.tensor(stream.stats.judged_per_position)
+            accepted += torch.tensor(stream.stats.accepted_per_position)
+        rates.append((accepted / judged, 0.25 / judged))
+    (free, free_error), (kept, kept_error) = rates
+    assert ((free - kept).abs() < 3.5 * (free_error + kept_error).sqrt()).all(), rates
+
+
+def test_a_row_that_is_not_finite_does_not_stall_the_others() -> None:
+    # Masked or not, NaN among the keys reaches the whole row under this kernel.
+    model, prompts = tiny.llama(attention="eager"), tiny.prompt(6, batch=3)
+    expected = model.generate(prompts, do_sample=False, max_new_tokens=24)
+    used = set(expected.flatten().tolist())
+    poison = next(token for token in range(tiny.VOCABULARY) if token not in used)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = float("nan")
+    rounds: list[int] = []
+
+    class Poisoning(selfspec.EarlyExit):
+        def draft(self, state: Any, length: int) -> Draft:
+            made: Draft = super().draft(state, length)
+            rounds.append(length)
+            if len(rounds) == 3:
+                made.tokens[0, -1] = poison
+            return made
+
+    stream = selfspec.wrap(model, Poisoning(3), draft_length=InStep(3)).stream(
+        prompts, do_sample=False, max_new_tokens=24
+    )
+    chunks = list(stream)
+    assert any(not chunk.rows[0].tokens and chunk.rows[1].tokens and chunk.rows[2].tokens for chunk in chunks)
+    assert torch.equal(stream.output().sequences, expected)

@@ -1,0 +1,298 @@
+"""Logits processors see the whole prefix of each place, in drafts and in verification alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import RepetitionPenaltyLogitsProcessor
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
+from selfspec.decode.sequences import Prefixes, Text
+from selfspec.draft import Drafter
+
+WIDTH, NEW = 10, 20
+PADDING = (4, 0, 7)
+DRAFTS: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]))
+
+
+def ragged() -> dict[str, Any]:
+    """Three left-padded prompts and their mask."""
+    ids, mask = tiny.prompt(WIDTH, 3), torch.ones(3, WIDTH, dtype=torch.long)
+    for row, padding in enumerate(PADDING):
+        ids[row, :padding] = mask[row, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def by_last_token_and_row(row: int, ids: Tensor) -> list[int]:
+    last = int(ids[-1])
+    return [(7 * last + row) % 50, (last + 3) % 50, (last + 29) % 50]
+
+
+class Frequency(LogitsProcessor):
+    """A penalty for each time a token stands in the prefix."""
+
+    stateless = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.ndim == scores.ndim == 2
+        assert len(input_ids) == len(scores)
+        return scores.scatter_add(1, input_ids, torch.full_like(input_ids, -0.7, dtype=scores.dtype))
+
+
+class Unsaid(Frequency):
+    """The same, without saying that it has no memory."""
+
+    stateless = False
+
+
+class InPlace(LogitsProcessor):
+    """Writes into the scores it is given."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter_add_(1, input_ids[:, -2:], torch.full_like(input_ids[:, -2:], -5.0, dtype=scores.dtype))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 2},
+    "penalty on the prompt": {"encoder_repetition_penalty": 1.5},
+    "bad words": {"bad_words_ids": [[3], [4, 5], [20, 21, 22]]},
+    "sequence bias": {"sequence_bias": [[[7], 5.0], [[7, 9], -9.0]]},
+    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(0, 50, 3))},
+    "min_length": {"min_length": 17, "eos_token_id": list(range(0, 50, 4))},
+    "forced end": {"forced_eos_token_id": 5},
+    "forced begin": {"forced_bos_token_id": 5},
+    "decay": {"exponential_decay_length_penalty": (3, 1.4), "eos_token_id": 7},
+    "suppressed": {"suppress_tokens": [1, 2, 3, 20, 22]},
+    "suppressed at first": {"begin_suppress_tokens": [1, 2, 3, *range(20, 40)]},
+    "normalised": {"renormalize_logits": True},
+    "watermark": {"watermarking_config": {"bias": 5.5}},
+    "watermark of itself": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}, "max_new_tokens": 4},
+    "prefix function": {"prefix_allowed_tokens_fn": by_last_token_and_row},
+    "the caller's own": {"logits_processor": LogitsProcessorList([Frequency()])},
+    "a plain function": {"logits_processor": LogitsProcessorList([lambda ids, scores: Frequency()(ids, scores)])},
+    "one that may have memory": {"logits_processor": LogitsProcessorList([Unsaid()])},
+    "one that writes": {"logits_processor": LogitsProcessorList([InPlace()])},
+    "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "eos_token_id": [3, 9]},
+}
+"""Everything that reads a prefix or a length, as `generate` takes it."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_greedy_equals_stock_generate_on_a_ragged_batch(llama: PreTrainedModel, name: str) -> None:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
+    wanted = llama.generate(**ragged(), **options)
+    for draft, rule in itertools.product(DRAFTS, ("token", "block")):
+        spec = selfspec.wrap(llama, draft, draft_length=4, accept=rule)
+        assert torch.equal(spec.generate(**ragged(), **options).sequences, wanted), (draft, rule)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["several", "the caller's own", "watermark", "prefix function"])
+def test_a_row_alone_is_what_it_is_in_a_batch(llama: PreTrainedModel, name: str) -> None:
+    # Row 1 has no padding, and its end is not that of the others.
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
+    if name == "prefix function":
+        options["prefix_allowed_tokens_fn"] = lambda row, ids: by_last_token_and_row(0, ids)
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=3)
+    together = spec.generate(**ragged(), **options)
+    alone = spec.generate(ragged()["input_ids"][1:2], **options)
+    assert together.sequences[1, : WIDTH + together.lengths[1]].tolist() == alone.sequences[0].tolist()
+
+
+def test_an_option_changes_the_text(llama: PreTrainedModel) -> None:
+    """Equality with transformers would say nothing about an option that both ignore."""
+    plain = llama.generate(**ragged(), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    for name in ("repetition penalty", "n-grams", "watermark", "prefix function", "the caller's own", "several"):
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
+        assert not torch.equal(llama.generate(**ragged(), **options), plain), name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["repetition penalty", "min_new_tokens", "watermark", "prefix function", "several"])
+def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel, name: str) -> None:
+    options = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": 0, "seed": 3, **OPTIONS[name]}
+    plain = selfspec.wrap(llama, accept="coupled").generate(**ragged(), **options)
+    for draft in DRAFTS[1:]:
+        spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")
+        assert torch.equal(spec.generate(**ragged(), **options).sequences, plain.sequences)
+
+
+# The joint distribution of several tokens.
+
+VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
+ROWS, BATCHES = 512, 8
+PROMPTS = ((1, 2, 3, 1), (2, 1, 3, 2))
+
+
+def allowed(options: dict[str, Any], prompt: Sequence[int], prefix: Sequence[int], logits: Tensor) -> list[float]:
+    """The distribution after a prefix, computed by hand."""
+    text, scores = [*prompt, *prefix], logits.float().clone()
+    penalty, size = options.get("repetition_penalty", 1.0), options.get("no_repeat_ngram_size", 0)
+    for token in set(text):
+        scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
+    for start in range(len(text) - size + 1) if size else ():
+        if text[start : start + size - 1] == text[len(text) - size + 1 :]:
+            scores[text[start + size - 1]] = -torch.inf
+    if len(prefix) < options.get("min_new_tokens", 0):
+        scores[EOS] = -torch.inf
+    chances: list[float] = (scores / options.get("temperature", 1.0)).softmax(-1).tolist()
+    return chances
+
+
+@torch.no_grad()
+def joint(model: PreTrainedModel, prompt: tuple[int, ...], options: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Probability of every possible output of `TOKENS` tokens, padded after the end, from plain forward passes."""
+    outputs: dict[tuple[int, ...], float] = {}
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        logits = model(torch.tensor([prompt + prefix for prefix in prefixes])).logits[:, -1]
+        longer: dict[tuple[int, ...], float] = {}
+        for (prefix, chance), scores in zip(prefixes.items(), logits, strict=True):
+            for token, probability in enumerate(allowed(options, prompt, prefix, scores)):
+                ended = token == options.get("eos_token_id")
+                whole = (*prefix, token) + (PAD,) * (TOKENS - len(prefix) - 1) * ended
+                (outputs if ended else longer)[whole] = chance * probability
+        prefixes = longer
+    return {**outputs, **prefixes}
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.8},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 2, "eos_token_id": EOS},
+    {"repetition_penalty": 0.5, "min_new_tokens": 1, "eos_token_id": EOS, "temperature": 0.7},
+)
+
+
+def p_values(spec: selfspec.SelfSpeculative, options: dict[str, Any], seed: int) -> dict[str, float]:
+    seen: dict[tuple[int, ...], list[tuple[int, ...]]] = {prompt: [] for prompt in PROMPTS}
+    ids = torch.tensor(PROMPTS * (ROWS // len(PROMPTS)))
+    for batch in range(BATCHES):
+        sequences = spec.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=PAD,
+            seed=seed + batch,
+            **options,
+        ).sequences[:, ids.shape[1] :]
+        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
+        for row, output in enumerate(padded.tolist()):
+            seen[PROMPTS[row % len(PROMPTS)]].append(tuple(output))
+    return {str(prompt): p_value(outputs, joint(spec.model, prompt, options)) for prompt, outputs in seen.items()}
+
+
+def test_samples_follow_the_exact_joint() -> None:
+    found = {}
+    drafts: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(1), selfspec.LayerSkip(attention=[1]))
+    for number, (draft, options) in enumerate(itertools.product(drafts, SETTINGS)):
+        model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
+        rule, length = ("token", "block", "coupled")[number % 3], 1 + number % 4
+        spec = selfspec.wrap(model, draft, draft_length=length, accept=rule)
+        for prompt, value in p_values(spec, options, seed=100 * number).items():
+            found[f"{draft} {rule} length {length} {options} prompt {prompt}"] = value
+    assert holm_rejects(found, 0.01) == []
+
+
+# What a processor is given.
+
+
+class Witness(LogitsProcessor):
+    """Notes every prefix it is called with."""
+
+    stateless = True
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert scores.ndim == 2
+        self.seen.append(input_ids.tolist())
+        return scores
+
+
+class Unable(selfspec.EarlyExit):
+    """Drafts the same token over and over, so that much is rejected."""
+
+    def draft(self, state: Any, length: int) -> selfspec.Draft:
+        draft: selfspec.Draft = super().draft(state, length)
+        draft.tokens.fill_(11)
+        return draft
+
+
+def test_every_prefix_is_the_committed_text_and_then_the_draft(llama: PreTrainedModel) -> None:
+    witness = Witness()
+    prompt = tiny.prompt(5)
+    spec = selfspec.wrap(llama, Unable(2), draft_length=3)
+    out = spec.generate(prompt, max_new_tokens=9, do_sample=False, logits_processor=[witness])
+    text = out.sequences[0].tolist()
+    assert out.stats.judged > out.stats.accepted
+    for (ids,) in witness.seen:
+        shared = next((n for n, (a, b) in enumerate(zip(ids, text, strict=False)) if a != b), len(ids))
+        # A rejected token is never counted: after what is not the text's stand only tokens of one draft.
+        assert shared >= 5
+        assert len(ids) - shared <= 3
+    judged = {tuple(ids) for (ids,) in witness.seen}
+    assert all(tuple(text[:length]) in judged for length in range(5, len(text)))
+
+
+def test_a_draft_beyond_the_end_of_the_text_is_no_prefix(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)[0].tolist()
+    eos = text[9]
+    witness = Witness()
+    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=5)
+    spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, eos_token_id=eos, logits_processor=[witness])
+    assert witness.seen
+    assert all(eos not in ids[5:] for (ids,) in witness.seen)
+    assert max(len(ids) for (ids,) in witness.seen) < 17
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("name", ["several", "n-grams", "the caller's own"])
+def test_a_draft_as_good_as_the_target_is_accepted_whole(llama: PreTrainedModel, name: str, rule: str) -> None:
+    # A last layer that adds nothing: the early exit before it gives the target's own logits.
+    with torch.no_grad():
+        llama.model.layers[3].self_attn.o_proj.weight.zero_()
+        llama.model.layers[3].mlp.down_proj.weight.zero_()
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4, accept=rule)
+    for sampled in (False, True):
+        options = {**OPTIONS[name], "max_new_tokens": NEW, "do_sample": sampled, "eos_token_id": None}
+        options.pop("min_new_tokens", None)
+        assert spec.generate(tiny.prompt(5), seed=1, **options).stats.acceptance_rate == 1
+
+
+def test_scores_that_ask_for_no_prefix_take_the_fast_path(llama: PreTrainedModel) -> None:
+    assert read_processing(LogitsProcessorList(), frozenset(), 9) == Warping(LogitsProcessorList())
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)])
+    assert isinstance(read_processing(processors, frozenset(), 9), PrefixProcessing)
+
+
+def test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefixes() -> None:
+    def lengths_and_last(ids: Tensor, scores: Tensor) -> Tensor:
+        assert len(ids) == len(scores) == 2
+        return scores + ids.shape[1] * 100 + ids[:, -1:]
+
+    text = Text(torch.tensor([[1, 2], [3, 4]]), pad=0)
+    text.committed[0] += [5, 6]
+    processing = PrefixProcessing(LogitsProcessorList([lengths_and_last]), frozenset(), limit=99)
+    drafted = [torch.tensor([[7], [8]]), torch.tensor([[9], [10]])]
+    logits = torch.zeros(2, 3, 1)
+    found = processing.scores(logits, Prefixes(text, drafted))[..., 0]
+    assert found.tolist() == [[406, 507, 609], [204, 308, 410]]
+    step = processing.scores(logits[:, :1], Prefixes(text, drafted))[..., 0]
+    assert step.tolist() == [[609], [410]]
+    assert (logits == 0).all()

@@ -1,0 +1,731 @@
+"""Processors and criteria that remember are called as `transformers` calls them: once for each token, in order.
+
+What is checked against is plain `model.generate` with fresh ones: the same calls with the same ids, whoever is asked in
+turn. `transformers` goes on to compute rows that have ended, so what such a row is given for scores is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import BaseStreamer, RepetitionPenaltyLogitsProcessor, StoppingCriteria
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from selfspec.draft import Drafter
+
+WIDTH, NEW, PAD = 8, 20, 0
+ENDS = [7, 25]
+"""Several ends of sequence, so that rows end in turn."""
+
+EXIT = selfspec.EarlyExit(3)
+DRAFTS: dict[str, Drafter | None] = {
+    "plain": None,
+    "exit": EXIT,
+    "skip": selfspec.LayerSkip(mlp=[3]),
+    "look-up": selfspec.PromptLookup(shortest=1),
+    "cascade": selfspec.Cascade(selfspec.PromptLookup(shortest=1), EXIT),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a processor or a criterion was called with.
+
+    Attributes:
+        who: was called.
+        ids: of all rows.
+        first: number of the first new token whose scores were given.
+        scores: of that token and those after it, `[tokens, rows, vocab]`: of all so far for a criterion that is given
+            them, of the one to come for a processor.
+    """
+
+    who: str
+    ids: list[list[int]]
+    first: int
+    scores: Tensor | None = field(compare=False)
+
+
+class InOrder:
+    """Raises unless each call holds the ids of the call before and one column more."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+    def follow(self, ids: Tensor) -> None:
+        """Take in the ids of a call."""
+        if self.last is not None:
+            assert ids.shape == (self.last.shape[0], self.last.shape[1] + 1), (ids.shape, self.last.shape)
+            assert torch.equal(ids[:, :-1], self.last), "the text that was shown before has changed"
+        self.last = ids.clone()
+
+
+class Drifting(LogitsProcessor):
+    """Changes the scores by all that it was ever shown, in place, as grammars do; tolerates no call out of order."""
+
+    def __init__(self, log: list[Call] | None = None, who: str = "processor") -> None:
+        self.log: list[Call] = [] if log is None else log
+        self.who = who
+        self.calls = 0
+        self._order = InOrder()
+        self._seen: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._order.follow(input_ids)
+        self.log.append(Call(self.who, input_ids.tolist(), input_ids.shape[1] - WIDTH, scores.clone()[None]))
+        seen = torch.zeros(len(input_ids), dtype=torch.long) if self._seen is None else self._seen
+        self._seen = (31 * seen + input_ids[:, -1] + self.calls) % 997
+        self.calls += 1
+        scores += bias(self._seen, scores.shape[1])
+        scores[:, PAD] = -torch.inf
+        return scores
+
+
+def bias(seen: Tensor, vocabulary: int) -> Tensor:
+    """What `Drifting` adds, `[rows, vocab]`, after all that it has seen of each row."""
+    return 1.5 * torch.sin(seen[:, None] * (1.0 + torch.arange(vocabulary)))
+
+
+class Undone(Drifting):
+    """The same, and it can go back."""
+
+    def __init__(self, log: list[Call] | None = None) -> None:
+        super().__init__(log)
+        self.undone = 0
+        self._before: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._before.append((self._order.last, self._seen))
+        return super().__call__(input_ids, scores)
+
+    def rollback(self, calls: int) -> None:
+        assert type(calls) is int
+        assert 0 <= calls <= len(self._before)
+        for _ in range(calls):
+            self._order.last, self._seen = self._before.pop()
+            self.log.pop()
+        self.calls -= calls
+        self.undone += calls
+
+
+class Tiring(StoppingCriteria):
+    """Ends a row once all that it was ever shown of it adds up to something; tolerates no call out of order."""
+
+    def __init__(self, log: list[Call] | None = None, who: str = "criterion", patience: int = 13) -> None:
+        self.log: list[Call] = [] if log is None else log
+        self.who = who
+        self.patience = patience
+        self._order = InOrder()
+        self._seen: Tensor | None = None
+        self._calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self._order.follow(input_ids)
+        self.log.append(Call(self.who, input_ids.tolist(), 0, None if scores is None else torch.stack(scores)))
+        seen = torch.zeros(len(input_ids), dtype=torch.long) if self._seen is None else self._seen
+        self._seen = (17 * seen + input_ids[:, -1]) % 997
+        self._calls += 1
+        return (self._seen % self.patience == 0) & (self._calls > 2)
+
+
+class AllDone(Tiring):
+    """Remembers which rows have shown any of some tokens, and ends the batch when all have: one verdict, no tensor."""
+
+    def __init__(self, log: list[Call] | None = None) -> None:
+        super().__init__(log, "all done")
+        self._done: set[int] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        super().__call__(input_ids, scores)
+        self._done |= {row for row, token in enumerate(input_ids[:, -1].tolist()) if token % 12 == 0}
+        return len(self._done) == len(input_ids)
+
+
+def ragged(rows: int = 4) -> dict[str, Any]:
+    """Left-padded prompts and their mask. Some of their tokens come again, for look-ups."""
+    ids, mask = tiny.prompt(WIDTH, rows) % 9 + 1, torch.ones(rows, WIDTH, dtype=torch.long)
+    for row, padding in enumerate((3, 0, 5, 1)[:rows]):
+        ids[row, :padding] = PAD
+        mask[row, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def lengths(sequences: Tensor) -> list[int]:
+    """New tokens of each row. None of them is `PAD`, which is suppressed."""
+    return (sequences[:, WIDTH:] != PAD).sum(1).tolist()
+
+
+def same_calls(found: list[Call], wanted: list[Call], lengths: Sequence[int]) -> bool:
+    """Whether calls are the same, scores too, those of rows that had ended apart."""
+    assert [(call.who, len(call.ids[0])) for call in found] == [(call.who, len(call.ids[0])) for call in wanted]
+    assert found == wanted
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.scores is None) == (other.scores is None)
+        if one.scores is None or other.scores is None:
+            continue
+        assert one.scores.dtype == other.scores.dtype == torch.float32
+        for token, (mine, theirs) in enumerate(zip(one.scores, other.scores, strict=True), one.first):
+            rows = [row for row, length in enumerate(lengths) if token < length]
+            torch.testing.assert_close(mine[rows], theirs[rows], atol=1e-5, rtol=1e-5)
+    return True
+
+
+Remembering = Callable[[list[Call]], dict[str, Any]]
+"""Makes fresh processors and criteria that note their calls in a list, as options of `generate`."""
+
+OPTIONS: dict[str, Remembering] = {
+    "processor": lambda log: {"logits_processor": LogitsProcessorList([Drifting(log)])},
+    "criterion": lambda log: {"stopping_criteria": StoppingCriteriaList([Tiring(log)])},
+    "criterion for all": lambda log: {"stopping_criteria": StoppingCriteriaList([AllDone(log)])},
+    "both": lambda log: {
+        "logits_processor": LogitsProcessorList([Drifting(log)]),
+        "stopping_criteria": StoppingCriteriaList([Tiring(log)]),
+    },
+    "two of each": lambda log: {
+        "logits_processor": LogitsProcessorList([Drifting(log, "first"), Drifting(log, "second")]),
+        "stopping_criteria": StoppingCriteriaList([Tiring(log, "third", 17), Tiring(log, "fourth", 23)]),
+    },
+    "among those of transformers": lambda log: {
+        "logits_processor": LogitsProcessorList([Drifting(log)]),
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 3,
+    },
+    "processors that are functions": lambda log: {
+        "logits_processor": LogitsProcessorList([drifting_function(log)]),
+        "stopping_criteria": StoppingCriteriaList([tiring_function(log)]),
+    },
+}
+
+
+def drifting_function(log: list[Call]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`Drifting` as a plain function."""
+    remembered = Drifting(log)
+    return lambda ids, scores: remembered(ids, scores)
+
+
+def tiring_function(log: list[Call]) -> Callable[..., Tensor]:
+    """`Tiring` as a plain function."""
+    remembered = Tiring(log)
+    return lambda ids, scores, **kwargs: remembered(ids, scores)
+
+
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "pad_token_id": PAD,
+    "suppress_tokens": [PAD],
+    "eos_token_id": ENDS,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+def stock(model: PreTrainedModel, name: str, **options: Any) -> tuple[Any, list[Call]]:
+    """What plain `model.generate` gives, and the calls that it makes."""
+    log: list[Call] = []
+    return model.generate(**options, **OPTIONS[name](log)), log
+
+
+def wrapped(model: PreTrainedModel, draft: str, length: int, rule: str | None = None) -> selfspec.SelfSpeculative:
+    """Without recorded passes, which take longer to record than these texts to write."""
+    return selfspec.wrap(model, DRAFTS[draft], draft_length=length, accept=rule, runtime=selfspec.Eager())
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_calls_and_text_are_those_of_transformers(model: PreTrainedModel, name: str, draft: str) -> None:
+    wanted, calls = stock(model, name, **ragged(), **GREEDY)
+    log: list[Call] = []
+    # Each rule, and drafts of 2 to 5 tokens, somewhere.
+    number = list(OPTIONS).index(name) + list(DRAFTS).index(draft)
+    spec = wrapped(model, draft, 2 + number % 4, ("token", "block", "coupled")[number % 3])
+    out = spec.generate(**ragged(), **GREEDY, **OPTIONS[name](log))
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(log, calls, out.lengths)
+    assert (out.stats.drafted > 0) == (draft != "plain")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_batch_is_a_hard_one(model: PreTrainedModel, name: str) -> None:
+    """Equal calls would say little if all rows ended at once, or if nothing that is drafted were ever accepted."""
+    wanted, calls = stock(model, name, **ragged(), **GREEDY)
+    again, others = stock(model, name, **ragged(), **GREEDY)
+    assert torch.equal(again, wanted)
+    assert same_calls(others, calls, lengths(wanted))
+    assert len(set(lengths(wanted))) > 2
+    assert max(lengths(wanted)) > 6
+    assert not torch.equal(wanted, model.generate(**ragged(), **GREEDY)), "it changes nothing"
+    out = wrapped(model, "skip", 4).generate(**ragged(), **GREEDY)
+    assert 0 < out.stats.accepted < out.stats.judged
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_row_alone(model: PreTrainedModel, name: str) -> None:
+    prompt = {key: value[1:2] for key, value in ragged().items()}
+    for ends, length in ((None, 7), (ENDS[:1], 1)):
+        options = {**GREEDY, "eos_token_id": ends}
+        wanted, calls = stock(model, name, **prompt, **options)
+        log: list[Call] = []
+        out = wrapped(model, "skip", length).generate(**prompt, **options, **OPTIONS[name](log))
+        assert torch.equal(out.sequences, wanted)
+        assert same_calls(log, calls, out.lengths)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_through_custom_generate(model: PreTrainedModel, name: str) -> None:
+    wanted, calls = stock(model, name, **ragged(), **GREEDY)
+    log: list[Call] = []
+    spec = selfspec.wrap(model, EXIT, draft_length=3)
+    assert torch.equal(model.generate(**ragged(), **GREEDY, custom_generate=spec, **OPTIONS[name](log)), wanted)
+    assert same_calls(log, calls, lengths(wanted))
+
+
+def test_without_an_end_of_sequence_live_rows_see_and_give_the_same(model: PreTrainedModel) -> None:
+    # transformers then goes on to extend rows that a criterion has ended; only what stood before that is a row's own.
+    options = {**GREEDY, "eos_token_id": None}
+    wanted, calls = stock(model, "both", **ragged(), **options)
+    log: list[Call] = []
+    out = wrapped(model, "skip", 4).generate(**ragged(), **options, **OPTIONS["both"](log))
+    assert len(set(out.lengths)) > 1
+    assert [(call.who, len(call.ids[0])) for call in log] == [(call.who, len(call.ids[0])) for call in calls]
+    for row, length in enumerate(out.lengths):
+        assert torch.equal(out.sequences[row, : WIDTH + length], wanted[row, : WIDTH + length])
+        for mine, theirs in zip(log, calls, strict=True):
+            assert mine.ids[row][: WIDTH + length] == theirs.ids[row][: WIDTH + length]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_scores_asked_for_are_given_to_criteria_and_returned(model: PreTrainedModel, name: str) -> None:
+    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    wanted, calls = stock(model, name, **ragged(), **options)
+    log: list[Call] = []
+    out = wrapped(model, "skip", 3).generate(**ragged(), **options, **OPTIONS[name](log))
+    assert torch.equal(out.sequences, wanted.sequences)
+    assert same_calls(log, calls, out.lengths)
+    plain = model.generate(**ragged(), **{**options, "max_new_tokens": 1})
+    assert out.scores is not None
+    assert out.logits is not None
+    assert len(out.scores) == len(out.logits) == len(wanted.scores)
+    for row, length in enumerate(out.lengths):
+        for found, scores in zip(out.scores[:length], wanted.scores[:length], strict=True):
+            torch.testing.assert_close(found[row], scores[row], atol=1e-5, rtol=1e-5)
+    # A processor that writes into what it is given does not change the model's own logits.
+    torch.testing.assert_close(out.logits[0], plain.logits[0], atol=1e-5, rtol=1e-5)
+
+
+# Sampled.
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_coupled_samples_and_their_calls_are_those_of_plain_decoding(model: PreTrainedModel, name: str) -> None:
+    options = {**GREEDY, "do_sample": True, "temperature": 0.9, "top_k": 20, "num_return_sequences": 2, "seed": 4}
+    calls: list[Call] = []
+    plain = wrapped(model, "plain", 1, "coupled").generate(**ragged(2), **options, **OPTIONS[name](calls))
+    assert len(plain.sequences) == 4
+    assert len({tuple(row) for row in plain.sequences.tolist()}) > 2
+    for draft in ("skip", "cascade"):
+        log: list[Call] = []
+        out = wrapped(model, draft, 3, "coupled").generate(**ragged(2), **options, **OPTIONS[name](log))
+        assert torch.equal(out.sequences, plain.sequences)
+        assert same_calls(log, calls, out.lengths)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_sample_is_shown_as_it_grows(model: PreTrainedModel, name: str, rule: str) -> None:
+    log: list[Call] = []
+    spec = wrapped(model, "skip", 4, rule)
+    out = spec.generate(**ragged(), **{**GREEDY, "do_sample": True}, seed=2, **OPTIONS[name](log))
+    rows = out.sequences.tolist()
+    for call in log:
+        assert call.ids == [row[: len(call.ids[0])] for row in rows]
+    for who in {call.who for call in log}:
+        seen = [len(call.ids[0]) for call in log if call.who == who]
+        assert seen in (
+            list(range(WIDTH, WIDTH + max(out.lengths))),
+            list(range(WIDTH + 1, WIDTH + max(out.lengths) + 1)),
+        )
+
+
+VOCABULARY, TOKENS, LAST = 5, 4, 4
+PROMPTS = ((1, 2, 3, 1), (2, 1, 3, 2), (3, 3, 1, 2))
+
+
+@torch.no_grad()
+def joint(model: PreTrainedModel, prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """Probability of every output of `TOKENS` tokens under `Drifting`, padded after `LAST`, from plain passes."""
+    outputs: dict[tuple[int, ...], float] = {}
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    seen: dict[tuple[int, ...], int] = {(): prompt[-1] % 997}
+    for step in range(TOKENS):
+        texts = torch.tensor([prompt + prefix for prefix in prefixes])
+        scores = model(texts).logits[:, -1].float() + bias(torch.tensor([seen[prefix] for prefix in prefixes]), 5)
+        scores[:, PAD] = -torch.inf
+        longer: dict[tuple[int, ...], float] = {}
+        for (prefix, chance), chances in zip(prefixes.items(), scores.softmax(-1).tolist(), strict=True):
+            for token, probability in enumerate(chances):
+                whole = (*prefix, token) + (PAD,) * (TOKENS - len(prefix) - 1) * (token == LAST)
+                (outputs if token == LAST else longer)[whole] = chance * probability
+                seen[(*prefix, token)] = (31 * seen[prefix] + token + step + 1) % 997
+        prefixes = longer
+    return {**outputs, **prefixes}
+
+
+def small(seed: int) -> PreTrainedModel:
+    return tiny.llama(vocab_size=VOCABULARY, num_hidden_layers=3, initializer_range=0.25, seed=seed)
+
+
+def p_of_samples(spec: selfspec.SelfSpeculative, processor: type[Drifting], rows: int, calls: int) -> float:
+    """Fit of the outputs of many calls, each with a processor of its own, to the exact joint."""
+    seen: list[tuple[int, ...]] = []
+    judged = accepted = 0
+    ids = torch.tensor(PROMPTS[:rows])
+    for seed in range(calls):
+        out = spec.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=PAD,
+            eos_token_id=LAST,
+            logits_processor=[processor()],
+            seed=seed,
+        )
+        judged, accepted = judged + out.stats.judged, accepted + out.stats.accepted
+        wide = torch.nn.functional.pad(out.sequences, (0, len(PROMPTS[0]) + TOKENS - out.sequences.shape[1]), value=PAD)
+        seen += [tuple(row) for row in wide.tolist()]
+    # Nothing would be shown if all were accepted, or next to nothing.
+    assert 0.05 * judged < accepted < judged
+    together = {
+        prompt + output: chance / rows
+        for prompt in PROMPTS[:rows]
+        for output, chance in joint(spec.model, prompt).items()
+    }
+    return p_value(seen, together)
+
+
+CASES: list[tuple[Drafter, str, int]] = [
+    (selfspec.LayerSkip(attention=[1]), "token", 1),
+    (selfspec.EarlyExit(2), "block", 2),
+    (selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.EarlyExit(2)), "token", 3),
+    (selfspec.EarlyExit(1), "coupled", 3),
+]
+
+
+@pytest.mark.parametrize("calls", [25, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processor", [Drifting, Undone])
+def test_samples_follow_the_exact_joint(processor: type[Drifting], calls: int) -> None:
+    found = {}
+    for number, (draft, rule, rows) in enumerate(CASES):
+        spec = selfspec.wrap(small(number), draft, draft_length=1 + number, accept=rule, runtime=selfspec.Eager())
+        found[f"{draft} {rule} rows {rows}"] = p_of_samples(spec, processor, rows, calls)
+    assert holm_rejects(found, 0.01) == []
+
+
+def test_the_joint_is_that_of_transformers() -> None:
+    model, ids = small(0), torch.tensor(PROMPTS * 400)
+    torch.manual_seed(3)
+    new = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=PAD,
+        eos_token_id=LAST,
+        logits_processor=LogitsProcessorList([Drifting()]),
+    )[:, 4:]
+    rows = [tuple(row) for row in torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD).tolist()]
+    found = {str(prompt): p_value(rows[index::3], joint(model, prompt)) for index, prompt in enumerate(PROMPTS)}
+    assert holm_rejects(found, 0.01) == []
+
+
+# Streams.
+
+
+@pytest.mark.parametrize("draft", ["exit", "skip", "look-up", "cascade"])
+def test_a_stream_calls_for_what_it_has_committed_and_no_more(model: PreTrainedModel, draft: str) -> None:
+    wanted, calls = stock(model, "both", **ragged(), **GREEDY)
+    log: list[Call] = []
+    stream = wrapped(model, draft, 4).stream(**ragged(), **GREEDY, **OPTIONS["both"](log))
+    texts: list[list[int]] = [[] for _ in range(4)]
+    for chunk in stream:
+        goes_on = [row for row in range(4) if len(texts[row]) == max(map(len, texts))]
+        for row, part in enumerate(chunk.rows):
+            texts[row] += part.tokens
+        # Rows that go on are at one place, and those called have seen just that much.
+        longest = max(map(len, texts))
+        assert all(len(texts[row]) == longest for row in goes_on if not ended(wanted, row, len(texts[row])))
+        assert len(log) == 2 * longest
+        assert same_calls(log, calls[: len(log)], [len(text) for text in texts])
+    assert torch.equal(stream.output().sequences, wanted)
+    assert len(log) == len(calls)
+
+
+def ended(out: Tensor, row: int, length: int) -> bool:
+    """Whether a row of `transformers`' text ends after so many new tokens."""
+    return lengths(out)[row] <= length
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_after_an_abandoned_stream_fresh_ones_serve(model: PreTrainedModel, rounds: int) -> None:
+    wanted, calls = stock(model, "both", **ragged(), **GREEDY)
+    spec = wrapped(model, "skip", 4)
+    abandoned: list[Call] = []
+    stream = spec.stream(**ragged(), **GREEDY, **OPTIONS["both"](abandoned))
+    for _ in range(rounds):
+        next(stream)
+    stream.close()
+    assert same_calls(abandoned, calls[: len(abandoned)], lengths(wanted))
+    log: list[Call] = []
+    assert torch.equal(spec.generate(**ragged(), **GREEDY, **OPTIONS["both"](log)).sequences, wanted)
+    assert same_calls(log, calls, lengths(wanted))
+
+
+def test_a_streamer_gets_each_token(model: PreTrainedModel) -> None:
+    class Kept(BaseStreamer):
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.got += value.flatten().tolist()
+
+        def end(self) -> None:
+            return
+
+    prompt = tiny.prompt(WIDTH)
+    mine, theirs = Kept(), Kept()
+    wanted, calls = stock(model, "both", input_ids=prompt, streamer=theirs, **GREEDY)
+    log: list[Call] = []
+    out = wrapped(model, "skip", 4).generate(prompt, streamer=mine, **GREEDY, **OPTIONS["both"](log))
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(log, calls, out.lengths)
+    assert mine.got == theirs.got
+
+
+def test_an_error_of_a_processor_is_its_own_and_the_next_call_is_right(model: PreTrainedModel) -> None:
+    class Breaks(Drifting):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if self.calls == 6:
+                raise RuntimeError("no more")
+            return super().__call__(input_ids, scores)
+
+    spec = wrapped(model, "skip", 4)
+    with pytest.raises(RuntimeError, match="no more"):
+        spec.generate(**ragged(), **GREEDY, logits_processor=[Breaks()])
+    wanted, calls = stock(model, "processor", **ragged(), **GREEDY)
+    log: list[Call] = []
+    assert torch.equal(spec.generate(**ragged(), **GREEDY, **OPTIONS["processor"](log)).sequences, wanted)
+    assert same_calls(log, calls, lengths(wanted))
+
+
+# Others that may remember.
+
+
+def test_a_prefix_function_may_remember(model: PreTrainedModel) -> None:
+    def remembering(log: list[tuple[int, list[int]]]) -> Callable[[int, Tensor], list[int]]:
+        seen = [0] * 4
+
+        def allowed(row: int, ids: Tensor) -> list[int]:
+            log.append((row, ids.tolist()))
+            seen[row] = (31 * seen[row] + int(ids[-1])) % 997
+            return [1 + (seen[row] + 7 * index) % 49 for index in range(12)]
+
+        return allowed
+
+    calls: list[tuple[int, list[int]]] = []
+    wanted = model.generate(**ragged(), **GREEDY, prefix_allowed_tokens_fn=remembering(calls))
+    for draft in ("skip", "look-up"):
+        log: list[tuple[int, list[int]]] = []
+        out = wrapped(model, draft, 4).generate(**ragged(), **GREEDY, prefix_allowed_tokens_fn=remembering(log))
+        assert torch.equal(out.sequences, wanted)
+        assert log == calls
+
+
+def test_one_that_derives_from_a_known_processor_may_remember(model: PreTrainedModel) -> None:
+    class Growing(RepetitionPenaltyLogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.penalty += 0.1
+            penalised: Tensor = super().__call__(input_ids, scores)
+            return penalised
+
+    wanted = model.generate(**ragged(), **GREEDY, logits_processor=LogitsProcessorList([Growing(1.0)]))
+    assert not torch.equal(wanted, model.generate(**ragged(), **GREEDY, repetition_penalty=1.1))
+    for draft in ("skip", "look-up"):
+        out = wrapped(model, draft, 4).generate(**ragged(), **GREEDY, logits_processor=[Growing(1.0)])
+        assert torch.equal(out.sequences, wanted)
+
+
+def synth_id() -> SynthIDTextWatermarkingConfig:
+    return SynthIDTextWatermarkingConfig(
+        ngram_len=3, keys=[654, 400, 836, 123, 340, 443, 597, 160, 57], sampling_table_size=2**10
+    )
+
+
+STOCK_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "synthid": lambda: {"watermarking_config": synth_id()},
+    "guidance": lambda: {"guidance_scale": 1.6},
+    "guidance by a prompt": lambda: {"guidance_scale": 2.0, "negative_prompt_ids": tiny.prompt(3, 4, seed=9)},
+    "both": lambda: {"watermarking_config": synth_id(), "guidance_scale": 1.6},
+}
+
+
+@pytest.mark.parametrize("draft", ["plain", "exit", "cascade"])
+@pytest.mark.parametrize("name", STOCK_OPTIONS)
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
+def test_the_remembering_processors_of_transformers(model: PreTrainedModel, name: str, draft: str) -> None:
+    wanted = model.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name]())
+    assert not torch.equal(wanted, model.generate(**ragged(), **GREEDY))
+    spec = wrapped(model, draft, 4)
+    assert torch.equal(spec.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name]()).sequences, wanted)
+    if draft == "exit":
+        assert torch.equal(model.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name](), custom_generate=spec), wanted)
+
+
+@pytest.mark.parametrize("name", STOCK_OPTIONS)
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
+def test_the_remembering_processors_of_transformers_sampled(model: PreTrainedModel, name: str) -> None:
+    options = {**GREEDY, "do_sample": True, "seed": 3}
+    plain = wrapped(model, "plain", 1, "coupled").generate(**ragged(), **options, **STOCK_OPTIONS[name]())
+    out = wrapped(model, "skip", 3, "coupled").generate(**ragged(), **options, **STOCK_OPTIONS[name]())
+    assert torch.equal(out.sequences, plain.sequences)
+
+
+# Which say what they are.
+
+
+def as_good_as_the_target() -> PreTrainedModel:
+    """A llama whose last layer adds nothing, so that the exit before it gives the target's own logits."""
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.layers[3].self_attn.o_proj.weight.zero_()
+        model.model.layers[3].mlp.down_proj.weight.zero_()
+    return model
+
+
+class ByLastToken(LogitsProcessor):
+    """A function of the ids and scores of a call."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + bias(input_ids[:, -1], scores.shape[1])
+
+
+class Stateless(ByLastToken):
+    """The same, and it says so."""
+
+    stateless = True
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_one_that_says_it_is_stateless_filters_drafts_too(rule: str, sampled: bool) -> None:
+    model = as_good_as_the_target()
+    spec = selfspec.wrap(model, EXIT, draft_length=4, accept=rule)
+    options = {**GREEDY, "eos_token_id": None, "do_sample": sampled, "seed": 1}
+    said = spec.generate(tiny.prompt(5), **options, logits_processor=[Stateless()])
+    silent = spec.generate(tiny.prompt(5), **options, logits_processor=[ByLastToken()])
+    assert said.stats.acceptance_rate == 1
+    assert silent.stats.acceptance_rate < 1
+    if not sampled or rule == "coupled":
+        assert torch.equal(said.sequences, silent.sequences)
+
+
+def test_one_that_says_otherwise_is_believed() -> None:
+    class Says(Stateless):
+        stateless = False
+
+    spec = selfspec.wrap(as_good_as_the_target(), EXIT, draft_length=4)
+    out = spec.generate(tiny.prompt(5), **{**GREEDY, "eos_token_id": None}, logits_processor=[Says()])
+    assert out.stats.acceptance_rate < 1
+
+
+def test_a_stateless_one_beside_one_that_remembers(model: PreTrainedModel) -> None:
+    log: list[Call] = []
+    calls: list[Call] = []
+    wanted = model.generate(**ragged(), **GREEDY, logits_processor=LogitsProcessorList([Stateless(), Drifting(calls)]))
+    out = wrapped(model, "skip", 4).generate(**ragged(), **GREEDY, logits_processor=[Stateless(), Drifting(log)])
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(log, calls, out.lengths)
+
+
+# Which can go back.
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("rule", "rows"), [("token", 4), ("block", 1), ("coupled", 3)])
+def test_calls_that_are_not_rolled_back_are_those_of_transformers(
+    model: PreTrainedModel, rule: str, rows: int, draft: str
+) -> None:
+    wanted, calls = stock(model, "processor", **ragged(rows), **GREEDY)
+    processor = Undone()
+    out = wrapped(model, draft, 4, rule).generate(**ragged(rows), **GREEDY, logits_processor=[processor])
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(processor.log, calls, out.lengths)
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_one_that_can_go_back_filters_drafts_too(rule: str, sampled: bool) -> None:
+    spec = selfspec.wrap(as_good_as_the_target(), EXIT, draft_length=4, accept=rule)
+    options = {**GREEDY, "eos_token_id": None, "do_sample": sampled, "seed": 1}
+    able, unable = Undone(), Drifting()
+    out = spec.generate(tiny.prompt(5), **options, logits_processor=[able])
+    assert out.stats.acceptance_rate == 1
+    assert able.undone > 0
+    without = spec.generate(tiny.prompt(5), **options, logits_processor=[unable])
+    assert without.stats.acceptance_rate < 1
+    if not sampled or rule == "coupled":
+        assert torch.equal(out.sequences, without.sequences)
+
+
+def test_coupled_samples_with_one_that_can_go_back(model: PreTrainedModel) -> None:
+    options = {**GREEDY, "do_sample": True, "seed": 6}
+    spec = wrapped(model, "plain", 1, "coupled")
+    plain = spec.generate(**ragged(), **options, logits_processor=[Drifting()])
+    for draft in ("exit", "look-up", "cascade"):
+        processor = Undone()
+        out = wrapped(model, draft, 3, "coupled").generate(**ragged(), **options, logits_processor=[processor])
+        assert torch.equal(out.sequences, plain.sequences)
+        assert processor.calls == max(out.lengths)
+
+
+def test_one_that_can_go_back_beside_one_that_cannot(model: PreTrainedModel) -> None:
+    calls: list[Call] = []
+    wanted = model.generate(
+        **ragged(), **GREEDY, logits_processor=LogitsProcessorList([Drifting(calls), Drifting(calls, "other")])
+    )
+    able, unable = Undone(), Drifting(who="other")
+    out = wrapped(model, "skip", 4).generate(**ragged(), **GREEDY, logits_processor=[able, unable])
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(able.log, [call for call in calls if call.who == "processor"], out.lengths)
+    assert same_calls(unable.log, [call for call in calls if call.who == "other"], out.lengths)
+
+
+def test_an_abandoned_stream_leaves_one_that_can_go_back_at_what_was_committed(model: PreTrainedModel) -> None:
+    processor = Undone()
+    options = {**GREEDY, "eos_token_id": None}
+    stream = wrapped(model, "exit", 4).stream(**ragged(), **options, logits_processor=[processor])
+    for _ in range(3):
+        next(stream)
+        assert processor.calls == stream.output().lengths[0]
+    stream.close()
+    assert processor.calls == stream.output().lengths[0]
+    assert processor.undone > 0

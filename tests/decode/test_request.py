@@ -1,0 +1,478 @@
+"""Requests: what cannot be honoured is refused by name and with its remedy, before any forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.generation import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    ConfidenceCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+import selfspec
+from helpers import tiny
+from selfspec.errors import PromptError, UnsupportedOptionError
+
+DRAFT = selfspec.EarlyExit(2)
+
+
+@functools.cache
+def _spied_on() -> tuple[PreTrainedModel, list[str]]:
+    """A model that notes every forward of any of its modules."""
+    model = tiny.llama()
+    ran: list[str] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: ran.append(type(module).__name__))
+    return model, ran
+
+
+@pytest.fixture
+def spec() -> selfspec.SelfSpeculative:
+    """A wrapper of a model whose forwards are a failure of the test."""
+    model, ran = _spied_on()
+    ran.clear()
+    return selfspec.wrap(model, DRAFT, draft_length=4)
+
+
+def refused(spec: selfspec.SelfSpeculative, error: type[Exception], match: str, *args: Any, **options: Any) -> None:
+    """`generate` and `stream` both refuse it, and nothing ran."""
+    options = {"max_new_tokens": 3, **options}
+    for call in (spec.generate, spec.stream):
+        with pytest.raises(error, match=match):
+            call(*args, **options)
+    assert _spied_on()[1] == []
+
+
+def test_the_spy_sees_forwards(spec: selfspec.SelfSpeculative) -> None:
+    spec.generate(tiny.prompt(5), max_new_tokens=1)
+    assert {"LlamaForCausalLM", "LlamaDecoderLayer", "Linear"} <= set(_spied_on()[1])
+
+
+# Prompts.
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 5), (0, 0), (3, 0)], ids=str)
+def test_an_empty_prompt_is_refused(spec: selfspec.SelfSpeculative, shape: tuple[int, ...]) -> None:
+    refused(spec, PromptError, "empty.*bos token", torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 1, 5), (2, 2, 2), ()], ids=str)
+def test_a_prompt_that_is_no_batch_of_rows_is_refused(spec: selfspec.SelfSpeculative, shape: tuple[int, ...]) -> None:
+    refused(spec, PromptError, r"\[batch, prompt\]", torch.ones(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_ids_that_are_no_integers_are_refused(spec: selfspec.SelfSpeculative, dtype: torch.dtype) -> None:
+    refused(spec, PromptError, "LongTensor.*return_tensors='pt'", torch.ones(1, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 3]], "Once upon a time", 3, {"input_ids": torch.ones(1, 3).long()}], ids=str)
+def test_ids_that_are_no_tensor_are_refused(spec: selfspec.SelfSpeculative, ids: Any) -> None:
+    refused(spec, PromptError, "LongTensor.*return_tensors='pt'", ids)
+
+
+@pytest.mark.parametrize("token", [-1, -100, tiny.VOCABULARY, 10**9, -(2**62)])
+@pytest.mark.parametrize("place", [0, 4])
+def test_ids_outside_the_vocabulary_are_refused(spec: selfspec.SelfSpeculative, token: int, place: int) -> None:
+    prompts = tiny.prompt(5, 2)
+    prompts[1, place] = token
+    refused(spec, PromptError, rf"{token} is outside the vocabulary 0\.\.49.*tokenizer", prompts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_vocabularys_ends_are_inside_it(dtype: torch.dtype) -> None:
+    model = tiny.llama()
+    prompts = torch.tensor([[0, tiny.VOCABULARY - 1]], dtype=dtype)
+    out = selfspec.wrap(model, DRAFT, draft_length=4).generate(prompts, max_new_tokens=5, do_sample=False)
+    assert out.sequences.dtype == torch.long
+    assert out.sequences.tolist() == model.generate(prompts.long(), max_new_tokens=5, do_sample=False).tolist()
+
+
+def test_no_prompt_and_two_prompts_are_refused(spec: selfspec.SelfSpeculative) -> None:
+    refused(spec, PromptError, "pass input_ids")
+    refused(spec, PromptError, "pass the prompt once: as input_ids or as inputs", tiny.prompt(5), inputs=tiny.prompt(5))
+
+
+def test_inputs_is_another_name_of_input_ids(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    wanted = spec.generate(tiny.prompt(5), max_new_tokens=5, do_sample=False).sequences
+    assert torch.equal(spec.generate(inputs=tiny.prompt(5), max_new_tokens=5, do_sample=False).sequences, wanted)
+
+
+def test_the_callers_tensors_and_config_are_left_alone(llama: PreTrainedModel) -> None:
+    prompts, config = tiny.prompt(5, 2), GenerationConfig(max_new_tokens=5, do_sample=True, temperature=0.5)
+    mask = torch.ones_like(prompts)
+    mask[0, :2] = 0
+    before = prompts.clone(), mask.clone(), config.to_dict()
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(prompts, mask, config, seed=1)
+    assert torch.equal(prompts, before[0])
+    assert torch.equal(mask, before[1])
+    assert config.to_dict() == before[2]
+    assert out.sequences.data_ptr() != prompts.data_ptr()
+    assert torch.equal(out.sequences[:, :5], prompts)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 4), (2, 6), (5,), (2, 5, 5), (2, 1, 5, 5), (5, 2)])
+def test_a_mask_of_another_shape_is_refused(spec: selfspec.SelfSpeculative, shape: tuple[int, ...]) -> None:
+    refused(
+        spec,
+        PromptError,
+        "attention_mask has shape .* input_ids .*they must agree",
+        tiny.prompt(5, 2),
+        torch.ones(shape),
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [1, 0, 1, 0, 1]],
+    ids=str,
+)
+def test_padding_on_the_right_and_holes_are_refused(spec: selfspec.SelfSpeculative, row: list[int]) -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1], row])
+    for given in (mask, mask.bool(), mask.double(), mask.to(torch.int32), mask.to(torch.uint8)):
+        refused(spec, PromptError, "zeros after ones; pad on the left.*padding_side='left'", tiny.prompt(5, 2), given)
+
+
+def test_a_row_of_padding_alone_is_refused(spec: selfspec.SelfSpeculative) -> None:
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]])
+    refused(spec, PromptError, r"row\(s\) \[1, 3\] .*all zero; drop these rows", tiny.prompt(3, 4), mask)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 1]], "all", 1, ((1, 1, 1),)], ids=str)
+def test_a_mask_that_is_no_tensor_is_refused(spec: selfspec.SelfSpeculative, mask: Any) -> None:
+    refused(spec, PromptError, "attention_mask", tiny.prompt(3), mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32])
+def test_a_mask_of_any_dtype_means_the_same(llama: PreTrainedModel, dtype: torch.dtype) -> None:
+    prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    wanted = llama.generate(prompts, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert torch.equal(spec.generate(prompts, mask.to(dtype), max_new_tokens=9, do_sample=False).sequences, wanted)
+
+
+def test_what_stands_under_the_padding_does_not_matter(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    other = prompts.clone()
+    other[0, :2] = 0
+    one, two = (spec.generate(p, mask, max_new_tokens=9, do_sample=True, seed=2).sequences for p in (prompts, other))
+    assert torch.equal(one[:, 2:], two[:, 2:])
+
+
+# Length.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new"), [(5, tiny.CONTEXT - 4), (tiny.CONTEXT, 1), (tiny.CONTEXT + 3, 1), (1, 10**6)]
+)
+def test_more_than_the_context_is_refused_with_what_fits(spec: selfspec.SelfSpeculative, prompt: int, new: int) -> None:
+    fits = max(tiny.CONTEXT - prompt, 0)
+    match = rf"prompt \({prompt} tokens\).*max_new_tokens \({new}\).*context of 128.*at most {fits} new tokens"
+    refused(spec, PromptError, match, tiny.prompt(prompt), max_new_tokens=new)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_exactly_the_context_works(architecture: str, new: int) -> None:
+    model = tiny.BUILDERS[architecture]()
+    prompts = tiny.prompt(tiny.CONTEXT - new, 2)
+    out = selfspec.wrap(model, DRAFT, draft_length=4).generate(prompts, max_new_tokens=new, do_sample=False)
+    assert out.sequences.shape == (2, tiny.CONTEXT)
+    assert torch.equal(out.sequences, model.generate(prompts, max_new_tokens=new, do_sample=False))
+
+
+def test_padding_does_not_count_towards_the_context() -> None:
+    """A row of 4 tokens under 20 of padding has 28 of 32 positions left; the longest row decides."""
+    spec = selfspec.wrap(tiny.llama(max_position_embeddings=32), DRAFT, draft_length=4)
+    prompts = tiny.prompt(24, 2)
+    mask = torch.ones_like(prompts)
+    mask[:, :20] = 0
+    out = spec.generate(prompts, mask, max_new_tokens=28, do_sample=False)
+    assert out.sequences.shape == (2, 52)
+    mask[1, 19] = 1
+    with pytest.raises(PromptError, match=r"prompt \(5 tokens\).*at most 27"):
+        spec.generate(prompts, mask, max_new_tokens=28)
+
+
+@pytest.mark.parametrize("new", [0, -1, 1.5, "3"])
+def test_a_number_of_new_tokens_that_is_no_positive_integer_is_refused(
+    spec: selfspec.SelfSpeculative, new: Any
+) -> None:
+    refused(spec, selfspec.SelfSpecError, "max_new_tokens", tiny.prompt(5), max_new_tokens=new)
+
+
+def test_max_length_counts_the_prompt(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    wanted = llama.generate(tiny.prompt(5), max_length=11, do_sample=False)
+    assert torch.equal(spec.generate(tiny.prompt(5), max_length=11, do_sample=False).sequences, wanted)
+    with pytest.raises(UnsupportedOptionError, match="max_length"):
+        spec.generate(tiny.prompt(5), max_length=4)
+
+
+# Options.
+
+
+class _PrefixWarper(TemperatureLogitsWarper):
+    """Called a temperature, and yet it reads the prefix."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, input_ids, -float("inf"))
+
+
+OPTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
+    ("num_beams", lambda: {"num_beams": 2}, "beam search"),
+    ("num_beams", lambda: {"num_beams": 2, "do_sample": True}, "beam search"),
+    ("num_beams", lambda: {"num_beams": 4, "num_return_sequences": 2}, "beam search"),
+    ("penalty_alpha", lambda: {"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
+    ("dola_layers", lambda: {"dola_layers": "low"}, "DoLa"),
+    ("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 3}, "drop it"),
+    ("assistant_early_exit", lambda: {"assistant_early_exit": 2}, r"EarlyExit\(layer="),
+    ("assistant_model", lambda: {"assistant_model": tiny.llama()}, "drop it"),
+    ("position_ids", lambda: {"position_ids": torch.arange(1, 6)[None]}, "drop it"),
+    ("cache_implementation", lambda: {"cache_implementation": "static"}, "drop it"),
+    ("cache_implementation", lambda: {"cache_implementation": "paged"}, "drop it"),
+    ("cache_implementation", lambda: {"cache_implementation": "quantized"}, "drop it"),
+    ("use_cache", lambda: {"use_cache": False}, "use_cache on"),
+    ("output_attentions", lambda: {"output_attentions": True, "return_dict_in_generate": True}, "model.generate"),
+    ("output_hidden_states", lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "model.generate"),
+    ("token.healing", lambda: {"token_healing": True}, ""),
+    ("no_such_option", lambda: {"no_such_option": 3}, ""),
+    ("max_new_token", lambda: {"max_new_token": 3}, ""),
+    (
+        "ClassifierFreeGuidanceLogitsProcessor",
+        lambda: {"logits_processor": [ClassifierFreeGuidanceLogitsProcessor(1.5)]},
+        "guidance_scale",
+    ),
+    ("temperature", lambda: {"temperature": [0.5, 0.7], "do_sample": True}, ""),
+    ("stopping criterion ConfidenceCriteria", lambda: {"stopping_criteria": [ConfidenceCriteria(0.4)]}, "drop it"),
+    ("stop_strings", lambda: {"stop_strings": ["x"]}, "tokenizer=..."),
+    ("custom_generate", lambda: {"custom_generate": lambda *args, **kwargs: None}, "drop it"),
+    ("synced_gpus", lambda: {"synced_gpus": True}, ""),
+    ("negative_prompt_ids", lambda: {"negative_prompt_ids": tiny.prompt(5)}, "guidance_scale"),
+    ("labels", lambda: {"labels": tiny.prompt(5)}, ""),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "options", "remedy"), OPTIONS, ids=[f"{number} {name}" for number, (name, *_) in enumerate(OPTIONS)]
+)
+def test_an_option_that_cannot_be_honoured_is_refused_by_name(
+    spec: selfspec.SelfSpeculative, name: str, options: Callable[[], dict[str, Any]], remedy: str
+) -> None:
+    refused(spec, UnsupportedOptionError, rf"(?s){name}.*{remedy}", tiny.prompt(5), **options())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("num_beams", {"num_beams": 2}),
+        ("assistant_early_exit", {"assistant_early_exit": 2}),
+        ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
+        ("stop_strings", {"stop_strings": ["end"]}),
+        ("use_cache", {"use_cache": False}),
+    ],
+)
+def test_a_generation_config_is_read_like_keywords(
+    spec: selfspec.SelfSpeculative, name: str, options: dict[str, Any]
+) -> None:
+    refused(spec, UnsupportedOptionError, name, tiny.prompt(5), generation_config=GenerationConfig(**options))
+
+
+def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    llama.generation_config.prefill_chunk_size = 4
+    with pytest.raises(UnsupportedOptionError, match=r"prefill_chunk_size=4"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3)
+    llama.generation_config.prefill_chunk_size = None
+    llama.generation_config.repetition_penalty = 1.6
+    llama.generation_config.max_new_tokens = 4
+    llama.generation_config.eos_token_id = 7
+    assert spec.generate(tiny.prompt(5)).sequences.tolist() == llama.generate(tiny.prompt(5)).tolist()
+
+
+def test_keywords_win_over_a_generation_config(llama: PreTrainedModel) -> None:
+    config = GenerationConfig(max_new_tokens=9, do_sample=True, num_beams=2)
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
+        tiny.prompt(5), generation_config=config, max_new_tokens=4, do_sample=False, num_beams=1
+    )
+    assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [_PrefixWarper(0.5)],
+        [TypicalLogitsWarper(0.3)],
+        [TopKLogitsWarper(3), TypicalLogitsWarper(0.2)],
+        [TemperatureLogitsWarper(0.5)],
+    ],
+    ids=lambda processors: " ".join(type(processor).__name__ for processor in processors),
+)
+def test_a_users_warper_counts_in_greedy_decoding_too(llama: PreTrainedModel, processors: list[Any]) -> None:
+    """`transformers` applies a given processor whether it samples or not; typical sampling can leave out the argmax."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    wanted = llama.generate(tiny.prompt(5), logits_processor=LogitsProcessorList(processors), **options)
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
+        tiny.prompt(5), logits_processor=LogitsProcessorList(processors), **options
+    )
+    assert out.sequences.tolist() == wanted.tolist()
+
+
+def _as_given(kind: str, tokens: list[int]) -> Any:
+    return {"list": tokens, "tuple": tuple(tokens), "tensor": torch.tensor(tokens)}.get(kind, tokens[0])
+
+
+@pytest.mark.parametrize("kind", ["int", "list", "tuple", "tensor"])
+@pytest.mark.parametrize("padding", [None, 1])
+def test_end_of_sequence_tokens_end_and_pad_rows_as_transformers_does(
+    llama: PreTrainedModel, kind: str, padding: int | None
+) -> None:
+    prompts = tiny.prompt(6, 3)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompts)}
+    text = llama.generate(prompts, **options)
+    # The first listed is larger than the second, and the second ends one row before the others.
+    ends, never = int(text[1, 9]), max(set(range(tiny.VOCABULARY)) - set(text.flatten().tolist()))
+    assert ends < never
+    eos = [never, ends] if kind != "int" else [ends]
+    wanted = llama.generate(prompts, eos_token_id=eos, pad_token_id=padding, **options)
+    assert not torch.equal(wanted, text)
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
+        prompts, eos_token_id=_as_given(kind, eos), pad_token_id=padding, **options
+    )
+    assert out.sequences.tolist() == wanted.tolist()
+
+
+def test_an_end_of_sequence_token_may_be_a_tensor_of_no_dimension(llama: PreTrainedModel) -> None:
+    text = llama.generate(tiny.prompt(6), max_new_tokens=12, do_sample=False)[0].tolist()
+    eos = text[9]
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
+        tiny.prompt(6), max_new_tokens=12, do_sample=False, eos_token_id=torch.tensor(eos)
+    )
+    assert out.sequences[0].tolist() == text[: text.index(eos, 6) + 1]
+
+
+def test_token_types_are_refused() -> None:
+    model = tiny.gpt2()
+    spec = selfspec.wrap(model, DRAFT, draft_length=4)
+    with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3, token_type_ids=torch.ones_like(tiny.prompt(5)))
+
+
+def test_options_at_their_defaults_are_no_reason_to_refuse(llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "bad_words_ids": None,
+        "use_cache": True,
+        "output_scores": False,
+        "return_dict_in_generate": False,
+        "past_key_values": None,
+        "inputs_embeds": None,
+        "streamer": None,
+        "assistant_model": None,
+        "logits_processor": None,
+        "stopping_criteria": LogitsProcessorList(),
+        "synced_gpus": False,
+        "temperature": None,
+    }
+    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=6, do_sample=False, **options
+    )
+    assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_that_means_nothing_is_refused(spec: selfspec.SelfSpeculative, temperature: float) -> None:
+    refused(spec, UnsupportedOptionError, "temperature", tiny.prompt(5), do_sample=True, temperature=temperature)
+
+
+def test_several_returned_sequences_repeat_their_prompt_and_mask(llama: PreTrainedModel) -> None:
+    prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    out = spec.generate(prompts, mask, max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, seed=0)
+    greedy = llama.generate(prompts, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert out.sequences.tolist() == greedy.repeat_interleave(3, 0).tolist()
+    with pytest.raises(UnsupportedOptionError, match="num_return_sequences"):
+        spec.generate(prompts, mask, max_new_tokens=8, do_sample=False, num_return_sequences=3)
+
+
+# What changes nothing without another option, and what a checkpoint says by itself.
+
+INERT: list[dict[str, Any]] = [
+    {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic"},
+    {"assistant_confidence_threshold": 0.1, "assistant_lookbehind": 3, "target_lookbehind": 3},
+    {"max_matching_ngram_size": 3},
+    {"low_memory": True},
+    {"penalty_alpha": 0.6, "top_k": 1},
+    {"max_cache_len": 64},
+    {"output_attentions": True},
+    {"output_hidden_states": True},
+]
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+@pytest.mark.parametrize("options", INERT, ids=lambda options: next(iter(options)))
+def test_what_changes_nothing_is_no_reason_to_refuse(llama: PreTrainedModel, options: dict[str, Any], way: str) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    for name, value in options.items():
+        setattr(llama.generation_config, name, value)
+    given: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    if way == "wrapper":
+        found = spec.generate(tiny.prompt(5), **given).sequences
+    else:
+        found = llama.generate(tiny.prompt(5), custom_generate=spec, **given)
+    assert torch.equal(found, wanted)
+
+
+def test_what_is_returned_with_the_whole_output_is_still_refused(spec: selfspec.SelfSpeculative) -> None:
+    refused(
+        spec,
+        UnsupportedOptionError,
+        "output_hidden_states",
+        tiny.prompt(5),
+        output_hidden_states=True,
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+def test_a_checkpoint_that_says_use_cache_false_is_decoded(llama: PreTrainedModel, way: str) -> None:
+    """mpt's config says so by default. Who asks for it in the call is still refused."""
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    llama.generation_config.use_cache = False
+    llama.config.use_cache = False
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    if way == "wrapper":
+        found = spec.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False).sequences
+    else:
+        found = llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=9, do_sample=False)
+    assert torch.equal(found, wanted)
+    with pytest.raises(UnsupportedOptionError, match="use_cache"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3, use_cache=False)
+
+
+def test_use_cache_false_of_a_call_is_refused_through_transformers_too(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+    with pytest.raises(UnsupportedOptionError, match="use_cache"):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, use_cache=False)

@@ -1,0 +1,221 @@
+"""Rows end at the token at which transformers would end them, inside an accepted run too."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StopStringCriteria
+
+import selfspec
+from helpers import tiny
+from helpers.stories import checkpoint_folder
+
+# Drafting with all of the network but one late MLP accepts long runs, so that ends fall inside them.
+LONG_RUNS = selfspec.LayerSkip(mlp=[3])
+
+
+def greedy(model: PreTrainedModel, **options: Any) -> Any:
+    ids = tiny.prompt(5)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **options)
+
+
+class Repeats(StoppingCriteria):
+    """Ends a row once a token comes that stood before in its new text."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        last = input_ids[:, -1:]
+        return (input_ids[:, 5:-1] == last).any(1)
+
+
+class Counting(StoppingCriteria):
+    """Notes the ids it is called with, and stops where it is told to."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.calls: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls.append(input_ids[0].tolist())
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.at)
+
+
+class AtSeven(MaxLengthCriteria):
+    """Called a length, and yet it has its own mind."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= 7)
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+@pytest.mark.parametrize("at", range(6, 14))
+def test_a_criterion_sees_each_token_once_and_ends_the_text_there(llama: PreTrainedModel, at: int, length: int) -> None:
+    stock, own = Counting(at), Counting(at)
+    wanted = greedy(llama, stopping_criteria=StoppingCriteriaList([stock]))
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=length)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, stopping_criteria=[own])
+    assert torch.equal(out.sequences, wanted)
+    assert out.lengths == (at - 5,)
+    assert own.calls == stock.calls
+    assert out.stats.new_tokens == at - 5
+
+
+@pytest.mark.parametrize("criterion", [Repeats, lambda: AtSeven(99), lambda: lambda ids, scores: ids[:, -1] % 3 == 0])
+def test_rows_end_each_at_its_own_token(llama: PreTrainedModel, criterion: Any) -> None:
+    prompts = torch.cat([tiny.prompt(5, seed=seed) for seed in range(4)])
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=5)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    out = spec.generate(prompts, stopping_criteria=StoppingCriteriaList([criterion()]), **options)
+    for row in range(4):
+        alone = llama.generate(
+            prompts[row : row + 1], stopping_criteria=StoppingCriteriaList([criterion()]), **options
+        )[0]
+        assert out.sequences[row, : 5 + out.lengths[row]].tolist() == alone.tolist()
+        assert (out.sequences[row, 5 + out.lengths[row] :] == 0).all()
+
+
+def test_a_criterion_may_answer_for_all_rows_at_once(llama: PreTrainedModel) -> None:
+    out = selfspec.wrap(llama, LONG_RUNS, draft_length=4).generate(
+        tiny.prompt(5, 2),
+        max_new_tokens=24,
+        do_sample=False,
+        stopping_criteria=[lambda ids, scores: ids.shape[1] >= 9],
+    )
+    assert out.lengths == (4, 4)
+
+
+def test_a_criterion_is_given_the_scores_that_are_kept(llama: PreTrainedModel) -> None:
+    def unsure(ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
+        assert scores is not None
+        assert len(scores) == ids.shape[1] - 5
+        return (scores[-1].softmax(-1).amax(-1) < 0.45) & (len(scores) > 3)
+
+    kept: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
+    wanted = greedy(llama, stopping_criteria=StoppingCriteriaList([unsure]), **kept).sequences
+    assert 9 <= wanted.shape[1] < 29
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=5)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, stopping_criteria=[unsure], **kept)
+    assert torch.equal(out.sequences, wanted)
+    assert out.scores is not None
+    assert len(out.scores) == out.lengths[0]
+
+
+def test_a_criterion_and_an_end_of_sequence_token_whichever_comes_first(llama: PreTrainedModel) -> None:
+    text = greedy(llama)[0].tolist()
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=6)
+    for at in (8, 10, 12):
+        eos = text[9]
+        wanted = greedy(llama, stopping_criteria=StoppingCriteriaList([Counting(at)]), eos_token_id=eos)
+        out = spec.generate(
+            tiny.prompt(5), max_new_tokens=24, do_sample=False, stopping_criteria=[Counting(at)], eos_token_id=eos
+        )
+        assert torch.equal(out.sequences, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "criterion",
+    [MaxLengthCriteria(9), MaxLengthCriteria(40), MaxLengthCriteria(3), EosTokenCriteria([7, 11, 13, 19, 20])],
+)
+def test_a_callers_own_length_or_end_takes_the_place_of_the_configs(llama: PreTrainedModel, criterion: Any) -> None:
+    options: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 49}
+    out = selfspec.wrap(llama, LONG_RUNS, draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=24, do_sample=False, **options
+    )
+    assert torch.equal(out.sequences, greedy(llama, **options))
+
+
+def test_max_time_ends_the_text_at_the_first_token_after_it(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=4)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=1e-9)
+    assert out.lengths == (1,)
+    started = time.perf_counter()
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=3600.0)
+    assert out.lengths == (24,)
+    assert time.perf_counter() - started < 3600
+
+
+# Stop strings.
+
+
+@pytest.fixture(scope="module")
+def story() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint_folder())
+
+
+@pytest.mark.parametrize("strings", ["Lily", ["park", "big"], [" th", "zzz"], ["gir"], ["."]], ids=str)
+@pytest.mark.parametrize("length", [2, 7])
+def test_a_stop_string_ends_the_text_inside_an_accepted_run(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strings: Any, length: int
+) -> None:
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    wanted = story.generate(prompt, stop_strings=strings, tokenizer=tokenizer, **options)
+    assert wanted.shape[1] < prompt.shape[1] + 60
+    spec = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=length)
+    out = spec.generate(prompt, stop_strings=strings, tokenizer=tokenizer, **options)
+    assert torch.equal(out.sequences, wanted)
+    # Through transformers, which drops the tokenizer, the criterion itself goes in.
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
+    assert torch.equal(story.generate(prompt, custom_generate=spec, stopping_criteria=criteria, **options), wanted)
+
+
+def test_stop_strings_of_a_config_count_and_the_models_own_stay_as_they_are(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    spec = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=4)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    wanted = story.generate(prompt, stop_strings=["girl"], tokenizer=tokenizer, **options)
+    config = GenerationConfig(stop_strings=["girl"], **options)
+    assert torch.equal(spec.generate(prompt, generation_config=config, tokenizer=tokenizer).sequences, wanted)
+    assert config.stop_strings == ["girl"]
+    own = story.generation_config
+    own.stop_strings = ["girl"]
+    try:
+        assert torch.equal(spec.generate(prompt, tokenizer=tokenizer, **options).sequences, wanted)
+        assert story.generation_config is own
+        assert own.stop_strings == ["girl"]
+        with pytest.raises(selfspec.UnsupportedOptionError, match="tokenizer"):
+            spec.generate(prompt, **options)
+    finally:
+        own.stop_strings = None
+
+
+def test_stop_strings_in_a_batch_end_each_row_at_its_own(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts = ["Once upon a time", "Tom had a big dog. One day, he", "Lily and Ben"]
+    rows = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    width = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.tensor([[0] * (width - row.shape[1]) + [1] * row.shape[1] for row in rows])
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "stop_strings": ["day", " the", "play"],
+        "tokenizer": tokenizer,
+    }
+    out = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=4).generate(
+        ids, attention_mask=mask, **options
+    )
+    assert len(set(out.lengths)) > 1
+    for row, prompt in enumerate(rows):
+        alone = story.generate(prompt, **options)[0, prompt.shape[1] :]
+        assert out.sequences[row, width : width + out.lengths[row]].tolist() == alone.tolist()

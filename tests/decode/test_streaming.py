@@ -1,0 +1,136 @@
+"""Streamers get what transformers gives them: the prompt, each committed token, and the end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AsyncTextIteratorStreamer,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation import BaseStreamer
+
+import selfspec
+from helpers import tiny
+from helpers.stories import checkpoint_folder
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 17, "do_sample": False}
+
+
+class Listener(BaseStreamer):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint_folder())
+
+
+@pytest.fixture
+def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
+    return selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=4)
+
+
+@pytest.mark.parametrize("eos", [None, [3, 11, 20, 40]])
+def test_a_streamer_hears_what_it_hears_from_transformers(spec: selfspec.SelfSpeculative, eos: Any) -> None:
+    stock, own = Listener(), Listener()
+    spec.model.generate(tiny.prompt(5), streamer=stock, eos_token_id=eos, **OPTIONS)
+    out = spec.generate(tiny.prompt(5), streamer=own, eos_token_id=eos, **OPTIONS)
+    assert own.heard == stock.heard
+    assert own.heard[0] == tiny.prompt(5).tolist()
+    assert [token for (token,) in own.heard[1:-1]] == out.sequences[0, 5:].tolist()
+    assert own.heard[-1] == "end"
+
+
+def test_text_streamers_print_the_same(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for skip in (False, True):
+        spec.model.generate(tiny.prompt(5), streamer=TextStreamer(tokenizer, skip_prompt=skip), **OPTIONS)
+        wanted = capsys.readouterr().out
+        spec.generate(tiny.prompt(5), streamer=TextStreamer(tokenizer, skip_prompt=skip), **OPTIONS)
+        assert capsys.readouterr().out == wanted
+
+
+def test_an_iterator_of_text_works_from_another_thread(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = Thread(target=spec.generate, args=(tiny.prompt(5),), kwargs={"streamer": streamer, **OPTIONS})
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    wanted = spec.generate(tiny.prompt(5), **OPTIONS).sequences[0, 5:]
+    assert text == tokenizer.decode(wanted)
+
+
+def test_an_asynchronous_iterator_of_text_works(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    async def read() -> str:
+        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        thread = Thread(target=spec.generate, args=(tiny.prompt(5),), kwargs={"streamer": streamer, **OPTIONS})
+        thread.start()
+        text = "".join([piece async for piece in streamer])
+        thread.join()
+        return text
+
+    assert asyncio.run(read()) == tokenizer.decode(spec.generate(tiny.prompt(5), **OPTIONS).sequences[0, 5:])
+
+
+def test_the_end_is_told_after_an_error_too(llama: PreTrainedModel) -> None:
+    def fail(module: Any, args: Any) -> None:
+        raise RuntimeError("out of something")
+
+    listener = Listener()
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    hook = llama.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of something"):
+        spec.generate(tiny.prompt(5), streamer=listener, **OPTIONS)
+    assert listener.heard == [tiny.prompt(5).tolist(), "end"]
+    hook.remove()
+    with torch.no_grad():
+        llama.lm_head.weight.fill_(float("nan"))
+    listener.heard.clear()
+    with pytest.raises(selfspec.NonFiniteLogitsError):
+        spec.generate(tiny.prompt(5), streamer=listener, **OPTIONS)
+    assert listener.heard == [tiny.prompt(5).tolist(), "end"]
+
+
+def test_an_abandoned_stream_tells_the_end(spec: selfspec.SelfSpeculative) -> None:
+    listener = Listener()
+    stream = spec.stream(tiny.prompt(5), streamer=listener, **OPTIONS)
+    first = next(stream)
+    stream.close()
+    assert listener.heard == [tiny.prompt(5).tolist(), *([token] for token in first.tokens), "end"]
+    assert stream.stats.seconds
+
+
+def test_several_rows_are_refused_before_anything_runs(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    listener = Listener()
+    for options in ({}, {"num_return_sequences": 2, "do_sample": True}):
+        prompts = tiny.prompt(5, 1 if options else 2)
+        with pytest.raises(selfspec.UnsupportedOptionError, match=r"streamer.*one row.*spec\.stream"):
+            spec.generate(prompts, streamer=listener, **{**OPTIONS, **options})
+    assert listener.heard == []

@@ -1,0 +1,64 @@
+"""Passes over a block of tokens, on top of a prefix that the full model left in the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.model.adapter import Adapter
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import Path
+from selfspec.model.runner import Passes
+
+
+class Bench:
+    """A cache that holds the prefix, and passes over what comes next.
+
+    Args:
+        model: under test.
+        adapter: of it.
+        cache: an empty one.
+        tokens: prefix and block, `[batch, past + block]`.
+        past: length of the prefix.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, tokens: Tensor, past: int) -> None:
+        self.tokens, self.cache = tokens, cache
+        self.prefix, self.block = tokens[:, :past], tokens[:, past:]
+        self.passes = Passes(model, adapter, cache)
+        self.full = Path.full(len(adapter.decoder_layers(model)))
+        if past:
+            self.states(self.full, self.prefix)
+            self.cache.advance(past)
+
+    @torch.no_grad()
+    def logits(self, path: Path, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
+        return self.passes.logits(path, self.block if tokens is None else tokens, entering).logits
+
+    @torch.no_grad()
+    def states(self, path: Path, tokens: Tensor | None = None) -> ExactStates | None:
+        return self.passes.states(path, self.block if tokens is None else tokens)
+
+    @torch.no_grad()
+    def steps(self, path: Path) -> tuple[Tensor, ExactStates | None]:
+        """Logits and states of the block, one token at a time, as drafts run it."""
+        width = self.block.shape[1]
+        passes = []
+        for column in range(width):
+            passes.append(self.passes.logits(path, self.block[:, column : column + 1]))
+            self.cache.advance(1)
+        self.cache.rollback(width)
+        states = [step.states for step in passes if step.states is not None]
+        logits = torch.cat([step.logits for step in passes], 1)
+        return logits, ExactStates.concatenated(states) if states else None
+
+    def stepped_states(self, path: Path) -> ExactStates | None:
+        """States of the block, one token at a time."""
+        return self.steps(path)[1]
+
+    def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
+        """What lies in the slots of the prefix and the block, layer by layer."""
+        width = self.tokens.shape[1]
+        return [(layer.keys[:, :, :width].clone(), layer.values[:, :, :width].clone()) for layer in self.cache.layers]

@@ -1,0 +1,299 @@
+"""What every architecture must do, as checks on one tiny model: each compares with the stock model, without gates.
+
+The references know nothing of gates, views or caches: they are one pass of the stock model over all tokens without a
+cache, in which forward hooks take out what the path leaves out, for the tokens of the block alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers.bench import Bench
+from helpers.snapshot import Snapshot
+from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.model.adapter import Adapter
+from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+from selfspec.model.runner import Passes
+
+PAST = 9  # longer than the sliding windows
+BLOCK = 4
+BATCH = 2
+NEW = 10
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tiny model and the declaration that is put to the test.
+
+    Attributes:
+        model: in evaluation mode.
+        adapter: what is declared of it.
+        tolerance: how far logits may be apart that are equal but for rounding.
+        first: the smallest token id that text may hold.
+        vocabulary: one more than the largest.
+    """
+
+    model: PreTrainedModel
+    adapter: Adapter
+    tolerance: float
+    first: int = 3
+    vocabulary: int = 50
+
+    @property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return len(self.adapter.decoder_layers(self.model))
+
+    @property
+    def batch(self) -> int:
+        """Rows that are run at once."""
+        return 1 if self.adapter.ragged == "none" else BATCH
+
+    def tokens(self, length: int, batch: int, seed: int = 0) -> Tensor:
+        """Random text, `[batch, length]`."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.first, self.vocabulary, (batch, length), generator=generator)
+
+    @cached_property
+    def text(self) -> Tensor:
+        """A prefix and a block, `[batch, PAST + BLOCK]`."""
+        return self.tokens(PAST + BLOCK, self.batch)
+
+    @cached_property
+    def stock(self) -> Tensor:
+        """The stock model's logits over the block."""
+        return self.reference([])
+
+    @torch.no_grad()
+    def reference(self, skipped: Iterable[Sublayer]) -> Tensor:
+        """Logits over the block of the stock model whose block goes without some sublayers."""
+        left_out = set(skipped)
+        handles = []
+        for index, layer in enumerate(self.adapter.decoder_layers(self.model)):
+            attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
+            if {attention, mlp} <= left_out:
+                handles.append(_replace(layer, "input"))
+                continue
+            if attention in left_out:
+                names = self.adapter.attention_modules_of(layer)
+                handles += [_replace(layer.get_submodule(name), self.adapter.without_attention) for name in names]
+            if mlp in left_out:
+                names = self.adapter.mlp_modules_of(layer)
+                handles += [_replace(layer.get_submodule(name), self.adapter.without_mlp) for name in names]
+        try:
+            logits = self.stock_logits(self.text)[:, PAST:]
+        finally:
+            for handle in handles:
+                handle.remove()
+        return logits
+
+    @torch.no_grad()
+    def stock_logits(self, tokens: Tensor) -> Tensor:
+        """Logits of the stock model, without a cache and with the position ids that its `generate` gives it."""
+        named = inspect.signature(type(self.model).forward).parameters
+        positions = {"position_ids": torch.arange(tokens.shape[1])[None]} if "position_ids" in named else {}
+        logits: Tensor = self.model(tokens, use_cache=False, **positions).logits
+        return logits
+
+    def equal(self, found: Tensor, wanted: Tensor) -> None:
+        """Fail where logits are further apart than rounding explains."""
+        torch.testing.assert_close(found, wanted, rtol=self.tolerance, atol=self.tolerance)
+
+
+def _replace(module: nn.Module, by: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        values = output if isinstance(output, tuple) else (output,)
+        stream = args[-1] if by == "residual" else args[0] if args else kwargs["hidden_states"]
+        kept = values[0].clone()
+        if by != "zeros" and stream.shape != kept.shape:
+            return None  # Within a sublayer of several modules: the last of them gives what counts.
+        # Some models flatten the tokens of all rows before their MLP; others have several streams, before the batch.
+        blocks = kept if kept.ndim > 2 else kept.view(-1, PAST + BLOCK, kept.shape[-1])
+        blocks[..., PAST:, :] = 0 if by == "zeros" else stream[..., PAST:, :]
+        return (kept, *[None] * (len(values) - 1)) if isinstance(output, tuple) else kept
+
+    return module.register_forward_hook(hook, with_kwargs=True)
+
+
+def _cache(subject: Subject) -> SharedCache:
+    return SharedCache(
+        subject.depth,
+        subject.batch,
+        limit=PAST + BLOCK + 1,
+        slack=BLOCK,
+        device=torch.device("cpu"),
+        aligned="right" if subject.adapter.ragged == "padding" else "left",
+        recurrent=recurrent_layers(subject.model.config) if subject.adapter.recurrent else {},
+    )
+
+
+def bench_of(subject: Subject) -> Bench:
+    """Its cache with the prefix in it."""
+    return Bench(subject.model, subject.adapter, _cache(subject), subject.text, PAST)
+
+
+def block(subject: Subject) -> None:
+    """A pass over several tokens on top of a prefill."""
+    bench = bench_of(subject)
+    subject.equal(bench.logits(bench.full), subject.stock)
+
+
+def step(subject: Subject) -> None:
+    """Passes over one token each."""
+    bench = bench_of(subject)
+    subject.equal(bench.steps(bench.full)[0], subject.stock)
+
+
+def rollback(subject: Subject) -> None:
+    """Moving the cursor back takes everything back."""
+    bench = bench_of(subject)
+    bench.logits(bench.full, subject.tokens(BLOCK, subject.batch, seed=1))
+    bench.cache.advance(BLOCK)
+    bench.logits(bench.full, subject.tokens(1, subject.batch, seed=2))
+    bench.cache.rollback(BLOCK)
+    subject.equal(bench.logits(bench.full), subject.stock)
+
+
+def _path(subject: Subject, path: Path) -> None:
+    wanted = subject.reference(path.skipped)
+    assert (wanted - subject.stock).abs().max() > 100 * subject.tolerance, "the reference cannot fail"
+    bench = bench_of(subject)
+    subject.equal(bench.logits(path), wanted)
+    logits, states = bench.steps(path)
+    subject.equal(logits, wanted)
+    if path.hand_over is not None:
+        assert states is not None
+        subject.equal(bench.logits(bench.full.resumed_at(path.hand_over), entering=states), subject.stock)
+        bench.cache.advance(BLOCK)
+        bench.cache.rollback(1)
+        last = subject.text[:, -1:]
+        subject.equal(bench.logits(bench.full, last), subject.stock[:, -1:])
+
+
+def exits(subject: Subject) -> None:
+    """Every early exit, and resuming the full pass there."""
+    for layer in range(1, subject.depth):
+        _path(subject, Path.up_to(subject.depth, Sublayer(layer, Part.ATTENTION)))
+
+
+def skip_attention(subject: Subject) -> None:
+    """Every attention left out, and resuming the full pass there."""
+    for layer in range(subject.depth):
+        _path(subject, Path.without(subject.depth, [Sublayer(layer, Part.ATTENTION)]))
+
+
+def skip_mlp(subject: Subject) -> None:
+    """Every MLP left out, and resuming the full pass there."""
+    for index, layer in enumerate(subject.adapter.decoder_layers(subject.model)):
+        if subject.adapter.mlp_modules_of(layer):
+            _path(subject, Path.without(subject.depth, [Sublayer(index, Part.MLP)]))
+
+
+def skip_layers(subject: Subject) -> None:
+    """Whole layers left out, first and last included, and resuming the full pass there."""
+    every = sublayers(subject.depth)
+    for layers in ({0}, {1}, {subject.depth - 1}, {0, subject.depth - 1}):
+        _path(subject, Path.without(subject.depth, [sublayer for sublayer in every if sublayer.layer in layers]))
+
+
+def stream(subject: Subject) -> None:
+    """A layer without its two sublayers still carries the residual stream: what is declared to stand for them is it."""
+    alike = []
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        alike.append(torch.cosine_similarity(before, after, -1)[..., PAST:].min().item())
+
+    layers = subject.adapter.decoder_layers(subject.model)
+    # Its reference leaves out both sublayers of a layer one by one, not the layer.
+    handles = [layer.register_forward_hook(compare, with_kwargs=True) for layer in layers]
+    handles += [
+        _replace(layer.get_submodule(name), by)
+        for layer in layers
+        for name, by in (
+            *((name, subject.adapter.without_attention) for name in subject.adapter.attention_modules_of(layer)),
+            *((name, subject.adapter.without_mlp) for name in subject.adapter.mlp_modules_of(layer)),
+        )
+    ]
+    try:
+        with torch.no_grad():
+            subject.stock_logits(subject.text)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # Not 1: some layers norm, scale or add to the stream besides.
+    assert min(alike) > 0.5, alike
+
+
+def ragged(subject: Subject) -> None:
+    """Rows of different lengths, prefilled together: each gives what it gives alone."""
+    lengths = (PAST, PAST - 4)
+    rows = subject.tokens(PAST + BLOCK, 2)
+    bench = _cache(subject)
+    passes = Passes(subject.model, subject.adapter, bench)
+    full = Path.full(subject.depth)
+    with torch.no_grad():
+        passes.states(full, rows[:, :PAST])
+        bench.commit(lengths)
+        blocks = torch.stack([row[length : length + BLOCK] for row, length in zip(rows, lengths, strict=True)])
+        found = passes.logits(full, blocks).logits
+        stepped = []
+        for column in range(BLOCK):
+            stepped.append(passes.logits(full, blocks[:, column : column + 1]).logits)
+            bench.advance(1)
+        for row, length in enumerate(lengths):
+            alone = subject.stock_logits(rows[row : row + 1, : length + BLOCK])[:, length:]
+            subject.equal(found[row : row + 1], alone)
+            subject.equal(torch.cat(stepped, 1)[row : row + 1], alone)
+
+
+def greedy(subject: Subject) -> None:
+    """Greedy text is the stock model's own, for several drafts and seeds, and nothing of the model changes."""
+    before = Snapshot(subject.model)
+    last = subject.depth - 1
+    has_mlp = bool(subject.adapter.mlp_modules_of(subject.adapter.decoder_layers(subject.model)[last]))
+    drafts: list[selfspec.Drafter | None] = [
+        None,
+        selfspec.EarlyExit(1),
+        selfspec.EarlyExit(last),
+        selfspec.LayerSkip(layers=[0]),
+        selfspec.LayerSkip(attention=[1], mlp=[last] if has_mlp else []),
+    ]
+    for seed, draft in enumerate(drafts):
+        prompts = subject.tokens(PAST, subject.batch, seed)
+        mask = torch.ones_like(prompts)
+        if subject.batch > 1:
+            mask[1, :4] = 0
+        spec = selfspec.wrap(subject.model, draft, draft_length=3, adapter=subject.adapter)
+        out = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
+        # Each row alone: eager attention makes NaN of padded rows in transformers itself.
+        for row, used in enumerate(mask.sum(1).tolist()):
+            wanted = subject.model.generate(prompts[row : row + 1, -used:], max_new_tokens=NEW, do_sample=False)
+            assert out.sequences[row, -used - NEW :].tolist() == wanted[0].tolist(), f"{draft}, row {row}"
+        assert spec.unwrap() is subject.model
+    before.assert_same(subject.model)
+
+
+CHECKS: dict[str, Callable[[Subject], None]] = {
+    "block": block,
+    "step": step,
+    "rollback": rollback,
+    "exits": exits,
+    "attention skip": skip_attention,
+    "MLP skip": skip_mlp,
+    "layer skip": skip_layers,
+    "residual stream": stream,
+    "ragged batch": ragged,
+    "greedy": greedy,
+}
+"""Every check by the name that the table of architectures uses for what it holds to."""

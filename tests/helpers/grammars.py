@@ -1,0 +1,182 @@
+"""Grammars of real libraries over small tokenizers made here, each as fresh options of `generate`."""
+
+from __future__ import annotations
+
+import json
+import string
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import lmformatenforcer
+import outlines
+import transformers
+import xgrammar
+import xgrammar.contrib.hf
+from outlines.backends import get_json_schema_logits_processor, get_regex_logits_processor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, tokenization_utils
+
+from helpers import tiny
+
+# Its kernel makes torch import its compiler, which warns of parts of its own.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import llguidance.torch
+
+# lm-format-enforcer 0.11.3 looks for this class where transformers had it up to version 4.
+if not hasattr(tokenization_utils, "PreTrainedTokenizerBase"):
+    tokenization_utils.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerBase
+
+from lmformatenforcer.integrations.transformers import build_transformers_prefix_allowed_tokens_fn
+
+END, PAD = 0, 1
+
+
+def tokenizer(characters: str, pairs: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Single characters, and some pairs of them as one token; the first two ids are the end and the padding."""
+    # Byte-level tokenizers write a space so.
+    words = [word.replace(" ", "Ġ") for word in (*characters, *pairs)]
+    vocabulary = {"</s>": END, "<pad>": PAD, **{word: 2 + index for index, word in enumerate(words)}}
+    merges = [(word[0], word[1]) for word in words if len(word) == 2]
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What is to be generated.
+
+    Attributes:
+        regex: what the text must match, whatever says so.
+        schema: as a JSON schema; None: the regular expression is given to the libraries.
+    """
+
+    regex: str
+    schema: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+
+    def prompts(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Ids and mask, `[batch, prompt]`, padded on the left."""
+        found = self.tokenizer(list(texts), padding=True, return_tensors="pt")
+        return {"input_ids": found.input_ids, "attention_mask": found.attention_mask}
+
+    def text(self, row: Tensor) -> str:
+        """The text of a row of new ids."""
+        return str(self.tokenizer.decode(row, skip_special_tokens=True))
+
+
+def subject(characters: str, pairs: Sequence[str], **options: Any) -> Subject:
+    """A tiny llama over a tokenizer of these."""
+    made = tokenizer(characters, pairs)
+    return Subject(tiny.llama(vocab_size=len(made), eos_token_id=END, pad_token_id=PAD, **options), made)
+
+
+def small() -> Subject:
+    """Six tokens: what it may write can be enumerated."""
+    return subject("012", ["01"], num_hidden_layers=3, initializer_range=0.25)
+
+
+def large() -> Subject:
+    """Enough for JSON."""
+    pairs = ['{"', '"}', '":', '",', ' "', "10", "ab", "na", "am", "ag"]
+    return subject(string.ascii_lowercase + string.digits + '{}[]":, ', pairs, max_position_embeddings=256)
+
+
+Fresh = Callable[[], dict[str, Any]]
+"""Gives options of `generate` with a processor that was never called."""
+
+
+def _xgrammar(subject: Subject, grammar: Grammar) -> Fresh:
+    compiled = compiled_by_xgrammar(subject, grammar)
+    return lambda: {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(compiled)]}
+
+
+def compiled_by_xgrammar(subject: Subject, grammar: Grammar) -> Any:
+    """The grammar as xgrammar's processor takes it."""
+    size = subject.model.config.vocab_size
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(subject.tokenizer, vocab_size=size))
+    if grammar.schema is None:
+        return compiler.compile_regex(grammar.regex)
+    return compiler.compile_json_schema(grammar.schema, any_whitespace=False)
+
+
+def _outlines(backend: str) -> Callable[[Subject, Grammar], Fresh]:
+    def maker(subject: Subject, grammar: Grammar) -> Fresh:
+        model = outlines.from_transformers(subject.model, subject.tokenizer)
+        if grammar.schema is None:
+            return lambda: {"logits_processor": [get_regex_logits_processor(backend, model, grammar.regex)]}
+        return lambda: {"logits_processor": [get_json_schema_logits_processor(backend, model, grammar.schema)]}
+
+    return maker
+
+
+class Guided(LogitsProcessor):
+    """llguidance as its users put it into `transformers`, for which it has no processor of its own."""
+
+    def __init__(self, tokenizer: Any, grammar: str) -> None:
+        self._tokenizer = tokenizer
+        self._grammar = grammar
+        self._matchers: list[Any] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self._matchers:
+            self._matchers = [llguidance.LLMatcher(self._tokenizer, self._grammar) for _ in input_ids]
+        else:
+            for matcher, token in zip(self._matchers, input_ids[:, -1].tolist(), strict=True):
+                if not matcher.is_stopped() and not matcher.consume_token(token):
+                    raise RuntimeError(matcher.get_error())
+        mask = llguidance.torch.allocate_token_bitmask(len(input_ids), scores.shape[1])
+        for row, matcher in enumerate(self._matchers):
+            llguidance.torch.fill_next_token_bitmask(matcher, mask, row)
+        llguidance.torch.apply_token_bitmask_inplace(scores, mask)
+        return scores
+
+
+def _llguidance(subject: Subject, grammar: Grammar) -> Fresh:
+    made = llguidance.hf.from_tokenizer(subject.tokenizer, n_vocab=subject.model.config.vocab_size)
+    kind, spec = ("regex", grammar.regex) if grammar.schema is None else ("json_schema", grammar.schema)
+    read = llguidance.grammar_from(kind, spec)
+    return lambda: {"logits_processor": [Guided(made, read)]}
+
+
+def _lm_format_enforcer(subject: Subject, grammar: Grammar) -> Fresh:
+    def fresh() -> dict[str, Any]:
+        parser = (
+            lmformatenforcer.RegexParser(grammar.regex)
+            if grammar.schema is None
+            else lmformatenforcer.JsonSchemaParser(json.loads(grammar.schema))
+        )
+        return {"prefix_allowed_tokens_fn": build_transformers_prefix_allowed_tokens_fn(subject.tokenizer, parser)}
+
+    return fresh
+
+
+LIBRARIES: dict[str, Callable[[Subject, Grammar], Fresh]] = {
+    "xgrammar": _xgrammar,
+    "outlines over outlines_core": _outlines("outlines_core"),
+    "outlines over xgrammar": _outlines("xgrammar"),
+    "outlines over llguidance": _outlines("llguidance"),
+    "llguidance": _llguidance,
+    "lm-format-enforcer": _lm_format_enforcer,
+}
+"""Each makes what gives fresh options, of a grammar for a subject."""

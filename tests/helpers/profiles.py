@@ -1,0 +1,56 @@
+"""Profiles for tests, without measuring anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from selfspec.control.costs import BatchCosts, Costs
+from selfspec.control.forecast import Forecast
+from selfspec.measure.costs import MeasuredCosts
+from selfspec.measure.estimate import Estimate
+from selfspec.tools.calibrate import Calibration, Chosen, Profile, Setting
+from selfspec.tools.calibrate.candidates import Prediction
+from selfspec.tools.calibrate.confirm import Confirmed
+from selfspec.tools.calibrate.run import Kind
+
+COSTS = Costs(draft=0.25, verify=1.1, widening=0.02, overhead=-0.01)
+GREEDY = Chosen("lookup+exit:2", 5, BatchCosts((COSTS, replace(COSTS, widening=0.2, rows=4))), 0.0, (1.5, 1.4, 1.6), 4)
+SAMPLED = Chosen("exit:1", 3, BatchCosts((replace(COSTS, draft=0.125),)), 0.8, (1.2, 1.1, 1.3))
+
+
+def profile_of(model: PreTrainedModel, greedy: Chosen = GREEDY, sampled: Chosen = SAMPLED) -> Profile:
+    """A profile that fits the model here and now."""
+    return Profile(Setting.of(model), greedy, sampled, {"settings": {"prompts": 1}})
+
+
+def calibration_of(model: PreTrainedModel) -> Calibration:
+    """A calibration with one exit, of which greedy decoding made use and sampling did not."""
+    estimate = Estimate(1.25, 1.0, 1.5)
+    costs = MeasuredCosts(
+        step_seconds=estimate,
+        draft={"exit:2": estimate, "none": estimate},
+        verify={"exit:2": {2: estimate, 5: estimate}, "none": {1: estimate, 2: estimate, 5: estimate}},
+        overhead={"exit:2": estimate, "none": estimate},
+        context=8,
+        batch=1,
+        lengths=(1, 4),
+    )
+    predictions = [Prediction("exit:2", 0.75, COSTS, Forecast(3, 1.375))]
+    confirmed = [Confirmed("lookup+exit:2", estimate, 0.625, 2.5, 3), Confirmed("lookup", estimate, None, 1.0, 1)]
+    plain = Chosen("none", 5, None, 0.8, (1.0, 1.0, 1.0))
+    return Calibration(
+        profile_of(model, sampled=plain),
+        costs,
+        [replace(costs, batch=4, out_of_step=estimate)],
+        Kind(
+            0.0,
+            {},
+            predictions,
+            confirmed,
+            {4: confirmed[0], 16: replace(confirmed[0], speedup=Estimate(0.75, 0.5, 1.0))},
+            GREEDY,
+        ),
+        Kind(0.8, {}, predictions, confirmed, {}, plain),
+    )

@@ -1,0 +1,73 @@
+"""What tests of programs share: a clock by which every program proves itself, and generations at the same time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import selfspec
+from helpers import tiny
+
+
+def ticking() -> Callable[[], float]:
+    """A clock by which all things take the same time, and each reading a little less than the one before.
+
+    So a program, timed after the stock modules, always takes less.
+    """
+    ticks: Iterator[int] = count(1)
+    return lambda: 1.0 - 1.0 / next(ticks)
+
+
+def as_stock(function: Callable[..., Any], kind: type) -> FunctionType:
+    """A function as if it stood where a class does: what others wrote is not recorded."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(
+        function.__code__,
+        vars(sys.modules[kind.__module__]),
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
+    )
+
+
+def greedy_together(
+    spec: selfspec.SelfSpeculative, prompts: Sequence[Tensor], max_new_tokens: int
+) -> list[list[list[int]]]:
+    """Greedy texts of some prompts, each generated in a thread of its own."""
+
+    def run(prompt: Tensor) -> list[list[int]]:
+        tokens: list[list[int]] = spec.generate(
+            prompt, max_new_tokens=max_new_tokens, do_sample=False
+        ).sequences.tolist()
+        return tokens
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(run, prompts))
+
+
+def ragged_samples(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int) -> list[list[int]]:
+    """Samples of three rows of different lengths, `prompt` tokens the longest."""
+    prompts = torch.cat([tiny.prompt(prompt, seed=seed) for seed in range(3)])
+    mask = torch.ones_like(prompts)
+    mask[1, :3] = 0
+    mask[2, :1] = 0
+    output = spec.generate(prompts, mask, max_new_tokens=max_new_tokens, do_sample=True, seed=1)
+    tokens: list[list[int]] = output.sequences.tolist()
+    return tokens
+
+
+def check_inference_mode(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int, first: bool) -> None:
+    """Greedy text is the stock model's in inference mode and out of it, by programs."""
+    ids = tiny.prompt(prompt)
+    expected = spec.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).tolist()
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            assert spec.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).sequences.tolist() == expected
+        assert spec.programs.proved
+        assert not spec.programs.refusals

@@ -1,0 +1,126 @@
+"""What a gated pass must equal, made without any gate: copies of the stock model that are cut, thinned or zeroed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from selfspec.model.layer_path import Part, Sublayer
+
+LAST_LINEAR = {
+    Part.ATTENTION: {"gpt2": "attn.c_proj"},
+    Part.MLP: {"gpt2": "mlp.c_proj"},
+}
+"""The linear that ends each sublayer, where it is not `self_attn.o_proj` and `mlp.down_proj`."""
+
+FIRST_LINEAR = {
+    Part.ATTENTION: {"gpt2": "attn.c_attn"},
+    Part.MLP: {"gpt2": "mlp.c_fc"},
+}
+"""A linear that every token of each sublayer passes, where it is not `self_attn.q_proj` and `mlp.up_proj`."""
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers, found without an adapter."""
+    layers = model.transformer.h if model.config.model_type == "gpt2" else model.model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def sublayer_module(model: PreTrainedModel, sublayer: Sublayer) -> nn.Module:
+    """The attention or MLP module of a layer."""
+    attention = "attn" if model.config.model_type == "gpt2" else "self_attn"
+    return layers_of(model)[sublayer.layer].get_submodule(attention if sublayer.part is Part.ATTENTION else "mlp")
+
+
+def first_linear(model: PreTrainedModel, sublayer: Sublayer) -> nn.Module:
+    """A linear inside a sublayer that each of its tokens passes once."""
+    default = "self_attn.q_proj" if sublayer.part is Part.ATTENTION else "mlp.up_proj"
+    name = FIRST_LINEAR[sublayer.part].get(model.config.model_type, default)
+    return layers_of(model)[sublayer.layer].get_submodule(name)
+
+
+def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
+    """A copy that has the given layers alone, renumbered."""
+    copied = copy.deepcopy(model)
+    layers = layers_of(copied)
+    chosen = nn.ModuleList([layers[index] for index in kept])
+    for number, layer in enumerate(chosen):
+        for module in layer.modules():
+            if "layer_idx" in module.__dict__:
+                module.__dict__["layer_idx"] = number
+    layer_types = getattr(copied.config, "layer_types", None)
+    copied.config.num_hidden_layers = len(chosen)
+    if layer_types is not None:
+        copied.config.layer_types = [layer_types[index] for index in kept]
+    if copied.config.model_type == "gpt2":
+        copied.transformer.h = chosen
+    else:
+        copied.model.layers = chosen
+    return copied
+
+
+def zeroed(model: PreTrainedModel, sublayers: Iterable[Sublayer]) -> PreTrainedModel:
+    """A copy in which the given sublayers add nothing: the weights and biases of their last linear are zero."""
+    copied = copy.deepcopy(model)
+    for sublayer in sublayers:
+        default = "self_attn.o_proj" if sublayer.part is Part.ATTENTION else "mlp.down_proj"
+        name = LAST_LINEAR[sublayer.part].get(model.config.model_type, default)
+        linear = layers_of(copied)[sublayer.layer].get_submodule(name)
+        for parameter in linear.parameters():
+            parameter.data.zero_()
+    return copied
+
+
+@torch.no_grad()
+def logits_after(
+    model: PreTrainedModel,
+    prefix: Tensor,
+    block: Tensor,
+    reference: PreTrainedModel | None = None,
+    kept: Sequence[int] | None = None,
+) -> Tensor:
+    """Logits over `block` of a reference that finds keys and values of `prefix` that the full model left.
+
+    The cache is stock: transformers' own, windows and all.
+
+    Args:
+        model: the full model, which reads the prefix.
+        prefix: `[batch, past]`; may be empty.
+        block: `[batch, tokens]`.
+        reference: reads the block; None: the full model.
+        kept: layers of the model that the reference has; None: all.
+    """
+    cache = DynamicCache(config=model.config)
+    if prefix.shape[1]:
+        model(prefix, past_key_values=cache, use_cache=True)
+    if kept is not None:
+        cache.layers = [cache.layers[index] for index in kept]
+    logits: Tensor = (reference or model)(block, past_key_values=cache, use_cache=True).logits
+    return logits
+
+
+class Calls:
+    """Counts what passes through modules: `calls[name]` and `tokens[name]`, by forward hooks of its own."""
+
+    def __init__(self) -> None:
+        self.calls: dict[object, int] = {}
+        self.tokens: dict[object, int] = {}
+
+    def watch(self, name: object, module: nn.Module) -> None:
+        """Count the forwards of a module under a name."""
+        self.calls[name] = self.tokens[name] = 0
+        module.register_forward_hook(self._hook(name))
+
+    def _hook(self, name: object) -> Callable[..., None]:
+        def count(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            states = output[0] if isinstance(output, tuple) else output
+            assert isinstance(states, Tensor)
+            self.calls[name] += 1
+            self.tokens[name] += states.shape[1]
+
+        return count

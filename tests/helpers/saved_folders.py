@@ -1,0 +1,37 @@
+"""What tests of saved folders share: selfspec as if installed, and a count of rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import dynamic_module_utils
+
+import selfspec
+from selfspec.decode.batch import State
+from selfspec.draft import Draft
+from selfspec.draft.along_path import PathDrafter
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """selfspec as an installed distribution, and a place of this test's own for code that is loaded."""
+    metadata = tmp_path / "site" / f"selfspec-{selfspec.__version__}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: selfspec\nVersion: {selfspec.__version__}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def rounds(monkeypatch: pytest.MonkeyPatch, kind: type[PathDrafter] = selfspec.EarlyExit) -> list[int]:
+    """Counts rounds by their drafts' lengths."""
+    drafted: list[int] = []
+    right = kind.draft
+
+    def counted(self: PathDrafter, state: State, length: int) -> Draft:
+        drafted.append(length)
+        return right(self, state, length)
+
+    monkeypatch.setattr(kind, "draft", counted)
+    return drafted

@@ -1,0 +1,152 @@
+"""Puts every causal LM of the installed `transformers` to the contract and writes the table of architectures.
+
+python -m helpers.survey                                # all of them, on the terminal
+python -m helpers.survey llama gpt2                     # some
+python -m helpers.survey --write ../docs/architectures.md  # all of them, into the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from helpers.contract import CHECKS, Subject
+from helpers.shrunken import DEPTH, shrunken
+from selfspec.adapters import ADAPTERS, REFUSED
+
+MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Every causal-LM type of the installed `transformers`."""
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""How far logits may be apart by dtype; in fp64 too, many models make scores, rotary tables or norms in fp32."""
+
+_SINGLE = {"xglm": torch.float32}  # Its masks have no fp64.
+
+ONE_ROW = "works except for batches: one prompt at a time"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        model_type: as in a config.
+        model: class of the causal LM.
+        verdict: "works", "works except ..." or "refused because ...".
+    """
+
+    model_type: str
+    model: str
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"| {self.model_type} | {self.model} | {self.verdict} |"
+
+
+def declared(model_type: str) -> str | None:
+    """What the declarations say of a type, without running it; None: nothing."""
+    if model_type in REFUSED:
+        return f"refused because {REFUSED[model_type]}"
+    if model_type in ADAPTERS:
+        return ONE_ROW if ADAPTERS[model_type].ragged == "none" else "works"
+    return None
+
+
+def subject(model_type: str) -> Subject:
+    """A tiny model of a type and its declaration."""
+    dtype = _SINGLE.get(model_type, torch.float64)
+    model = shrunken(model_type, dtype)
+    # Of a config of several parts, `transformers` may make the language model alone, which has a type of its own.
+    assert ADAPTERS[model.config.model_type] is ADAPTERS[model_type]
+    made = Subject(model, ADAPTERS[model_type], TOLERANCE[dtype])
+    assert made.depth == DEPTH
+    return made
+
+
+def checks(model_type: str) -> list[str]:
+    """The checks that a type is put to."""
+    one_row = ADAPTERS[model_type].ragged == "none"
+    return [name for name in CHECKS if not (one_row and name == "ragged batch")]
+
+
+def failures(model_type: str) -> list[str]:
+    """The checks that a type does not hold to, each with the first line of why."""
+    found = []
+    tested = subject(model_type)
+    for name in checks(model_type):
+        try:
+            CHECKS[name](tested)
+        except Exception as error:
+            found.append(f"{name}: {' '.join(str(error).split())[:200]}")
+    return found
+
+
+def rows() -> list[Row]:
+    """The table as the declarations have it."""
+    return [
+        Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], declared(name) or "not classified") for name in MODEL_TYPES
+    ]
+
+
+def table(lines: Iterable[Row]) -> str:
+    """The table as Markdown."""
+    listed = list(lines)
+    working = sum(line.verdict.startswith("works") for line in listed)
+    body = "\n".join(map(str, listed))
+    return f"""# Architectures
+
+Causal language models of `transformers` {transformers.__version__}, each built tiny from its own config class with
+random weights and put to the contract in `tests/helpers/contract.py`: prefill, step, block, rollback, every exit,
+every sublayer and whole layers left out, resuming, ragged batches, greedy text. Written by
+`cd tests && python -m helpers.survey --write ../docs/architectures.md`.
+
+{working} of {len(listed)} work. A type that is not listed is unknown: [declare it yourself](your_own_adapter.md).
+
+| type | model | |
+|---|---|---|
+{body}
+"""
+
+
+def main() -> int:
+    """Run the survey; the exit status says whether every declaration holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; none: all")
+    parser.add_argument("--write", type=Path, help="file to write the table to, if every declaration holds")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    console = Console(stderr=True)
+    broken = 0
+    chosen = options.types or MODEL_TYPES
+    for name in track(chosen, description="architectures", console=console):
+        verdict = declared(name) or "not classified"
+        if verdict.startswith("works"):
+            try:
+                found = failures(name)
+            except Exception as error:
+                found = [f"cannot be built: {' '.join(str(error).split())[:200]}"]
+            verdict = "; ".join(found) or verdict
+            broken += bool(found)
+        broken += verdict == "not classified"
+        console.print(f"{name}: {verdict}", highlight=False, markup=False)
+    if options.write and not broken and not options.types:
+        options.write.write_text(table(rows()), encoding="utf-8")
+    console.print(f"{len(chosen) - broken} of {len(chosen)} are as declared")
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Loading checkpoints: what is wrong with a folder is said by name, before its weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from helpers.stories import checkpoint_folder
+from selfspec import CheckpointError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound checkpoint, to be damaged."""
+    copy = tmp_path / "model"
+    shutil.copytree(checkpoint_folder(), copy)
+    return copy
+
+
+def load(folder: Path) -> None:
+    load_checkpoint(str(folder), device="cpu")
+
+
+def change(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", torch.float32), ("float64", torch.float64), ("bfloat16", torch.bfloat16), ("float16", torch.float16)],
+)
+def test_loads_in_the_dtype_asked_for(folder: Path, dtype: DtypeName, expected: torch.dtype) -> None:
+    checkpoint = load_checkpoint(str(folder), dtype, "cpu")
+    assert checkpoint.model.dtype == expected
+    assert not checkpoint.model.training
+    assert checkpoint.tokenizer("Once upon").input_ids == [1, 403, 407]
+    weights = load_file(folder / "model.safetensors")
+    embedding = checkpoint.model.get_input_embeddings().weight
+    assert torch.equal(embedding, weights["model.embed_tokens.weight"].to(expected))
+
+
+def test_auto_is_the_checkpoints_own_dtype(folder: Path) -> None:
+    change(folder / "config.json", dtype="bfloat16")
+    assert load_checkpoint(str(folder), device="cpu").model.dtype == torch.bfloat16
+
+
+def test_small_weights_load_without_a_progress_bar(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(folder)
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled()
+
+
+def test_sharded_weights(folder: Path) -> None:
+    split(folder)
+    load(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 weight files: model-00002-of-00002\.safetensors; copy"):
+        load(folder)
+
+
+def test_a_corrupt_shard(folder: Path) -> None:
+    split(folder)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is truncated or corrupt"):
+        load(folder)
+
+
+def split(folder: Path) -> None:
+    """Write the weights as two shards."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        save_file({name: weights[name] for name in part}, folder / shard, metadata={"format": "pt"})
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of a"),
+    "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not readable JSON .* copy it"),
+    "config no object": (lambda f: (f / "config.json").write_text("[]"), "does not hold a JSON object"),
+    "config binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is not readable JSON"),
+    "no model_type": (lambda f: change(f / "config.json", model_type=None), "names no model_type"),
+    "wrong field": (lambda f: change(f / "config.json", num_hidden_layers="five"), "config.json .* cannot be used"),
+    "generation config": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json is not"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer .*save_pretrained"),
+    "empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer .* cannot be loaded .* copy"),
+    "tokenizer no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer .* cannot be loaded"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no weights \(model.safetensors\); copy them"),
+    "truncated": (lambda f: cut(f / "model.safetensors", -1000), "is truncated or corrupt .* download it again"),
+    "cut in the header": (lambda f: cut(f / "model.safetensors", 100), "is truncated or corrupt"),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "is truncated or corrupt"),
+    "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "is truncated or corrupt"),
+    "Git LFS": (
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "Git LFS pointer .* `git lfs pull`",
+    ),
+    "pickles": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"pickles only \(pytorch_model.bin\).*convert them once.*save_pretrained",
+    ),
+    "too few tensors": (
+        lambda f: change(f / "config.json", num_hidden_layers=6),
+        "9 tensors .* are missing .*layers.5",
+    ),
+    "other shapes": (lambda f: change(f / "config.json", hidden_size=128), "47 tensors .* are of another shape"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder(folder: Path, damage: str) -> None:
+    damaging, message = DAMAGES[damage]
+    damaging(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("openai-gpt", "architecture 'openai-gpt' is not supported: it has no key-value cache"),
+        ("no_such_architecture", r"no adapter for architecture 'no_such_architecture'; .*selfspec\.Adapter"),
+    ],
+)
+def test_an_architecture_without_adapter_is_refused_before_weights_are_looked_at(
+    folder: Path, model_type: str, message: str
+) -> None:
+    change(folder / "config.json", model_type=model_type)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["none", "./none", "a/b/c", "none/"])
+def test_a_folder_that_does_not_exist(tmp_path: Path, name: str) -> None:
+    given = str(tmp_path / name) if name == "none" else name
+    with pytest.raises(CheckpointError, match=r"does not exist; give a folder with config\.json"):
+        read_config(given)
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; give the folder"):
+        read_config(str(folder / "config.json"))
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", unreachable)
+    with pytest.raises(CheckpointError, match=r"no folder 'org/model' here, .*couldn't connect.*check the name"):
+        read_config("org/model")
+
+
+def test_no_code_of_a_checkpoint_is_run(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    change(folder / "config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
+    load(folder)
+
+
+def test_devices() -> None:
+    assert find_device("cpu") == torch.device("cpu")
+    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for absent in ("cuda:99", "meta"):
+        with pytest.raises(UnsupportedOptionError, match="choose cpu"):
+            find_device(absent)
+    with pytest.raises(UnsupportedOptionError, match="'nowhere' is no device; choose cpu"):
+        find_device("nowhere")

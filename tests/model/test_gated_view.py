@@ -1,0 +1,362 @@
+"""Gates: every gated pass equals a stock model that was cut, thinned or zeroed by hand, and hooks see what runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from helpers import tiny
+from helpers.bench import Bench
+from helpers.reference import Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
+from selfspec.adapters import ADAPTERS
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.errors import UnsupportedModelError
+from selfspec.model.gated_view import GatedModel
+from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+
+ALL = sublayers(tiny.DEPTH)
+BATCH = 2
+PAST = 9  # longer than the sliding window
+BLOCK = 5
+EXACT = 1e-9
+
+SKIP_SETS = [[s] for s in ALL] + [
+    [Sublayer(0, Part.ATTENTION), Sublayer(2, Part.MLP)],
+    [Sublayer(1, Part.MLP), Sublayer(2, Part.ATTENTION), Sublayer(3, Part.ATTENTION)],
+    [Sublayer(1, Part.ATTENTION), Sublayer(1, Part.MLP), Sublayer(3, Part.MLP)],
+]
+LAYER_SETS = [(0,), (1,), (3,), (1, 2), (0, 3), (0, 1, 2), (2, 3)]
+
+
+@pytest.fixture(
+    params=[("sdpa", 0), ("sdpa", PAST), ("eager", PAST)],
+    ids=["sdpa", "sdpa, past in the cache", "eager, past in the cache"],
+)
+def setting(request: pytest.FixtureRequest) -> tuple[str, int]:
+    kernel, past = request.param
+    return kernel, past
+
+
+@pytest.fixture
+def past(setting: tuple[str, int]) -> int:
+    return setting[1]
+
+
+@pytest.fixture
+def model(architecture: str, setting: tuple[str, int]) -> PreTrainedModel:
+    return _model(architecture, setting[0])
+
+
+@functools.cache
+def _model(architecture: str, kernel: str) -> PreTrainedModel:
+    return tiny.BUILDERS[architecture](attention=kernel)
+
+
+def bench_of(model: PreTrainedModel, past: int) -> Bench:
+    cache = SharedCache(tiny.DEPTH, BATCH, limit=past + BLOCK + 1, slack=BLOCK, device=torch.device("cpu"))
+    return Bench(model, ADAPTERS[model.config.model_type], cache, tiny.prompt(past + BLOCK, BATCH), past)
+
+
+def equal(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT)
+
+
+def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> None:
+    bench = bench_of(model, past)
+    equal(bench.logits(bench.full), logits_after(model, bench.prefix, bench.block))
+    with torch.no_grad():
+        equal(bench.logits(bench.full), model(bench.tokens).logits[:, past:])
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+def test_an_early_exit_is_the_model_cut_there(model: PreTrainedModel, past: int, exit_layer: int) -> None:
+    bench = bench_of(model, past)
+    found = bench.logits(Path.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
+    with torch.no_grad():
+        wanted = with_layers(model, range(exit_layer))(bench.tokens).logits[:, past:]
+        assert (wanted - model(bench.tokens).logits[:, past:]).abs().max() > 1e-2
+    equal(found, wanted)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: str, exit_layer: int) -> None:
+    model = _model(architecture, "sdpa")
+    view = GatedModel(model, ADAPTERS[architecture], Path.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
+    tokens = tiny.prompt(12, BATCH)
+    with torch.no_grad():
+        equal(view.module(tokens, use_cache=False).logits, with_layers(model, range(exit_layer))(tokens).logits)
+        # By keyword, with a padding mask and with a stock cache, it is called like the model too.
+        mask = torch.ones_like(tokens)
+        mask[0, :3] = 0
+        found = view.module(input_ids=tokens, attention_mask=mask, use_cache=True).logits
+        wanted = with_layers(model, range(exit_layer))(input_ids=tokens, attention_mask=mask, use_cache=True).logits
+        equal(found[mask.bool()], wanted[mask.bool()])
+
+
+@pytest.mark.parametrize("skipped", SKIP_SETS, ids=str)
+def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int, skipped: list[Sublayer]) -> None:
+    bench = bench_of(model, past)
+    found = bench.logits(Path.without(tiny.DEPTH, skipped))
+    wanted = logits_after(model, bench.prefix, bench.block, reference=zeroed(model, skipped))
+    assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
+    equal(found, wanted)
+
+
+@pytest.mark.parametrize("skipped", LAYER_SETS, ids=str)
+def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past: int, skipped: tuple[int, ...]) -> None:
+    bench = bench_of(model, past)
+    path = Path.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
+    kept = [layer for layer in range(tiny.DEPTH) if layer not in skipped]
+    wanted = logits_after(model, bench.prefix, bench.block, reference=with_layers(model, kept), kept=kept)
+    assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
+    equal(bench.logits(path), wanted)
+
+
+@pytest.mark.parametrize("start", ALL[1:], ids=str)
+def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past: int, start: Sublayer) -> None:
+    wanted = bench_of(model, past)
+    logits = wanted.logits(wanted.full)
+    for first in (Path.up_to(tiny.DEPTH, start), Path.without(tiny.DEPTH, [start])):
+        for leave in (Bench.states, Bench.stepped_states):
+            bench = bench_of(model, past)
+            left = leave(bench, first)
+            assert left is not None
+            assert (not left.attention) == (start.part is Part.ATTENTION)
+            equal(bench.logits(bench.full.resumed_at(start), entering=left), logits)
+            # And the cache holds what a full pass would have left, so the next tokens are right too.
+            for found, full in zip(bench.keys_and_values(), wanted.keys_and_values(), strict=True):
+                equal(found[0], full[0])
+                equal(found[1], full[1])
+
+
+def test_resuming_reads_the_given_states_and_not_the_tokens(model: PreTrainedModel) -> None:
+    for start in ALL[1:]:
+        bench = bench_of(model, PAST)
+        left = bench.states(Path.up_to(tiny.DEPTH, start))
+        found = bench.logits(bench.full.resumed_at(start), torch.zeros_like(bench.block), left)
+        equal(found, logits_after(model, bench.prefix, bench.block))
+
+
+def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: PreTrainedModel) -> None:
+    for path in (
+        Path.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
+        Path.up_to(tiny.DEPTH, Sublayer(1, Part.MLP)),
+        Path.without(tiny.DEPTH, [Sublayer(0, Part.ATTENTION), Sublayer(2, Part.MLP)]),
+        Path.full(tiny.DEPTH).resumed_at(Sublayer(2, Part.MLP)),
+    ):
+        bench = bench_of(model, PAST)
+        entering = None if path.start is None else bench.states(Path.up_to(tiny.DEPTH, path.start))
+        before = bench.keys_and_values()
+        bench.logits(path, tiny.prompt(BLOCK, BATCH, seed=9), entering)
+        for layer, (found, old) in enumerate(zip(bench.keys_and_values(), before, strict=True)):
+            assert torch.equal(found[0][:, :, :PAST], old[0][:, :, :PAST])
+            assert torch.equal(found[1][:, :, :PAST], old[1][:, :, :PAST])
+            written = not torch.equal(found[0], old[0])
+            assert written == path.runs(Sublayer(layer, Part.ATTENTION)), layer
+
+
+def test_a_path_that_has_nothing_to_hand_over_leaves_nothing(llama: PreTrainedModel) -> None:
+    bench = bench_of(llama, PAST)
+    for path in (bench.full, Path.without(tiny.DEPTH, [ALL[0]]), Path.up_to(tiny.DEPTH, ALL[0])):
+        assert bench.states(path) is None
+
+
+def test_what_a_pass_left_is_taken_once(llama: PreTrainedModel) -> None:
+    view = GatedModel(llama, ADAPTERS["llama"], Path.up_to(tiny.DEPTH, ALL[3]))
+    with torch.no_grad():
+        view.module(tiny.prompt(3), use_cache=False)
+    assert view.leave() is not None
+    assert view.leave() is None
+
+
+def test_a_view_shares_every_weight_and_changes_no_module(architecture: str) -> None:
+    model = _model(architecture, "sdpa")
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    for path in (
+        Path.up_to(tiny.DEPTH, ALL[4]),
+        Path.without(tiny.DEPTH, ALL[2:4]),
+        Path.without(tiny.DEPTH, ALL[3:5]),
+    ):
+        view = GatedModel(model, ADAPTERS[architecture], path)
+        shared = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in view.module.named_parameters(remove_duplicate=False):
+            assert parameter is shared[name]
+        for name, buffer in view.module.named_buffers():
+            assert buffer is model.get_buffer(name)
+        assert type(view.module) is type(model)
+    for name, module in model.named_modules():
+        assert dict(module.__dict__) == before[name]
+
+
+# What a user hung on the model's modules.
+
+
+def _watched(model: PreTrainedModel) -> Calls:
+    calls = Calls()
+    for index, layer in enumerate(layers_of(model)):
+        calls.watch(index, layer)
+    for sublayer in ALL:
+        calls.watch(sublayer, sublayer_module(model, sublayer))
+        calls.watch(("linear", sublayer), first_linear(model, sublayer))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        Path.full(tiny.DEPTH),
+        Path.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
+        Path.up_to(tiny.DEPTH, Sublayer(2, Part.MLP)),
+        Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)]),
+        Path.without(tiny.DEPTH, [Sublayer(0, Part.MLP), Sublayer(3, Part.ATTENTION), Sublayer(3, Part.MLP)]),
+        Path.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.MLP)),
+        Path.full(tiny.DEPTH).resumed_at(Sublayer(3, Part.ATTENTION)),
+    ],
+    ids=str,
+)
+def test_hooks_on_a_layer_and_in_it_fire_where_it_runs_and_only_there(architecture: str, path: Path) -> None:
+    model = copy.deepcopy(_model(architecture, "sdpa"))
+    bench = bench_of(model, PAST)
+    entering = None if path.start is None else bench.states(Path.up_to(tiny.DEPTH, path.start))
+    calls = _watched(model)
+    bench.logits(path, entering=entering)
+    for layer in range(tiny.DEPTH):
+        assert calls.calls[layer] == any(path.runs(Sublayer(layer, part)) for part in Part)
+    for sublayer in ALL:
+        assert calls.calls[sublayer] == calls.calls["linear", sublayer] == path.runs(sublayer)
+        assert calls.tokens[sublayer] in (0, BLOCK)
+
+
+@pytest.mark.parametrize("start", ALL[1:], ids=str)
+def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_full_one(
+    architecture: str, start: Sublayer
+) -> None:
+    model = copy.deepcopy(_model(architecture, "sdpa"))
+
+    def louder(module: object, args: object, output: Any) -> Any:
+        return (output[0] * 1.25, *output[1:]) if isinstance(output, tuple) else output * 1.25
+
+    def shifted(
+        module: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (args[0] + 0.125, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + 0.125}
+
+    plain = logits_after(model, *_split(model))
+    for sublayer in ALL:
+        sublayer_module(model, sublayer).register_forward_hook(louder)
+        sublayer_module(model, sublayer).register_forward_pre_hook(shifted, with_kwargs=True)
+    for layer in layers_of(model):
+        layer.register_forward_hook(louder)
+        layer.register_forward_pre_hook(shifted, with_kwargs=True)
+    bench = bench_of(model, PAST)
+    wanted = logits_after(model, bench.prefix, bench.block)
+    assert (wanted - plain).abs().max() > 1e-2
+    left = bench.states(Path.up_to(tiny.DEPTH, start))
+    equal(bench.logits(bench.full.resumed_at(start), entering=left), wanted)
+
+
+def _split(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    bench = bench_of(model, PAST)
+    return bench.prefix, bench.block
+
+
+def test_hooks_hung_on_or_taken_off_after_a_view_was_made_count(llama: PreTrainedModel) -> None:
+    path = Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)])
+    view = GatedModel(llama, ADAPTERS["llama"], path)
+    fired: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: fired.append(name))
+        for name, module in llama.named_modules()
+        if name in ("", "model", "model.layers.1", "model.layers.1.mlp", "model.layers.2", "lm_head")
+    ]
+    with torch.no_grad():
+        view.module(tiny.prompt(3), use_cache=False)
+        assert sorted(fired) == ["", "lm_head", "model", "model.layers.1", "model.layers.1.mlp", "model.layers.2"]
+        for handle in handles:
+            handle.remove()
+        view.module(tiny.prompt(3), use_cache=False)
+    assert len(fired) == 6
+
+
+# Forwards that something else shadowed before us.
+
+
+def _shadow_with_method(module: Any) -> None:
+    original = type(module).forward
+    module.forward = original.__get__(module)
+
+
+def _shadow_with_partial(module: Any) -> None:
+    original = type(module).forward
+    module.forward = functools.partial(lambda self, *args, **kwargs: original(self, *args, **kwargs), module)
+
+
+def _shadow_with_keyword_partial(module: Any) -> None:
+    original = type(module).forward
+
+    def forward(*args: Any, me: Any, **kwargs: Any) -> Any:
+        return original(me, *args, **kwargs)
+
+    module.forward = functools.partial(forward, me=module)
+
+
+def _shadow_with_closure(module: Any) -> None:
+    original = module.forward
+    module.forward = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def _shadow_with_wrapped(module: Any) -> None:
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _compile(module: Any) -> None:
+    module.compile()
+
+
+@pytest.mark.parametrize("where", ["", "model", "model.layers.1", "model.layers.1.self_attn"])
+@pytest.mark.parametrize(
+    "shadow",
+    [
+        _shadow_with_method,
+        _shadow_with_partial,
+        _shadow_with_keyword_partial,
+        _shadow_with_closure,
+        _shadow_with_wrapped,
+        _compile,
+    ],
+)
+def test_a_gate_holds_or_refuses_though_something_shadowed_forward_before(
+    llama: PreTrainedModel, shadow: Callable[[Any], None], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a compiled module runs does not matter here, only through which door it is entered: a function, as compiled.
+    monkeypatch.setattr(torch, "compile", lambda function: lambda *args, **kwargs: function(*args, **kwargs))
+    path = Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)])
+    wanted = zeroed(llama, path.skipped)
+    shadow(llama.get_submodule(where))
+    shadowed = dict(llama.get_submodule(where).__dict__)
+    calls = _watched(llama)
+    try:
+        view = GatedModel(llama, ADAPTERS["llama"], path)
+    except UnsupportedModelError:
+        return
+    tokens = tiny.prompt(7)
+    with torch.no_grad():
+        equal(view.module(tokens, use_cache=False).logits, wanted(tokens).logits)
+    assert calls.calls[Sublayer(1, Part.ATTENTION)] == 0
+    assert calls.calls[1] == 1
+    assert llama.get_submodule(where).__dict__.get("forward") == shadowed.get("forward")

@@ -1,0 +1,89 @@
+"""What a model is made of: nothing is left out or counted twice, and costs are what a step would read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import selfspec
+from helpers import tiny
+from helpers.stories import checkpoint_folder
+from selfspec.model.checkpoint import read_config
+from selfspec.model.summary import describe, describe_config
+
+
+def test_parts_make_up_the_whole(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    anatomy = describe(model)
+    parts = [anatomy.embedding, anatomy.final_norm, *(layer.weights for layer in anatomy.layers)]
+    if not anatomy.tied:
+        parts.append(anatomy.head)
+    assert sum(part.parameters for part in parts) == anatomy.total.parameters == model.num_parameters()
+    assert anatomy.total.bytes == 8 * anatomy.total.parameters
+    assert len(anatomy.layers) == tiny.DEPTH
+
+
+def test_embedded_model_by_hand() -> None:
+    anatomy = describe_config(read_config(str(checkpoint_folder())))
+    assert (anatomy.model, anatomy.model_type, anatomy.dtype) == ("LlamaForCausalLM", "llama", "float32")
+    assert (anatomy.width, anatomy.vocabulary, anatomy.context, anatomy.tied) == (64, 512, 512, True)
+    layer = anatomy.layers[0]
+    # Queries and output are 64 x 64; keys and values have 4 of the 8 heads.
+    assert layer.attention.weights.parameters == 2 * 64 * 64 + 2 * 64 * 32
+    assert (layer.attention.attribute, layer.attention.module) == ("self_attn", "LlamaAttention")
+    assert layer.mlp.weights.parameters == 3 * 64 * 172
+    assert layer.norms.parameters == 2 * 64
+    assert anatomy.head.parameters == anatomy.embedding.parameters == 512 * 64
+    assert anatomy.final_norm.bytes == 4 * 64
+    assert anatomy.cache.bytes_per_token == 5 * 2 * 4 * 8 * 4
+    each, ends = layer.weights.bytes, 4 * (512 * 64 + 64)
+    assert anatomy.target_bytes_read == 5 * each + ends
+    assert [choice.layer for choice in anatomy.exits] == [1, 2, 3, 4]
+    assert anatomy.exits[1].cost_ratio == (2 * each + ends) / (5 * each + ends)
+
+
+def test_a_tied_head_is_read_at_every_step_and_counted_once() -> None:
+    untied, tied = describe(tiny.llama()), describe(tiny.llama(tie_word_embeddings=True))
+    assert [choice.cost_ratio for choice in tied.exits] == [choice.cost_ratio for choice in untied.exits]
+    assert untied.total.parameters - tied.total.parameters == untied.head.parameters
+    assert tied.tied
+    assert not untied.tied
+
+
+def test_position_embeddings_are_looked_up_and_not_read() -> None:
+    anatomy = describe(tiny.gpt2())
+    assert anatomy.embedding.parameters == (tiny.VOCABULARY + tiny.CONTEXT) * 32
+    assert anatomy.final_norm.parameters == 2 * 32
+
+
+def test_cache_bytes_are_what_a_generation_allocates(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    output = selfspec.wrap(model).generate(tiny.prompt(70), max_new_tokens=10, do_sample=False)
+    # 80 tokens need more than the smallest room, so the room is just what the call may fill.
+    assert output.stats.cache_bytes == 80 * describe(model).cache.bytes_per_token
+
+
+@pytest.mark.parametrize(("name", "sliding"), [("llama", 0), ("mistral", tiny.DEPTH), ("qwen2", tiny.DEPTH - 2)])
+def test_sliding_windows(name: str, sliding: int) -> None:
+    anatomy = describe(tiny.BUILDERS[name]())
+    assert [layer.window for layer in anatomy.layers] == [None] * (tiny.DEPTH - sliding) + [tiny.WINDOW] * sliding
+    assert anatomy.cache.sliding_layers == sliding
+
+
+def test_a_configuration_says_as_much_as_the_model(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture](dtype=torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    assert describe_config(model.config) == describe(model)
+
+
+def test_it_goes_into_json(architecture: str) -> None:
+    found = json.loads(json.dumps(describe(tiny.BUILDERS[architecture]()).to_dict()))
+    assert found["exits"][0].keys() == {"layer", "bytes_read", "cost_ratio"}
+    assert len(found["layers"]) == tiny.DEPTH
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(selfspec.UnsupportedModelError, match="is not a transformers model"):
+        describe(torch.nn.Linear(2, 2))

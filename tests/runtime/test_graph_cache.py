@@ -1,0 +1,375 @@
+"""Programs recorded of passes: the same tokens and bits, made of what can be recorded, used where they proved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.proving import check_inference_mode, greedy_together, ticking
+from helpers.snapshot import Snapshot
+from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.runner import Passes
+from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.recordable import frozen_twin, run_watched
+from selfspec.runtime.runtime import Function
+from selfspec.runtime.traced import traced
+
+PROMPT, NEW = 9, 24
+DRAFTS = {
+    "plain": None,
+    "exit": selfspec.EarlyExit(1),
+    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.LayerSkip(layers=[0, 2]),
+}
+
+
+def _wrapped(
+    model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
+) -> selfspec.SelfSpeculative:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Traced(after=0))
+    spec.programs = Programs(spec.runtime, ticking())
+    return spec
+
+
+def _ragged() -> tuple[Tensor, Tensor]:
+    prompts = torch.cat([tiny.prompt(PROMPT, seed=seed) for seed in range(3)])
+    mask = torch.ones_like(prompts)
+    mask[1, :4] = 0
+    mask[2, :1] = 0
+    return prompts, mask
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: selfspec.Drafter | None) -> None:
+    model = tiny.BUILDERS[architecture](attention=kernel)
+    before = Snapshot(model)
+    prompt = tiny.prompt(PROMPT)
+    spec = _wrapped(model, draft)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+    before.assert_same(model)
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(
+    architecture: str, draft: selfspec.Drafter | None
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    prompts, mask = _ragged()
+    tokens: list[list[list[int]]] = []
+    for runtime in (Eager(), Traced(after=0)):
+        spec = _wrapped(model, draft, runtime)
+        outputs = [spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=True, seed=seed) for seed in range(2)]
+        tokens += [output.sequences.tolist() for output in outputs]
+    assert tokens[:2] == tokens[2:]
+    assert any(not kind.uniform for kind in spec.programs.proved)
+
+
+def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama, runtime=Traced(after=10))
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=10, do_sample=False)
+    assert not spec.programs.proved
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
+    proved = spec.programs.proved
+    assert [(kind.rows, kind.width, kind.uniform) for kind in proved] == [(1, 1, True)]
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
+    assert spec.programs.proved == proved
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
+    check_inference_mode(_wrapped(llama, DRAFTS["exit"]), PROMPT, NEW, first)
+
+
+def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama)
+    prompt = tiny.prompt(PROMPT)
+
+    def check() -> None:
+        found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+        assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert spec.programs.proved
+
+    check()
+    first = spec.programs.proved
+    with torch.no_grad():
+        for weight in llama.parameters():
+            weight.mul_(1.3)
+    check()
+    # Written over in place: the programs read the same memory.
+    assert spec.programs.proved == first
+    for weight in llama.parameters():
+        weight.data = weight.data * 0.8
+    check()
+    llama.float()
+    check()
+    other = nn.Linear(llama.lm_head.in_features, llama.lm_head.out_features, bias=False)
+    llama.lm_head = other
+    check()
+    llama.set_attn_implementation("eager")
+    check()
+
+
+def test_hooks_are_called_at_every_pass(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert spec.programs.proved
+    calls = 0
+
+    def seen(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    llama.model.layers[1].mlp.register_forward_hook(seen)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert calls == NEW + 1
+
+
+class _Own(nn.Linear):
+    """Somebody's own module."""
+
+
+def test_modules_of_others_run_as_they_are(llama: PreTrainedModel) -> None:
+    own = _Own(llama.lm_head.in_features, llama.lm_head.out_features, bias=False).double()
+    llama.lm_head = own
+    spec = _wrapped(llama)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert not spec.programs.proved
+
+
+def test_a_dispatch_mode_sees_every_operation(llama: PreTrainedModel) -> None:
+    class Counting(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    spec = _wrapped(llama)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    with Counting() as mode:  # type: ignore[no-untyped-call]
+        spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    linears = sum(isinstance(module, nn.Linear) for module in llama.modules())
+    assert mode.products == linears * (NEW + 1) - 1  # No head in the prefill.
+
+
+def test_models_that_decide_by_values_run_as_they_are() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "eos_token_id": None}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    # Expert by expert, as far as any was chosen.
+    model.set_experts_implementation("eager")
+    spec = _wrapped(model)
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=8, do_sample=False).sequences
+    assert found.tolist() == model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
+    assert all("depends on values" in reason for reason in spec.programs.refusals.values())
+    assert spec.programs.refusals
+
+
+@dataclass(frozen=True)
+class _Planted(Traced):
+    """Programs that do something else after some runs."""
+
+    runs: int = 0
+    does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
+
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        calls = count()
+        return lambda tensors: (self.does if next(calls) >= self.runs else tuple)(function(tensors))
+
+
+def _raise(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [(lambda outputs: (outputs[0] + 1e-12, *outputs[1:]), "something else"), (_raise, "RuntimeError: planted")],
+)
+def test_what_gives_other_bits_or_fails_is_never_used(
+    llama: PreTrainedModel, does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], reason: str, runs: int
+) -> None:
+    spec = _wrapped(llama, DRAFTS["exit"], _Planted(0, runs, does))
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert not spec.programs.proved
+    assert reason in next(iter(spec.programs.refusals.values()))
+
+
+def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) -> None:
+    @dataclass(frozen=True)
+    class Scribbling(Traced):
+        def program(self, function: PassFunction, example: PassTensors) -> Function:
+            def scribble(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                outputs = function(tensors)
+                for buffer in tensors[4:]:
+                    buffer.index_fill_(2, tensors[1][0], 7.0)
+                return tuple(output + 1 for output in outputs)
+
+            return scribble
+
+    spec = _wrapped(llama, runtime=Scribbling(0))
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert spec.programs.refusals
+
+
+@dataclass(frozen=True)
+class _BoundToLength(Traced):
+    """Programs that hold for the number of slots they were made over, and none other."""
+
+    calls: list[int] = field(default_factory=list, compare=False)
+
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        wanted = example.slots.visible.shape[0]
+
+        def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            length = tensors[3].shape[0]
+            self.calls.append(length)
+            return tuple(output + (length != wanted) for output in function(tensors))
+
+        return run
+
+
+def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_no_other_number(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = _BoundToLength(0)
+    spec = _wrapped(llama, runtime=runtime)
+    stock: list[int] = []
+    run_stock = Passes._run_stock
+
+    def noted(self: Passes, view: Any, base: str | None, tokens: Tensor, entering: Any) -> Any:
+        stock.append(tokens.shape[1])
+        return run_stock(self, view, base, tokens, entering)
+
+    monkeypatch.setattr(Passes, "_run_stock", noted)
+    for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):
+        wanted = llama.generate(prompt, max_new_tokens=1, do_sample=False).tolist()
+        for _ in range(runs):
+            assert spec.generate(prompt, max_new_tokens=1, do_sample=False).sequences.tolist() == wanted
+    # Three comparisons, and one over another number of slots, after which the pass was run once more.
+    assert runtime.calls == [PROMPT] * 8 + [PROMPT + 1]
+    assert len(stock) == 3 + 2
+    assert "something else" in next(iter(spec.programs.refusals.values()))
+
+
+def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama)
+    ticks = count()
+    spec.programs = Programs(spec.runtime, lambda: float(next(ticks)) ** 2)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert not spec.programs.proved
+    assert set(spec.programs.refusals.values()) == {"it took longer than the stock modules"}
+
+
+def test_threads_share_programs(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama, DRAFTS["exit"])
+    prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(4)]
+    expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
+    assert greedy_together(spec, prompts, NEW) == expected
+
+
+def test_eager_makes_no_programs(llama: PreTrainedModel) -> None:
+    spec = _wrapped(llama, runtime=Eager())
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert not spec.programs.proved
+    assert not spec.programs.refusals
+
+
+@pytest.mark.parametrize("after", [-1, 1.5, True, "soon"])
+def test_a_malformed_runtime_is_refused(after: object) -> None:
+    with pytest.raises(UnsupportedOptionError, match="after must be an integer"):
+        Traced(after=after)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [("CUDA out of memory. Tried", torch.OutOfMemoryError), ("another", RuntimeError)]
+)
+def test_a_kernel_that_runs_out_of_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, words: str, kind: type[RuntimeError]
+) -> None:
+    tensors = (torch.ones(2),)
+    program = traced(lambda tensors: (tensors[0] + 1,), tensors)
+
+    def fail(_: bool) -> None:
+        raise RuntimeError(f"The following operation failed in the TorchScript interpreter. {words}")
+
+    monkeypatch.setattr(torch.jit, "optimized_execution", fail)
+    with pytest.raises(kind, match=words) as raised:
+        program(tensors)
+    assert type(raised.value) is kind
+
+
+def _product_with(weight: Tensor) -> Function:
+    return lambda tensors: (tensors[0] @ weight,)
+
+
+def test_weights_go_with_the_program() -> None:
+    weight = torch.randn(8, 8)
+    alive = weakref.ref(weight)
+    program = traced(_product_with(weight), (torch.ones(8),))
+    program((torch.ones(8),))
+    del weight
+    gc.collect()
+    assert alive() is not None
+    del program
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_program_reads_the_weights_where_they_are() -> None:
+    linear = nn.Linear(64, 64)
+    frozen = frozen_twin(linear)
+    program = traced(lambda tensors: (frozen(tensors[0]),), (torch.ones(1, 64),))
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert torch.equal(program((torch.ones(1, 64),))[0][0], linear.bias)
+    assert linear.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda tensor: tensor.tolist(),
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: bool(tensor.any()),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor[tensor > 0],
+        lambda tensor: [int(number) for number in tensor],
+    ],
+    ids=["tolist", "item", "bool", "numpy", "nonzero", "mask", "int"],
+)
+def test_reading_values_is_seen(reads: Callable[[Tensor], object]) -> None:
+    with pytest.raises(UnsupportedModelError, match="depends on values"):
+        run_watched(lambda: reads(torch.arange(3)))
+
+
+def test_reading_shapes_and_gathering_is_not() -> None:
+    table, numbers = torch.randn(5, 4), torch.tensor([1, 3])
+    run_watched(lambda: table[numbers].reshape(int(numbers.shape[0]), -1) if len(numbers) > 1 else table)

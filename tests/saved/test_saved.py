@@ -1,0 +1,180 @@
+"""A saved folder makes plain `generate` of transformers self-speculative."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
+from selfspec.accept import TokenLevel, Typical
+from selfspec.control.control import FixedLength
+from selfspec.draft import Drafter, SkipFile
+from selfspec.draft.skip_file import write_skip_file
+from selfspec.model.fingerprint import fingerprint
+from selfspec.saved.recipe import Recipe
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3, accept="coupled")
+    spec.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def _written(folder: Path) -> str:
+    """The recipe in the code of a saved folder, as Python reads it."""
+    recipe = runpy.run_path(str(folder / "custom_generate" / "generate.py"))["RECIPE"]
+    assert isinstance(recipe, str)
+    return recipe
+
+
+@pytest.fixture
+def plain(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.fixture
+def trusted(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, trust_remote_code=True)
+
+
+def test_the_folder_holds_the_model_and_its_recipe(folder: str, plain: PreTrainedModel) -> None:
+    assert {path.name for path in Path(folder).iterdir()} >= {"config.json", "model.safetensors", "custom_generate"}
+    assert (Path(folder) / "custom_generate" / "requirements.txt").read_text().startswith("selfspec>=")
+    assert "exit:2" in (Path(folder) / "custom_generate" / "generate.py").read_text()
+    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
+    assert torch.equal(plain.generate(tiny.prompt(5), **OPTIONS), wanted)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    selfspec.wrap(tiny.llama()).save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert loaded("ab ba").input_ids == tokenizer("ab ba").input_ids
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == tiny.VOCABULARY
+
+
+def test_a_model_loaded_with_trust_drafts_for_itself(trusted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = rounds(monkeypatch)
+    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
+    assert torch.equal(trusted.generate(tiny.prompt(5), **OPTIONS), wanted)
+    assert drafted
+    assert max(drafted) == 3
+    ids = tiny.prompt(5)
+    assert torch.equal(trusted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **OPTIONS), wanted)
+    out = trusted.generate(ids, return_dict_in_generate=True, output_scores=True, **OPTIONS)
+    assert isinstance(out, selfspec.GenerateOutput)
+    assert out.stats.drafted > 0
+    assert len(out.scores or ()) == 12
+
+
+def test_a_call_may_name_the_folder(folder: str, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = rounds(monkeypatch)
+    wanted = plain.generate(tiny.prompt(5), **OPTIONS)
+    assert not drafted
+    named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
+    assert torch.equal(plain.generate(tiny.prompt(5), **named), wanted)
+    assert drafted
+
+
+def test_a_trusted_model_may_be_told_the_folder_as_well(folder: str, trusted: Any) -> None:
+    named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
+    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
+    assert torch.equal(trusted.generate(tiny.prompt(5), **named), wanted)
+
+
+def test_seeds_and_streamers_reach_selfspec(trusted: Any) -> None:
+    sampled: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 4}
+    plain = selfspec.wrap(tiny.llama(), accept="coupled")
+    assert torch.equal(trusted.generate(tiny.prompt(5), **sampled), plain.generate(tiny.prompt(5), **sampled).sequences)
+
+
+def test_what_cannot_be_honoured_is_refused_here_too(trusted: Any) -> None:
+    with pytest.raises(selfspec.UnsupportedOptionError, match="num_beams"):
+        trusted.generate(tiny.prompt(5), num_beams=2, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("draft", "accept", "wanted"),
+    [
+        (selfspec.EarlyExit(3), None, Recipe("exit:3", 5, None)),
+        (None, "block", Recipe("none", 5, "block")),
+        (
+            selfspec.LayerSkip(attention=[1, 2], mlp=[0]),
+            "relaxed-typical",
+            Recipe("skip:attn=1,2;mlp=0", 5, "relaxed-typical"),
+        ),
+    ],
+    ids=str,
+)
+def test_recipes_come_back_as_they_were(
+    tmp_path: Path, draft: Drafter | None, accept: str | None, wanted: Recipe
+) -> None:
+    spec = selfspec.wrap(tiny.llama(), draft, draft_length=5, accept=accept)
+    assert Recipe.of(spec.draft, spec.control, spec.rule) == wanted
+    wanted.save(tmp_path)
+    text = _written(tmp_path)
+    assert Recipe.read(text) == wanted
+    assert Recipe.read(text).drafter == draft
+    assert json.loads(text)["draft_length"] == 5
+
+
+@pytest.mark.parametrize("name", ['"""', "it's", "back\\slash", "line\nbreak", '\\"', "{brace}", "\\N{x}", "'''"])
+def test_a_draft_of_any_name_is_saved_as_code_that_runs(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.llama()
+    file = tmp_path / f"set {name}.json"
+    write_skip_file(selfspec.LayerSkip(layers=[1]), fingerprint(model), file, {})
+    selfspec.wrap(model, f"skip-file:{file}", draft_length=3).save_pretrained(tmp_path / "model")
+    assert Recipe.read(_written(tmp_path / "model")) == Recipe(f"skip-file:{file}", 3, None)
+
+    drafted = rounds(monkeypatch, SkipFile)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, trust_remote_code=True)
+    assert torch.equal(loaded.generate(tiny.prompt(5), **OPTIONS), model.generate(tiny.prompt(5), **OPTIONS))
+    assert drafted
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "5", "{}", '{"draft": 5, "draft_length": null, "accept": null}', "[" * 100_000, "1" * 5000],
+    ids=lambda text: text[:20],
+)
+def test_a_recipe_that_was_damaged_is_refused(text: str) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match=r"custom_generate/generate\.py"):
+        Recipe.read(text)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3)
+    for place in (tmp_path / "file", tmp_path / "file" / "model"):
+        with pytest.raises(selfspec.StorageError, match="cannot be written"):
+            spec.save_pretrained(place)
+
+
+def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
+    class Other(selfspec.EarlyExit):
+        """A drafter of one's own."""
+
+    spec = selfspec.wrap(tiny.llama(), Other(2), draft_length=4)
+    with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+        spec.save_pretrained(tmp_path / "model")
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=selfspec.ConfidenceStop(0.3))
+    with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+        spec.save_pretrained(tmp_path / "model")
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), accept=Typical(epsilon=0.9), draft_length=4)
+    with pytest.raises(selfspec.UnsupportedOptionError, match="cannot be saved"):
+        spec.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    assert Recipe.of(None, FixedLength(4), TokenLevel()).accept == "token"

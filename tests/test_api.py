@@ -1,0 +1,940 @@
+"""Wrapping: a model that drafts for itself stays what it was, at every moment, for everyone else who uses it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria, TextStreamer
+
+import selfspec
+from helpers import tiny
+from helpers.reference import layers_of, sublayer_module
+from helpers.snapshot import Snapshot
+from selfspec.errors import ClosedError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.layer_path import Part, Sublayer
+
+PROMPT = 7
+DRAFTS: dict[str, selfspec.Drafter] = {
+    "exit": selfspec.EarlyExit(2),
+    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.LayerSkip(layers=[0, 3]),
+    "first mlp": selfspec.LayerSkip(mlp=[0]),
+}
+
+
+CASES = [*((name, "sublayers") for name in sorted(tiny.BUILDERS)), *(("llama", name) for name in DRAFTS)]
+"""Every architecture once, and every draft once on llama."""
+
+
+@pytest.fixture(params=list(DRAFTS))
+def draft(request: pytest.FixtureRequest) -> selfspec.Drafter:
+    return DRAFTS[request.param]
+
+
+@pytest.fixture(params=sorted(set(CASES)), ids=" ".join)
+def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, selfspec.Drafter]:
+    architecture, draft = request.param
+    return tiny.BUILDERS[architecture](), DRAFTS[draft]
+
+
+# The moments of a wrapped model's life at which it must be what it was.
+
+
+@contextmanager
+def _wrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    spec = selfspec.wrap(model, draft, draft_length=4)
+    yield
+    del spec
+
+
+@contextmanager
+def _in_a_stream(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    """Half-way through, with the stream's own result checked once everyone else had their turn."""
+    wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)[0, PROMPT:].tolist()
+    stream = selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)
+    found = [*next(stream).tokens, *next(stream).tokens]
+    yield
+    for chunk in stream:
+        found += chunk.tokens
+    assert found == wanted
+
+
+@contextmanager
+def _abandoned(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    next(selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20))
+    yield
+
+
+@contextmanager
+def _generated(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    selfspec.wrap(model, draft, draft_length=4).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
+    yield
+
+
+@contextmanager
+def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    model.generate(
+        tiny.prompt(PROMPT, 2), custom_generate=selfspec.wrap(model, draft, draft_length=4), max_new_tokens=12
+    )
+    yield
+
+
+@contextmanager
+def _unwrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+    spec = selfspec.wrap(model, draft, draft_length=4)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=12)
+    assert spec.unwrap() is model
+    yield
+
+
+Moment = Callable[[PreTrainedModel, selfspec.Drafter], Any]
+MOMENTS = [_wrapped, _in_a_stream, _abandoned, _generated, _generated_through_transformers, _unwrapped]
+
+
+@pytest.fixture(params=MOMENTS, ids=lambda moment: moment.__name__.strip("_"))
+def moment(request: pytest.FixtureRequest) -> Moment:
+    function: Moment = request.param
+    return function
+
+
+def test_nothing_of_the_model_changes(case: tuple[PreTrainedModel, selfspec.Drafter], moment: Moment) -> None:
+    model, draft = case
+    before = Snapshot(model)
+    with moment(model, draft):
+        before.assert_same(model)
+    before.assert_same(model)
+
+
+def test_a_snapshot_sees_what_a_careless_wrapper_would_do() -> None:
+    """The test above would be worth nothing if the snapshot were blind."""
+    spoilers: list[Callable[[Any], object]] = [
+        lambda m: m.model.layers[1].register_forward_hook(print),
+        lambda m: m.model.layers[1].register_forward_pre_hook(print, with_kwargs=True),
+        lambda m: setattr(m.model.layers[1], "forward", print),
+        lambda m: setattr(m.model.layers, "note", 1),
+        lambda m: m.model.layers.append(copy.deepcopy(m.model.layers[0])),
+        lambda m: m.model.layers.__setitem__(1, m.model.layers[2]),
+        lambda m: setattr(m.config, "num_hidden_layers", 3),
+        lambda m: setattr(m.generation_config, "max_new_tokens", 3),
+        lambda m: m.lm_head.weight.data.mul_(1.0 + 1e-12),
+        lambda m: setattr(m.lm_head, "weight", torch.nn.Parameter(m.lm_head.weight.detach().clone())),
+        lambda m: m.train(),
+        lambda m: m.lm_head.weight.requires_grad_(False),
+        lambda m: m.register_buffer("more", torch.zeros(1)),
+    ]
+    for spoil in spoilers:
+        model = tiny.llama()
+        before = Snapshot(model)
+        spoil(model)
+        with pytest.raises(AssertionError):
+            before.assert_same(model)
+
+
+def _outputs(model: PreTrainedModel) -> list[Tensor]:
+    tokens = tiny.prompt(11, 2, seed=4)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        plain = model(tokens).logits
+        padded = model(tokens, attention_mask=mask).logits[mask.bool()]
+        whole = model(tokens, output_hidden_states=True, output_attentions=True)
+    assert len(whole.hidden_states) == tiny.DEPTH + 1
+    assert len(whole.attentions) == tiny.DEPTH
+    return [plain, padded, *whole.hidden_states, *whole.attentions]
+
+
+@pytest.mark.parametrize(("architecture", "draft"), [("llama", "exit"), ("qwen2", "sublayers"), ("gpt2", "layers")])
+def test_a_plain_forward_gives_what_it_gave(architecture: str, draft: str, moment: Moment) -> None:
+    # Not fp64: there eager attention makes NaN of padding in transformers itself.
+    model = tiny.BUILDERS[architecture](attention="eager", dtype=torch.float32)
+    before = _outputs(model)
+    with moment(model, DRAFTS[draft]):
+        during = _outputs(model)
+    for wanted, found, after in zip(before, during, _outputs(model), strict=True):
+        assert torch.equal(found, wanted)
+        assert torch.equal(after, wanted)
+
+
+def test_hidden_states_first_asked_for_during_a_stream_are_all_there(architecture: str) -> None:
+    """`transformers` hangs its recording hooks on the model when it is first asked to record."""
+    wanted = _outputs(tiny.BUILDERS[architecture](attention="eager", dtype=torch.float32))
+    model = tiny.BUILDERS[architecture](attention="eager", dtype=torch.float32)
+    with _in_a_stream(model, DRAFTS["sublayers"]):
+        for found, right in zip(_outputs(model), wanted, strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
+def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, draft: selfspec.Drafter) -> None:
+    model = tiny.llama(attention="eager")
+    wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).tolist()
+    setattr(model.config, flag, True)
+    spec = selfspec.wrap(model, draft, draft_length=4)
+    assert spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences.tolist() == wanted
+    with torch.no_grad():
+        recorded = getattr(model(tiny.prompt(3)), flag.removeprefix("output_"))
+    assert len(recorded) == (tiny.DEPTH + 1 if flag == "output_hidden_states" else tiny.DEPTH)
+
+
+def test_training_goes_on_beside_a_stream(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    def gradients() -> list[Tensor]:
+        llama.zero_grad()
+        llama(tiny.prompt(9), labels=tiny.prompt(9)).loss.backward()
+        found = [parameter.grad.clone() for parameter in llama.parameters()]
+        llama.zero_grad()
+        return found
+
+    wanted = gradients()
+    with _in_a_stream(llama, draft):
+        assert all(torch.equal(found, right) for found, right in zip(gradients(), wanted, strict=True))
+
+
+def _saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_it_saves_the_same_files_to_the_byte(architecture: str, moment: Moment, tmp_path: Path) -> None:
+    model, draft = tiny.BUILDERS[architecture](), DRAFTS["sublayers"]
+    before = _saved(model, tmp_path / "before")
+    assert {"config.json", "model.safetensors"} <= set(before)
+    with moment(model, draft):
+        assert _saved(model, tmp_path / "during") == before
+    assert _saved(model, tmp_path / "after") == before
+
+
+def test_it_pickles_and_copies_as_before(llama: PreTrainedModel, moment: Moment) -> None:
+    draft = DRAFTS["sublayers"]
+    before = pickle.dumps(llama)
+    with torch.no_grad():
+        wanted = llama(tiny.prompt(9)).logits
+    with moment(llama, draft):
+        during, copied = pickle.dumps(llama), copy.deepcopy(llama)
+    assert len(during) == len(before)
+    with torch.no_grad():
+        for other in (copied, pickle.loads(during)):
+            assert torch.equal(other(tiny.prompt(9)).logits, wanted)
+            assert list(other.state_dict()) == list(llama.state_dict())
+            own = {weight.data_ptr() for weight in llama.parameters()}
+            assert not own & {weight.data_ptr() for weight in other.parameters()}
+
+
+def test_a_copy_can_be_wrapped_on_its_own(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    with _in_a_stream(llama, draft):
+        copied = copy.deepcopy(llama)
+        copied.lm_head.weight.data.neg_()
+        wanted = copied.generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False)
+        out = selfspec.wrap(copied, draft, draft_length=4).generate(
+            tiny.prompt(PROMPT), max_new_tokens=9, do_sample=False
+        )
+        assert torch.equal(out.sequences, wanted)
+
+
+def _texts(model: PreTrainedModel) -> list[list[list[int]]]:
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 6, "pad_token_id": 0}
+    return [
+        model.generate(tiny.prompt(PROMPT, 2), do_sample=False, **options).tolist(),
+        model.generate(tiny.prompt(PROMPT, 2), do_sample=True, **options).tolist(),
+        model.generate(tiny.prompt(PROMPT), num_beams=2, do_sample=False, **options).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_plain_generate_gives_what_it_gave(architecture: str, moment: Moment) -> None:
+    model = tiny.BUILDERS[architecture]()
+    wanted = _texts(model)
+    with moment(model, DRAFTS["sublayers"]):
+        assert _texts(model) == wanted
+    assert _texts(model) == wanted
+
+
+def test_weights_changed_after_wrapping_are_the_weights_used(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft, draft_length=4)
+    old = spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences
+    with torch.no_grad():
+        llama.model.layers[1].mlp.down_proj.weight.mul_(-2.0)
+    llama.lm_head = torch.nn.Linear(32, tiny.VOCABULARY, dtype=torch.float64)
+    llama.model.layers[2] = copy.deepcopy(llama.model.layers[3])
+    llama.model.layers[2].self_attn.layer_idx = 2
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False)
+    assert not torch.equal(wanted, old)
+    assert torch.equal(spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences, wanted)
+
+
+# Copies of a wrapper.
+
+
+def test_a_copy_of_a_wrapper_wraps_the_same_model(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft, draft_length=3)
+    other = copy.copy(spec)
+    assert other is not spec
+    assert other.model is llama
+    assert other.unwrap() is llama
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False)
+    assert torch.equal(spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences, wanted)
+    assert spec.programs.proved == copy.copy(spec).programs.proved
+
+
+def test_options_that_are_copied_deeply_name_the_same_wrapper(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft, draft_length=3)
+    options = {"custom_generate": spec, "max_new_tokens": 12, "do_sample": False}
+    copied = copy.deepcopy(options)
+    assert copied == options
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False)
+    assert torch.equal(llama.generate(tiny.prompt(PROMPT), **copied), wanted)
+
+
+def test_a_pickled_wrapper_decodes_with_a_model_of_its_own(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft, draft_length=3, accept="token", runtime=selfspec.Traced(after=0))
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
+    other = pickle.loads(pickle.dumps(spec))
+    assert other.model is not llama
+    assert (other.draft, other.control, other.rule, other.runtime) == (draft, spec.control, spec.rule, spec.runtime)
+    assert not other.programs.proved
+    llama.lm_head.weight.data.neg_()
+    output = other.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
+    assert torch.equal(output.sequences, wanted)
+    assert output.stats.drafted > 0
+
+
+def test_a_wrapper_says_what_it_is(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3, accept="block")
+    assert repr(spec).startswith("SelfSpeculative(LlamaForCausalLM, draft='exit:2', control=FixedLength(")
+    assert "unwrapped" not in repr(spec)
+    spec.unwrap()
+    assert repr(spec).endswith(", unwrapped)")
+
+
+def test_a_wrapper_answers_as_its_model_does(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama)
+    assert spec.config is llama.config
+    assert spec.generation_config is llama.generation_config
+    assert (spec.device, spec.dtype) == (torch.device("cpu"), torch.float64)
+    with pytest.raises(AttributeError, match="'SelfSpeculative' object has no attribute 'hf_device_mop'"):
+        spec.hf_device_mop  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(spec, "hf_device_map")
+    assert not hasattr(spec, "forward")
+    assert spec.to("cpu") is spec
+
+
+# Hooks of the user's own.
+
+
+def _hook_everything(model: PreTrainedModel, fired: list[tuple[str, str]]) -> list[Any]:
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(lambda *_, name=name: fired.append(("after", name))))
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: fired.append(("before", name))))
+        handles.append(
+            module.register_forward_hook(lambda *_, name=name, **__: fired.append(("always", name)), always_call=True)
+        )
+    return handles
+
+
+@pytest.mark.parametrize(("architecture", "draft"), [("llama", "exit"), ("gpt2", "sublayers")])
+def test_hooks_hung_before_wrapping_fire_as_before(architecture: str, draft: str, moment: Moment) -> None:
+    model = tiny.BUILDERS[architecture]()
+    fired: list[tuple[str, str]] = []
+    _hook_everything(model, fired)
+
+    def order() -> list[tuple[str, str]]:
+        fired.clear()
+        with torch.no_grad():
+            model(tiny.prompt(5))
+        return list(fired)
+
+    before = order()
+    with moment(model, DRAFTS[draft]):
+        assert order() == before
+    assert order() == before
+
+
+def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    fired: list[tuple[str, str]] = []
+    before = Snapshot(llama)
+    with _in_a_stream(llama, draft):
+        handles = _hook_everything(llama, fired)
+        with torch.no_grad():
+            llama(tiny.prompt(5))
+        assert fired.count(("after", "model.layers.3.mlp")) == 1
+        for handle in handles:
+            handle.remove()
+    assert fired.count(("after", "model.layers.3.mlp")) == 1
+    before.assert_same(llama)
+
+
+def test_hooks_that_steer_the_model_steer_its_generations_too(
+    case: tuple[PreTrainedModel, selfspec.Drafter],
+) -> None:
+    """What a hook makes of the model is the model."""
+    model, draft = case
+    plain = model.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+
+    def steer(module: object, args: object, output: Any) -> Any:
+        return (output[0] * -2.0, *output[1:]) if isinstance(output, tuple) else output * -2.0
+
+    for sublayer in (Sublayer(1, Part.ATTENTION), Sublayer(0, Part.MLP), Sublayer(2, Part.ATTENTION)):
+        sublayer_module(model, sublayer).register_forward_hook(steer)
+    layers_of(model)[2].register_forward_hook(steer)
+    model.get_output_embeddings().register_forward_hook(steer)
+    wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+    assert not torch.equal(wanted, plain)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 1, "seed": 0}):
+        found = spec.generate(tiny.prompt(PROMPT), max_new_tokens=16, **options).sequences
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
+def test_hooks_on_all_modules_of_the_process_steer_alike(
+    llama: PreTrainedModel, draft: selfspec.Drafter, kind: str
+) -> None:
+    """torch can hang a hook on every module there is; it must see a layer run once, not each gate around it."""
+    layer = layers_of(llama)[0]
+    wanted_type = type(layer if kind == "layer" else layer.mlp if kind == "mlp" else layer.self_attn)
+
+    def steer(module: object, args: object, output: Any) -> Any:
+        if type(module) is not wanted_type:
+            return None
+        return (output[0] * -2.0, *output[1:]) if isinstance(output, tuple) else output * -2.0
+
+    plain = llama.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+    handle = torch.nn.modules.module.register_module_forward_hook(steer)
+    try:
+        wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+        found = (
+            selfspec.wrap(llama, draft, draft_length=4)
+            .generate(tiny.prompt(PROMPT), max_new_tokens=16, do_sample=False)
+            .sequences
+        )
+    finally:
+        handle.remove()
+    assert not torch.equal(wanted, plain)
+    assert torch.equal(found, wanted)
+
+
+# accelerate's hooks, which shadow `forward` on the modules they are put on.
+
+
+def _accelerate_everywhere(model: PreTrainedModel) -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList):
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=not name))
+
+
+def _accelerate_offload(model: PreTrainedModel) -> None:
+    """All weights off the device but while their module runs."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed").cpu_offload(
+        model, execution_device=torch.device("cpu")
+    )
+
+
+def _accelerate_dispatch(model: PreTrainedModel) -> None:
+    """Some layers stay, some are loaded for each forward, as `device_map="auto"` leaves a model too large."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    away = [name for name, module in model.named_modules() if module in (layers_of(model)[1], layers_of(model)[3])]
+    hooks.attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", **dict.fromkeys(away, "cpu")},
+        offload={"": False, **dict.fromkeys(away, True)},
+        weights_map={name: weight.detach().clone() for name, weight in model.state_dict().items()},
+    )
+
+
+# transformers before some 5.x says this of every model whose weights are all offloaded, plain or wrapped.
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type different")
+@pytest.mark.parametrize("hook", [_accelerate_everywhere, _accelerate_offload, _accelerate_dispatch])
+@pytest.mark.parametrize(
+    ("architecture", "draft"), [*(("llama", name) for name in DRAFTS), ("gpt2", "sublayers"), ("gpt2", "exit")]
+)
+def test_accelerate_hooks_keep_working_and_stay(
+    architecture: str, draft: str, hook: Callable[[PreTrainedModel], None]
+) -> None:
+    model, drafter = tiny.BUILDERS[architecture](), DRAFTS[draft]
+    wanted = model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist()
+    hook(model)
+    assert model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist() == wanted
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    out = selfspec.wrap(model, drafter, draft_length=4).generate(
+        tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False
+    )
+    assert out.sequences.tolist() == wanted
+    bare = tiny.BUILDERS[architecture]()
+    alone = selfspec.wrap(bare, drafter, draft_length=4).generate(
+        tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False
+    )
+    assert out.stats.accepted_per_position == alone.stats.accepted_per_position, "the draft was another"
+    for name, module in model.named_modules():
+        assert module.__dict__.get("forward") is before[name].get("forward"), name
+        assert module.__dict__.get("_hf_hook") is before[name].get("_hf_hook"), name
+        assert module.__dict__.get("_old_forward") is before[name].get("_old_forward"), name
+    assert model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist() == wanted
+
+
+def test_a_skipped_layer_is_not_loaded_by_accelerate(llama: PreTrainedModel) -> None:
+    """What a draft leaves out must not be fetched for it."""
+    _accelerate_dispatch(llama)
+    loads = 0
+    hook = llama.model.layers[3].mlp.up_proj._hf_hook
+    load = hook.pre_forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        return load(*args, **kwargs)
+
+    hook.pre_forward = counted
+    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=30)
+    next(stream)
+    assert loads == 2, "once in prefill, once in verification"
+    next(stream)
+    assert loads == 3
+
+
+# What cannot be wrapped.
+
+
+def _no_forward(model: torch.nn.Module) -> None:
+    """Make any forward of the model or inside it a failure."""
+
+    def ran(module: torch.nn.Module, args: object) -> None:
+        pytest.fail(f"{type(module).__name__} ran")
+
+    for module in model.modules():
+        module.register_forward_pre_hook(ran)
+
+
+def _cacheless() -> PreTrainedModel:
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)).eval()
+
+
+def _unknown() -> PreTrainedModel:
+    model = tiny.llama()
+    model.config.model_type = "made_up"
+    return model
+
+
+def _t5() -> PreTrainedModel:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes)).eval()
+
+
+def _headless() -> PreTrainedModel:
+    return tiny.llama().model
+
+
+def _classifier() -> PreTrainedModel:
+    from transformers import LlamaForSequenceClassification
+
+    return LlamaForSequenceClassification(tiny.llama().config).eval()
+
+
+def _cross_attention() -> PreTrainedModel:
+    return tiny.gpt2(add_cross_attention=True)
+
+
+def _flex() -> PreTrainedModel:
+    model = tiny.llama()
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+def _dropout_modules() -> PreTrainedModel:
+    return tiny.gpt2(resid_pdrop=0.1).train()
+
+
+def _dropout_in_attention_only() -> PreTrainedModel:
+    """Llama drops attention out by a function, not by a module."""
+    return tiny.llama(attention_dropout=0.1).train()
+
+
+def _training_with_checkpointing() -> PreTrainedModel:
+    """`transformers` takes the cache away from layers that checkpoint activations."""
+    model = tiny.llama().train()
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+            module._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (_cacheless, "'openai-gpt' is not supported: it has no key-value cache"),
+        (_unknown, r"no adapter for architecture 'made_up'; .*selfspec\.Adapter"),
+        (_t5, "not decoder-only"),
+        (_headless, "no language-model head; load it with AutoModelForCausalLM"),
+        (_classifier, "no language-model head; load it with AutoModelForCausalLM"),
+        (_cross_attention, "not decoder-only"),
+        (_flex, "'flex_attention' is not supported; load the model with attn_implementation='sdpa'"),
+        (_dropout_modules, r"training mode.*model\.eval\(\)"),
+        (_dropout_in_attention_only, r"training mode.*model\.eval\(\)"),
+        (_training_with_checkpointing, r"model\.eval\(\)"),
+        (lambda: torch.nn.Linear(2, 2), "not a transformers model; load it with AutoModelForCausalLM"),
+        (lambda: object(), "not a transformers model; load it with AutoModelForCausalLM"),
+        (lambda: None, "not a transformers model; load it with AutoModelForCausalLM"),
+        (lambda: "gpt2", "not a transformers model; load it with AutoModelForCausalLM"),
+    ],
+)
+def test_a_model_that_cannot_draft_for_itself_is_refused(build: Callable[[], Any], match: str) -> None:
+    model = build()
+    if isinstance(model, torch.nn.Module):
+        _no_forward(model)
+    for draft in (None, selfspec.EarlyExit(1)):
+        with pytest.raises(UnsupportedModelError, match=match):
+            selfspec.wrap(model, draft, draft_length=4)
+
+
+def test_training_mode_without_dropout_is_fine(architecture: str) -> None:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
+    model = tiny.BUILDERS[architecture](**off).train()
+    wanted = model.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    assert torch.equal(
+        selfspec.wrap(model, DRAFTS["exit"], draft_length=4).generate(tiny.prompt(5), max_new_tokens=9).sequences,
+        wanted,
+    )
+
+
+def test_a_model_put_into_training_after_wrapping_is_refused_before_it_runs() -> None:
+    model = tiny.gpt2()
+    spec = selfspec.wrap(model, DRAFTS["exit"], draft_length=4)
+    _no_forward(model)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3)
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        spec.stream(tiny.prompt(5), max_new_tokens=3)
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        selfspec.Adapter(model_types=("llama",), layers="transformer.h"),
+        selfspec.Adapter(model_types=("llama",), layers="model.norm"),
+        selfspec.Adapter(model_types=("llama",), attention="attention"),
+        selfspec.Adapter(model_types=("llama",), mlp="feed_forward"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_names_what_the_model_does_not_have_is_refused(
+    llama: PreTrainedModel, adapter: selfspec.Adapter
+) -> None:
+    _no_forward(llama)
+    with pytest.raises(UnsupportedModelError, match=r"[Aa]dapter"):
+        selfspec.wrap(llama, DRAFTS["sublayers"], adapter=adapter, draft_length=4)
+
+
+@pytest.mark.parametrize("build", [_t5, _headless, lambda: torch.nn.Linear(2, 2)])
+def test_an_adapter_does_not_make_a_causal_model_of_another(build: Callable[[], Any]) -> None:
+    adapter = selfspec.Adapter(model_types=("llama",), layers="layers")
+    with pytest.raises(UnsupportedModelError):
+        selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter, draft_length=4)
+
+
+@pytest.mark.parametrize("draft", [selfspec.EarlyExit, 4, 4.0, [2], {"layer": 2}, object(), tiny.llama, True])
+def test_what_is_no_drafter_is_refused(llama: PreTrainedModel, draft: Any) -> None:
+    _no_forward(llama)
+    with pytest.raises(DraftConfigError, match=r"draft must be a drafter such as EarlyExit\(layer=4\)"):
+        selfspec.wrap(llama, draft, draft_length=4)
+
+
+@pytest.mark.parametrize("length", [0, -1, True, False, 1.0, "3", [3], float("nan")])
+def test_a_draft_length_that_is_no_positive_integer_is_refused(llama: PreTrainedModel, length: Any) -> None:
+    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    _no_forward(llama)
+    for use in (
+        lambda: selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=length),
+        lambda: spec.generate(tiny.prompt(5), max_new_tokens=3, draft_length=length),
+        lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, draft_length=length),
+        lambda: llama.generate(tiny.prompt(5), max_new_tokens=3, custom_generate=spec, draft_length=length),
+    ):
+        with pytest.raises(DraftConfigError, match=r"draft length must be .*at least 1"):
+            use()
+
+
+@pytest.mark.parametrize("length", [-1, 1.5, "3"])
+def test_a_draft_length_is_checked_even_where_nothing_drafts(llama: PreTrainedModel, length: Any) -> None:
+    with pytest.raises(DraftConfigError, match="draft length must be"):
+        selfspec.wrap(llama, draft_length=length)
+    with pytest.raises(DraftConfigError, match="draft length must be"):
+        selfspec.wrap(llama).generate(tiny.prompt(5), max_new_tokens=3, draft_length=length)
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", [1], 2**70])
+def test_a_seed_that_is_no_integer_is_refused_before_the_model_runs(llama: PreTrainedModel, seed: Any) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    _no_forward(llama)
+    with pytest.raises(selfspec.SelfSpecError, match="seed"):
+        spec.generate(tiny.prompt(5), max_new_tokens=3, do_sample=True, seed=seed)
+
+
+def test_after_unwrap_everything_is_refused_and_says_what_to_do(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    waiting = spec.stream(tiny.prompt(5), max_new_tokens=3)
+    assert spec.unwrap() is llama
+    del waiting
+    _no_forward(llama)
+    for use in (
+        lambda: spec.generate(tiny.prompt(5), max_new_tokens=3),
+        lambda: spec.stream(tiny.prompt(5), max_new_tokens=3),
+        lambda: llama.generate(tiny.prompt(5), max_new_tokens=3, custom_generate=spec),
+        spec.unwrap,
+    ):
+        with pytest.raises(ClosedError, match=r"selfspec\.wrap\(model\) again"):
+            use()
+
+
+def test_a_stream_begun_before_unwrap_ends_well(llama: PreTrainedModel) -> None:
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    stream = spec.stream(tiny.prompt(5), max_new_tokens=12, do_sample=False)
+    found = list(next(stream).tokens)
+    spec.unwrap()
+    for chunk in stream:
+        found += chunk.tokens
+    assert found == wanted
+
+
+def test_a_model_can_be_wrapped_again_and_twice_at_once(llama: PreTrainedModel) -> None:
+    wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)
+    selfspec.wrap(llama, DRAFTS["exit"], draft_length=4).unwrap()
+    one, two = (
+        selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4),
+        selfspec.wrap(llama, DRAFTS["layers"], draft_length=4),
+    )
+    assert torch.equal(one.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False).sequences, wanted)
+    one.unwrap()
+    assert torch.equal(two.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False).sequences, wanted)
+
+
+# Streams.
+
+
+def test_a_streams_rounds_make_up_what_generate_gives(case: tuple[PreTrainedModel, selfspec.Drafter]) -> None:
+    model, draft = case
+    prompts = tiny.prompt(PROMPT, 3)
+    mask = torch.ones_like(prompts)
+    mask[0, :5] = mask[1, :2] = 0
+    eos = int(model.generate(prompts[2:], max_new_tokens=9, do_sample=False)[0, -1])
+    greedy: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    for options in (greedy, {**greedy, "do_sample": True, "temperature": 0.8, "seed": 5}):
+        spec = selfspec.wrap(model, draft, draft_length=3)
+        out = spec.generate(prompts, mask, **options)
+        rows: list[list[int]] = [[], [], []]
+        rounds = 0
+        for chunk in spec.stream(prompts, mask, **options):
+            rounds += 1
+            assert any(row.tokens for row in chunk.rows)
+            for row, part in zip(rows, chunk.rows, strict=True):
+                assert part.accepted <= len(part.draft) <= 3
+                assert part.tokens[: part.accepted] == part.draft[: part.accepted]
+                assert len(part.tokens) - part.accepted in (0, 1)
+                row += part.tokens
+        assert rounds == out.stats.rounds
+        assert tuple(map(len, rows)) == out.lengths
+        for row, sequence in zip(rows, out.sequences.tolist(), strict=True):
+            assert sequence[PROMPT:] == row + [0] * (max(map(len, rows)) - len(row))
+
+
+def test_a_streams_argument_errors_come_with_the_call(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    _no_forward(llama)
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5)[:, :0], max_new_tokens=3)),
+        (selfspec.PromptError, lambda: spec.stream(max_new_tokens=3)),
+        (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=1000)),
+        (UnsupportedOptionError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, num_beams=2)),
+        (UnsupportedOptionError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, no_such_option=2)),
+        (DraftConfigError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, draft_length=0)),
+    ]
+    for error, call in calls:
+        with pytest.raises(error):
+            call()
+
+
+def test_a_stream_does_nothing_before_it_is_asked(llama: PreTrainedModel) -> None:
+    _no_forward(llama)
+    selfspec.wrap(llama, DRAFTS["exit"], draft_length=4).stream(tiny.prompt(5), max_new_tokens=3)
+
+
+def test_streams_may_take_turns(llama: PreTrainedModel) -> None:
+    """Several generations of one model, advanced round by round in turn, with plain ones in between."""
+    plain = llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False)
+    spec = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4)
+    calls: list[tuple[selfspec.SelfSpeculative, dict[str, Any]]] = [
+        (selfspec.wrap(llama, DRAFTS["exit"], draft_length=4), {"do_sample": False}),
+        (spec, {"do_sample": False}),
+        (spec, {"do_sample": True, "seed": 1}),
+        (spec, {"do_sample": True, "seed": 2, "draft_length": 2}),
+        (selfspec.wrap(llama), {"do_sample": True, "seed": 3}),
+    ]
+    prompts = [tiny.prompt(PROMPT + number, seed=number) for number in range(len(calls))]
+    wanted = [
+        s.generate(prompt, max_new_tokens=15, **options).sequences[0, prompt.shape[1] :].tolist()
+        for (s, options), prompt in zip(calls, prompts, strict=True)
+    ]
+    streams = [s.stream(p, max_new_tokens=15, **options) for (s, options), p in zip(calls, prompts, strict=True)]
+    found: list[list[int]] = [[] for _ in calls]
+    waiting = set(range(len(calls)))
+    while waiting:
+        for number in sorted(waiting):
+            chunk = next(streams[number], None)
+            if chunk is None:
+                waiting.discard(number)
+            else:
+                found[number] += chunk.tokens
+        assert torch.equal(llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False), plain)
+        next(spec.stream(tiny.prompt(4), max_new_tokens=9))  # begun and abandoned
+    assert found == wanted
+
+
+def test_a_stream_leaves_grad_mode_alone_and_its_rounds_may_run_anywhere(llama: PreTrainedModel) -> None:
+    wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False)[0, PROMPT:].tolist()
+    stream = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4).stream(
+        tiny.prompt(PROMPT), max_new_tokens=15, do_sample=False
+    )
+    found = list(next(stream).tokens)
+    assert torch.is_grad_enabled()
+    with torch.inference_mode():
+        found += next(stream).tokens
+    assert torch.is_grad_enabled()
+    with ThreadPoolExecutor(1) as other_thread:
+        found += other_thread.submit(next, stream).result().tokens
+    for chunk in stream:
+        found += chunk.tokens
+    assert found == wanted
+
+
+def test_a_seed_leaves_torchs_own_generator_alone(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+    before = torch.get_rng_state()
+    selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=9, do_sample=True, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_torchs_own_decides(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=True).sequences.tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+# Through `model.generate(custom_generate=spec)`.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "seed": 4},
+        {"do_sample": True, "seed": 4, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "draft_length": 2},
+        {"do_sample": True, "seed": 4, "num_return_sequences": 3},
+        {"do_sample": False, "eos_token_id": [3, 7, 20], "pad_token_id": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_custom_generate_gives_what_the_wrapper_gives(architecture: str, options: dict[str, Any]) -> None:
+    model, draft = tiny.BUILDERS[architecture](), DRAFTS["sublayers"]
+    spec = selfspec.wrap(model, draft, draft_length=4)
+    prompts = tiny.prompt(PROMPT, 2)
+    mask = torch.ones_like(prompts)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 10, "attention_mask": mask, **options}
+    wanted = spec.generate(prompts, **options)
+    found = model.generate(prompts, custom_generate=spec, **options)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, wanted.sequences)
+    whole = model.generate(prompts, custom_generate=spec, return_dict_in_generate=True, **options)
+    assert torch.equal(whole.sequences, wanted.sequences)
+    assert whole.lengths == wanted.lengths
+    assert whole.stats.accepted_per_position == wanted.stats.accepted_per_position
+    if not options["do_sample"]:
+        plain = {name: value for name, value in options.items() if name not in ("seed", "draft_length")}
+        assert torch.equal(found, model.generate(prompts, **plain))
+
+
+def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    other = tiny.llama(seed=1)
+    _no_forward(other)
+    _no_forward(llama)
+    with pytest.raises(UnsupportedModelError, match="another model"):
+        other.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "num_beams.*model.generate for beam search"),
+        ({"cache_implementation": "static"}, "cache_implementation.*drop it"),
+        ({"use_cache": False}, "use_cache"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"logits_processor": LogitsProcessorList([ClassifierFreeGuidanceLogitsProcessor(2.0)])}, "logits processor"),
+        ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.4)])}, "stopping criterion"),
+    ],
+)
+def test_custom_generate_refuses_what_the_wrapper_refuses(
+    llama: PreTrainedModel, options: dict[str, Any], match: str
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match=match):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options)
+
+
+def test_custom_generate_refuses_positions_it_would_have_to_ignore(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match="position_ids"):
+        llama.generate(
+            tiny.prompt(5), custom_generate=spec, max_new_tokens=3, position_ids=torch.tensor([[0, 1, 2, 9, 10]])
+        )
+
+
+def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
+    model = tiny.gpt2()
+    spec = selfspec.wrap(model, DRAFTS["exit"], draft_length=4)
+    _no_forward(model)
+    types = torch.ones_like(tiny.prompt(5))
+    with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
+        model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, token_type_ids=types)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("streamer", lambda: {"streamer": TextStreamer(None, skip_prompt=True)}),
+        ("assistant_model", lambda: {"assistant_model": tiny.llama()}),
+        ("synced_gpus", lambda: {"synced_gpus": True}),
+    ],
+)
+def test_custom_generate_refuses_what_transformers_drops_on_the_way(
+    llama: PreTrainedModel, name: str, options: Callable[[], dict[str, Any]]
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
+    _no_forward(llama)
+    with pytest.raises(UnsupportedOptionError, match=f"{name} is dropped by transformers"):
+        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, **options())

@@ -1,0 +1,173 @@
+"""What is made of raw times: figures worked out by hand, tables and plots."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from helpers.made import CELL, SETTINGS, plain, record
+from selfspec.measure.timing import DraftShape
+from selfspec.tools.bench import figures, plots
+from selfspec.tools.bench.agreement import Agreement
+from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.costs import PassCosts
+from selfspec.tools.bench.memory import Memory
+from selfspec.tools.bench.prediction import prediction, round_cost
+from selfspec.tools.bench.record import Counts, Record
+from selfspec.tools.bench.report import overview, report
+from selfspec.tools.bench.results_file import MeasuredCell
+
+STOCK = record(Kind.GENERATE, [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
+PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])
+
+
+def drafting(**fields: object) -> Record:
+    """A draft that took half the time of plain decoding: 4 rounds a call of three draft steps, 4 plain ones."""
+    counts = Counts(
+        rounds=32,
+        row_rounds=32,
+        new_tokens=64,
+        drafted=48,
+        judged_per_position=[16, 12, 10],
+        accepted_per_position=[12, 10, 10],
+        seconds={"prefill": 0.4, "draft": 0.8, "verify": 2.0, "accept": 0.2, "commit": 0.1},
+    )
+    given = {"counts": counts, "rounds": {DraftShape(3, 3): 16, DraftShape(0, 0): 16}, **fields}
+    return record(Kind.DRAFT, [[0.9, 0.9], [0.9, 0.9]], "exit:4", **given)
+
+
+def test_speeds() -> None:
+    assert figures.decoding(STOCK, [0, 1]) == pytest.approx([30 / 3.0, 30 / 6.0])
+    assert figures.whole_call(STOCK, [0]) == pytest.approx([16 / 1.1, 16 / 2.1])
+    assert figures.first_token_seconds(STOCK).median == pytest.approx(0.1)
+
+
+def test_ratios_are_taken_repeat_by_repeat() -> None:
+    found = figures.ratio(STOCK, PLAIN, figures.decoding)
+    assert (found.low, found.high) == pytest.approx((3.2 / 6, 3.2 / 3))
+    assert figures.ratio(STOCK, PLAIN, figures.decoding, [0]).high == pytest.approx(1.6)
+
+
+def test_cycles() -> None:
+    assert figures.calls_without_cycles(STOCK) == [0]
+    assert figures.cycle_share(STOCK) == pytest.approx((0.05 + 0.5) / 2)
+
+
+def test_mean_accepted_length() -> None:
+    assert figures.mean_accepted_length(STOCK) == 1.0
+    assert figures.mean_accepted_length(drafting()) == 2.0
+
+
+def test_the_cost_of_a_round() -> None:
+    cost = round_cost(drafting(), PLAIN)
+    assert cost is not None
+    step = 1.6 / 16  # a round of plain decoding
+    assert cost.draft == pytest.approx(0.8 / 32 / step)
+    assert cost.verify == pytest.approx(2.0 / 32 / step)
+    assert cost.total == pytest.approx((3.6 - 0.4) / 32 / step)
+    assert (cost.steps, cost.drafted) == (1.5, 1.5)
+    # A round commits 2 tokens and costs 1 plain one: twice as fast.
+    assert figures.mean_accepted_length(drafting()) / cost.total == pytest.approx(2.0)
+    assert round_cost(PLAIN, PLAIN) is round_cost(STOCK, PLAIN) is None
+
+
+def test_the_prediction() -> None:
+    costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
+    found = prediction(drafting(costs=costs), PLAIN)
+    assert found is not None
+    assert found.predicted == pytest.approx(64 / (16 * (3 * 0.2 + 1.2) + 16))
+    assert found.measured.median == pytest.approx(2.0)
+    assert found.efficiency == pytest.approx(2.0 / found.predicted)
+    looked_up = prediction(drafting(costs=costs, rounds={DraftShape(3, 0): 16, DraftShape(0, 0): 16}), PLAIN)
+    assert looked_up is not None
+    assert looked_up.predicted == pytest.approx(64 / (16 * 1.5 + 16))
+
+
+def test_costs_lie_on_lines_between_those_timed() -> None:
+    costs = PassCosts(0.1, 0.2, {2: 1.0, 4: 1.2, 8: 2.0}, {1: 1.0, 4: 1.6})
+    assert costs.of_round(0, 0) == 1.0
+    assert costs.of_round(2, 2) == pytest.approx(0.4 + 1.1)
+    assert costs.of_round(5, 5) == pytest.approx(1.0 + 1.6)
+    assert costs.of_round(2, 0) == pytest.approx(1.4)
+    # Beyond them all is as at the nearest.
+    assert costs.of_round(9, 0) == 1.6
+    assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize("costs", [None, PassCosts(0.1, None, from_tokens={1: 1.0})])
+def test_no_prediction_from_costs_that_were_not_timed(costs: PassCosts | None) -> None:
+    assert prediction(drafting(costs=costs), PLAIN) is None
+
+
+def cell(**fields: object) -> MeasuredCell:
+    """All that a report may have to show."""
+    costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
+    refused = record(Kind.LOOK_UP, [[1.0, 1.0]] * 2, agreement=Agreement(2, 1))
+    absent = record(Kind.STATIC, [], absence="no compiler")
+    own = drafting(costs=costs, memory=Memory(2**20, 3 * 2**20, "system"), agreement=Agreement(2, 2), **fields)
+    return MeasuredCell(CELL, SETTINGS, (STOCK, absent, refused, PLAIN, own))
+
+
+def test_the_report_says_what_was_measured() -> None:
+    text = report([cell()])
+    for said in (
+        "| selfspec exit:4 | 19 (19-19) |",
+        "without cycles (1 of 2 calls)",
+        "static cache, compiled: absent. no compiler.",
+        "prompt look-up: REFUSED. 1 of 2 greedy texts differ",
+        "| 0.75 0.83 1.00 |",
+        "| selfspec exit:4 | 1.50 | 1.50 | 0.25 | 0.62 | 0.13 | 0.20 | 1.20 | 0.05 | 1.43 | 2.00 (2.00-2.00) | 1.40 |",
+        "| 1.0 | 2.0 | 3.0 |",
+        "| model.generate, prompt look-up | refused |",
+    ):
+        assert said in text, said
+    assert "| model.generate, prompt look-up | 16" not in text
+
+
+def test_names_change_nothing_of_the_page(tmp_path: Path) -> None:
+    name = "a|b\n# <b>$x^$ [c](d) *e* `f` _g_ ~h~ &amp; \\"
+    named = replace(CELL, workload=name)
+    settings = replace(SETTINGS, model=f"- {name}")
+    arms = tuple(
+        replace(each, cell=named, settings=settings, arm=replace(each.arm, draft=f"skip-file:{name}"))
+        if each.arm.kind is Kind.DRAFT
+        else each
+        for each in cell().arms
+    )
+    measured = MeasuredCell(named, settings, (*arms, replace(arms[1], absence=name)))
+    usual, odd = (MarkdownIt().enable("table").parse(report([each])) for each in (cell(), measured))
+    shape = [token.type for token in usual]
+    absent = shape.index("list_item_open")
+    # One more arm is absent; all else is as it is with names of letters.
+    assert [token.type for token in odd] == [*shape[:absent], *shape[absent : absent + 5], *shape[absent:]]
+    assert {child.type for token in odd for child in token.children or []} <= {"text", "text_special", "softbreak"} | {
+        child.type for token in usual for child in token.children or []
+    }
+    shown = " ".join(name.split())
+    texts = ["".join(child.content for child in token.children or []) for token in odd]
+    assert f"selfspec skip-file:{shown}" in texts
+    assert any(text.startswith(f"{shown}, temperature 0") for text in texts)
+    assert plots.draw([measured], tmp_path) == [plots.SPEED, plots.ACCEPTANCE, plots.PREDICTION]
+
+
+def test_plots_of_all_and_of_little(tmp_path: Path) -> None:
+    assert plots.draw([cell()], tmp_path) == [plots.SPEED, plots.ACCEPTANCE, plots.PREDICTION]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in (plots.SPEED, plots.PREDICTION))
+    little = MeasuredCell(CELL, SETTINGS, (STOCK, PLAIN))
+    assert plots.draw([little], tmp_path) == [plots.SPEED]
+    assert not (tmp_path / plots.PREDICTION).exists()
+
+
+def test_the_overview_is_as_narrow_as_it_can_be() -> None:
+    measured = cell()
+    arms = len(measured.arms)
+    wide, long = (overview([measured] * cells).splitlines() for cells in (arms, arms + 1))
+    assert len(wide) == 2 + arms
+    assert len(long) == 2 + arms + 1
+    assert long[0].count("|") == wide[0].count("|")
+    # The same figures, the other way about.
+    assert wide[2].split("|")[2] == long[2].split("|")[2]

@@ -1,0 +1,178 @@
+"""Arms side by side on a tiny model: same tokens, honest counts, and no score for an arm that says something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from helpers import tiny
+from selfspec.measure.timing import Call
+from selfspec.runtime.named import RuntimeName
+from selfspec.tools.bench.agreement import Pair, compare
+from selfspec.tools.bench.arm import Arm, ArmSpec, Kind
+from selfspec.tools.bench.arms import arm_specs, make_arm
+from selfspec.tools.bench.cell import Cell, grid
+from selfspec.tools.bench.measure import Measured, measure, runs
+from selfspec.tools.bench.stock_arms import StockArm
+
+GREEDY = Cell("w", 0.0, 1, 6, 16)
+SPECS = arm_specs(
+    [Kind.LOOK_UP, Kind.EARLY_EXIT, Kind.DRAFT], ["exit:1", "lookup+exit:2"], None, [None], exit_layer=2, exit_length=3
+)
+
+
+def prompts(batch: int = 1, calls: int = 2) -> list[Tensor]:
+    """Random ones."""
+    return list(torch.randint(tiny.VOCABULARY, (calls * batch, 6)).split(batch))
+
+
+def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, repeats: int = 2) -> list[Measured]:
+    """All arms."""
+    ticks: list[None] = []
+    given = prompts(cell.batch)
+    arms = [make_arm(spec, model) for spec in specs]
+    found = measure(model, cell, arms, given, repeats, 1, lambda: ticks.append(None))
+    assert len(ticks) <= runs(len(arms), len(given), repeats, 1)
+    return found
+
+
+def test_the_arms_in_order() -> None:
+    assert [spec.name for spec in SPECS] == [
+        "model.generate",
+        "model.generate, prompt look-up",
+        "model.generate, assistant_early_exit=2, length 3",
+        "selfspec plain",
+        "selfspec exit:2, length 3",
+        "selfspec exit:1",
+        "selfspec lookup+exit:2",
+    ]
+    specs = [*SPECS, *(ArmSpec(Kind.DRAFT, "exit:1", packed=True, runtime=name) for name in RuntimeName)]
+    assert [ArmSpec.from_dict(spec.to_dict()) for spec in specs] == specs
+    assert len({spec.name for spec in specs}) == len(specs)
+    ruled = arm_specs([Kind.DRAFT, Kind.STATIC], ["exit:1", "exit:1"], 4, ["token", "block"], 2, 3)
+    assert [spec.name for spec in ruled[-3:]] == [
+        "selfspec plain",
+        "selfspec exit:1, length 4, token",
+        "selfspec exit:1, length 4, block",
+    ]
+    assert ruled[1].kind is Kind.STATIC
+
+
+@pytest.fixture(scope="module")
+def greedy() -> list[Measured]:
+    """All arms, greedily."""
+    model = tiny.llama()
+    depth = model.config.num_hidden_layers
+    found = measured(model, GREEDY)
+    # transformers' early exit changes the depth while it drafts.
+    assert model.config.num_hidden_layers == depth
+    return found
+
+
+def test_greedy_arms_agree_and_count_what_they_did(greedy: list[Measured]) -> None:
+    for result in greedy:
+        assert result.absence is None
+        assert result.agreement is not None
+        assert (result.agreement.texts, result.agreement.equal, result.agreement.refused) == (2, 2, False)
+        assert [len(repeat) for repeat in result.calls] == [2, 2]
+        for call in (call for repeat in result.calls for call in repeat):
+            assert call.tokens == 16
+            assert 0 < call.first_seconds < call.seconds
+            assert 0 < call.first_tokens <= 11
+            assert 16 / 11 <= call.passes <= 16
+    by_name = {result.arm.spec.name: result for result in greedy}
+    for plain in ("model.generate", "selfspec plain"):
+        assert {(call.passes, call.first_tokens) for call in by_name[plain].calls[0]} == {(16, 1)}
+
+
+def test_shapes_of_rounds_are_what_stats_counted(greedy: list[Measured]) -> None:
+    for result in greedy[3:]:
+        for call in result.calls[0]:
+            assert call.stats is not None
+            assert sum(call.rounds.values()) == call.stats.rounds == call.passes
+            assert sum(shape.drafted * number for shape, number in call.rounds.items()) == call.stats.drafted
+    fixed = next(each for each in greedy if each.arm.spec.length == 3 and each.arm.spec.draft)
+    assert all(shape.steps == shape.drafted <= 3 for call in fixed.calls[0] for shape in call.rounds)
+
+
+def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
+    found = measured(llama, Cell("w", 0.0, 3, 6, 16))
+    absent = [result.arm.spec.kind for result in found if result.absence is not None]
+    assert absent == [Kind.LOOK_UP, Kind.EARLY_EXIT]
+    running = [result for result in found if result.absence is None]
+    assert all(call.tokens == 48 for result in running for call in result.calls[0])
+    assert all(result.agreement is not None and result.agreement.equal == 6 for result in running)
+
+
+def test_sampled_texts_are_not_compared(llama: PreTrainedModel) -> None:
+    found = measured(llama, Cell("w", 0.8, 1, 6, 16))
+    assert all(result.agreement is None for result in found)
+    for result in found:
+        assert result.calls[0][0].rows != result.calls[1][0].rows
+
+
+class Slip(StockArm):
+    """Says something else in its last token."""
+
+    def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
+        call = super().decode(prompts, cell, seed)
+        call.rows[0][-1] = (call.rows[0][-1] + 1) % tiny.VOCABULARY
+        return call
+
+
+class Broken(Arm):
+    """Cannot."""
+
+    def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
+        raise IndexError("no such layer\nand more")
+
+
+def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> None:
+    arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Slip(ArmSpec(Kind.LOOK_UP), llama)]
+    _, slipped = measure(llama, GREEDY, arms, prompts(), 2, 1, lambda: None)
+    assert slipped.agreement is not None
+    assert (slipped.agreement.equal, slipped.agreement.refused) == (0, True)
+
+
+def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
+    arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Broken(ArmSpec(Kind.EARLY_EXIT))]
+    _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
+    assert broken.absence == "IndexError: no such layer"
+
+
+def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
+    arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Broken(ArmSpec(Kind.DRAFT, "exit:1"))]
+    with pytest.raises(IndexError):
+        measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
+
+
+def test_half_precision_excuses_near_ties_alone() -> None:
+    model = tiny.llama(dtype=torch.bfloat16)
+    prompt = torch.randint(tiny.VOCABULARY, (1, 6))
+    own = make_arm(ArmSpec(Kind.GENERATE), model).decode(prompt, GREEDY, 0).rows[0]
+    logits = model(torch.cat([prompt, torch.tensor([own[:-1]])], 1)).logits[0, -1]
+    last = [*own[:-1], int(logits.argmin())]
+    found = compare(model, [Pair(prompt, own, own), Pair(prompt, own, last)])
+    assert (found.texts, found.equal) == (2, 1)
+    assert found.near_tie is not None
+    assert found.widest_gap is not None
+    # The least likely token is no near tie of the likeliest.
+    assert found.refused
+    # The same text with the second choice where the two likeliest are closest would be, if the bound is as wide.
+    assert not type(found)(2, 1, widest_gap=found.near_tie, near_tie=found.near_tie).refused
+
+
+def test_in_full_precision_nothing_is_excused(llama: PreTrainedModel) -> None:
+    prompt = torch.randint(tiny.VOCABULARY, (1, 6))
+    found = compare(llama, [Pair(prompt, [1, 2], [1, 3])])
+    assert found.refused
+    assert found.widest_gap is None
+
+
+def test_grid_has_every_combination_once() -> None:
+    cells = grid(["a", "b", "a"], [0.0, 0.8], [1, 4], [8], 16)
+    assert len(cells) == len(set(cells)) == 8
+    assert cells[0] == Cell("a", 0.0, 1, 8, 16)
+    assert Cell.from_dict(cells[3].to_dict()) == cells[3]

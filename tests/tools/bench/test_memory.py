@@ -1,0 +1,32 @@
+"""Peak memory, by a process of its own for each arm."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.cell import Cell
+from selfspec.tools.bench.memory import measure_memory
+from selfspec.tools.demo import checkpoint_folder
+
+CELL = Cell("w", 0.0, 2, 8, 16)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_process_of_its_own_weighs_an_arm(packed: bool) -> None:
+    prompts = [list(range(10, 18)), list(range(20, 28))]
+    arm = ArmSpec(Kind.DRAFT, "exit:4", packed=packed)
+    found = measure_memory(arm, CELL, prompts, str(checkpoint_folder()), "float32", "cpu", 1)
+    if found is None:
+        pytest.skip("this system does not tell")
+    # 9.9M weights in float32, and not much more than what a library or two takes.
+    assert 0.8 * 39e6 < found.weights < 39e6 + 60e6
+    assert found.peak >= found.weights
+    assert found.growth < 60e6
+    assert found.counted_by == "system"
+
+
+def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.tools.bench.memory.sys.executable", "false")
+    with pytest.raises(RuntimeError, match="memory of selfspec plain could not be measured: no message"):
+        measure_memory(ArmSpec(Kind.PLAIN), CELL, [[1, 2]], "nowhere", "float32", "cpu", 1)

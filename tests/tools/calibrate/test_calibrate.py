@@ -1,0 +1,296 @@
+"""What a calibration chooses: by planted figures, and once through on a tiny model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers import tiny
+from selfspec import BatchCosts, Costs, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec.decode.stats import Stats
+from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.progress import Unwatched
+from selfspec.model.registry import find_adapter
+from selfspec.tools.calibrate import Calibration, Settings, calibrate, candidates
+from selfspec.tools.calibrate import confirm as confirming
+from selfspec.tools.calibrate import run as running
+from selfspec.tools.calibrate.candidates import Candidate, considered, predicted, to_confirm, to_measure
+from selfspec.tools.calibrate.confirm import Batch, Confirmed, batches
+from selfspec.tools.calibrate.run import choose
+
+SETTINGS = Settings(max_new_tokens=8, repeats=1, longest=1)
+
+
+def _estimate(value: float) -> Estimate:
+    return Estimate(value, value, value)
+
+
+def _costs(**steps: float) -> MeasuredCosts:
+    """Drafts whose steps cost so much, with passes that cost one and no overhead."""
+    names = {name.replace("_", ":"): cost for name, cost in steps.items()} | {"none": 0.0}
+    return MeasuredCosts(
+        step_seconds=_estimate(0.01),
+        draft={name: _estimate(cost) for name, cost in names.items()},
+        verify={name: {2: _estimate(1.0), 5: _estimate(1.0)} for name in names},
+        overhead={name: _estimate(0.0) for name in names},
+        context=1,
+        batch=1,
+        lengths=(1, 4),
+    )
+
+
+def test_every_exit_is_considered_unless_drafts_are_given() -> None:
+    assert list(considered(4, None)) == ["exit:1", "exit:2", "exit:3"]
+    assert considered(4, [LayerSkip(layers=[1])]) == {"skip:layers=1": LayerSkip(layers=[1])}
+
+
+@pytest.mark.parametrize("drafts", [[PromptLookup()], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
+def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None:
+    with pytest.raises(DraftConfigError):
+        considered(4, drafts)
+
+
+def test_of_many_exits_those_with_promise_are_measured() -> None:
+    model = tiny.llama(num_hidden_layers=12)
+    drafters = considered(12, None)
+    rates = {name: 0.9 if name in ("exit:2", "exit:11") else 0.1 for name in drafters}
+    measured = to_measure(model, find_adapter(model), drafters, [rates])
+    assert len(measured) == 6
+    assert EarlyExit(2) in measured
+    assert to_measure(model, find_adapter(model), considered(4, None), [rates]) == [EarlyExit(e) for e in (1, 2, 3)]
+
+
+def test_predictions_are_the_formulas_and_in_order() -> None:
+    rates = {"exit:1": 0.5, "exit:2": 0.8}
+    best, other = predicted(rates, _costs(exit_1=0.2, exit_2=0.3), longest=4)
+    assert (best.name, other.name) == ("exit:2", "exit:1")
+    lengths = {gamma: (1 - 0.8 ** (gamma + 1)) / (1 - 0.8) / (gamma * 0.3 + 1) for gamma in range(1, 5)}
+    assert best.best.speedup == pytest.approx(max(lengths.values()))
+    assert lengths[best.best.draft_length] == max(lengths.values())
+
+
+def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
+    costs = _costs(exit_1=0.2, exit_2=0.3, exit_3=0.4)
+    drafters = considered(4, None)
+    rates = {"exit:1": 0.9, "exit:2": 0.5, "exit:3": 0.95}
+    names = [each.name for each in to_confirm(predicted(rates, costs, 4), drafters, costs)]
+    assert names == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
+    useless = dict.fromkeys(rates, 0.0)
+    assert [each.name for each in to_confirm(predicted(useless, costs, 4), drafters, costs)] == ["lookup"]
+
+
+def _confirmed(**speedups: float) -> list[Confirmed]:
+    return [Confirmed(name.replace("_", ":"), _estimate(value), 0.5, 2.0, 1) for name, value in speedups.items()]
+
+
+def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[int, float]) -> Any:
+    """Confirms so in single rows, and so in batches of four rows or more."""
+
+    def confirm(plain: object, given: list[Candidate], grouped: list[Batch], temperature: float, *_: object) -> Any:
+        rows = grouped[0].ids.shape[0]
+        if rows < min(in_batches):
+            return by_temperature[temperature]
+        (candidate,) = given
+        assert candidate.costs.rows == rows
+        return [replace(by_temperature[temperature][0], name=candidate.name, speedup=_estimate(in_batches[rows]))]
+
+    return confirm
+
+
+def test_the_fastest_is_chosen_with_its_costs() -> None:
+    costs = _costs(exit_1=0.2, exit_2=0.3)
+    candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
+    chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), candidates, 0.8, SETTINGS)
+    assert (chosen.draft, chosen.speedup[0], chosen.temperature) == ("exit:1", 1.3, 0.8)
+    assert chosen.costs == BatchCosts((Costs(draft=0.2),))
+    assert chosen.longest == SETTINGS.longest
+
+
+def test_plain_decoding_is_chosen_where_nothing_is_faster() -> None:
+    chosen = choose(_confirmed(lookup=0.99), [], 0.0, SETTINGS)
+    assert (chosen.draft, chosen.costs) == ("none", None)
+
+
+def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted seconds a token: what is chosen follows from them alone."""
+    planted = {"none": 1.0, "lookup": 2.0, "exit:1": 0.5, "lookup+exit:1": 0.8, "exit:3": 4.0, "lookup+exit:3": 0.9}
+    costs = _costs(exit_1=0.1, exit_3=0.1)
+    predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
+    candidates = to_confirm(predictions, considered(4, None), costs)
+    plain = wrap(llama)
+    names = {id(plain): "none"}
+    calls: list[tuple[str, int]] = []
+
+    def generated(spec: Any, prompt: Any, temperature: float, settings: Settings, seed: int) -> Stats:
+        name = names.get(id(spec)) or candidates[len(names) - 1].name
+        calls.append((name, seed))
+        # A hiccup in one turn changes nothing.
+        hiccup = 9.0 if len(calls) == 40 else 0.0
+        return Stats(
+            rounds=5, row_rounds=5, new_tokens=10, seconds={"prefill": 50.0, "verify": 10 * planted[name] + hiccup}
+        )
+
+    drafting = type(plain).drafting
+
+    def noted(self: Any, *given: Any) -> Any:
+        spec = drafting(self, *given)
+        names[id(spec)] = candidates[len(names) - 1].name
+        kept.append(spec)
+        return spec
+
+    kept: list[Any] = []
+    monkeypatch.setattr(type(plain), "drafting", noted)
+    monkeypatch.setattr(confirming, "_generated", generated)
+    prompts = batches([tiny.prompt(4), tiny.prompt(6)], 1)
+    confirmed = confirming.confirm(plain, candidates, prompts, 0.0, replace(SETTINGS, repeats=3), Unwatched())
+    assert confirmed[0].name == "exit:1"
+    assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
+        {name: 1 / seconds for name, seconds in planted.items() if name != "none"}
+    )
+    assert {each.name: each.turns for each in confirmed} == {
+        "exit:1": 3,
+        "lookup+exit:1": 3,
+        "lookup+exit:3": 3,
+        "lookup": 1,
+        "exit:3": 1,
+    }
+    assert {seed for _, seed in calls} == {0, 1}
+
+
+def test_batches_are_filled_up_and_padded_on_the_left() -> None:
+    prompts = [tiny.prompt(2), tiny.prompt(4, seed=1), tiny.prompt(3, seed=2)]
+    first, second = batches(prompts, 2)
+    assert first.ids[0].tolist() == [0, 0, *prompts[0][0].tolist()]
+    assert first.mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert second.ids[1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
+    assert second.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    more = batches(prompts, 2, texts=5)
+    assert len(more) == 3
+    assert more[2].ids.tolist() == [prompts[1][0, :3].tolist(), [0, *prompts[2][0, :2].tolist()]]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def found(model: PreTrainedModel) -> Calibration:
+    return calibrate(model, [tiny.prompt(5)], [EarlyExit(3)], SETTINGS)
+
+
+def test_a_calibration_reports_all_it_measured(found: Calibration) -> None:
+    assert set(found.costs.draft) == {"none", "exit:3"}
+    for kind, temperature in ((found.greedy, 0.0), (found.sampled, 0.8)):
+        assert kind.temperature == temperature
+        assert set(kind.acceptance) == {"exit:3"}
+        assert kind.acceptance["exit:3"].positions == SETTINGS.max_new_tokens
+        assert {"lookup"} <= {each.name for each in kind.confirmed}
+        fastest = kind.confirmed[0]
+        assert kind.chosen.draft == (fastest.name if fastest.speedup.value > 1 else "none")
+
+
+def test_its_profile_can_be_written_read_and_drafted_with(
+    found: Calibration, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    found.profile.save(tmp_path / "profile.json")
+    read = Profile.load(tmp_path / "profile.json")
+    assert read == found.profile
+    assert set(read.report) == {"settings", "costs", "in_batches", "greedy", "sampled"}
+    out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
+    assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    confirmed = {0.0: _confirmed(exit_3=1.5, lookup=1.2), 0.8: _confirmed(lookup=1.5)}
+    monkeypatch.setattr(running, "confirm", _confirming(confirmed, {4: 1.1, 16: 1.1}))
+    # A draft is to be promising whatever the clock says.
+    monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    settings = replace(SETTINGS, batch=batch)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], settings)
+    sizes = sorted({batch, 1, 4, 16})
+    assert [each.batch for each in found.in_batches] == [rows for rows in sizes if rows != batch]
+    assert [each.draft.keys() for each in found.in_batches] == [{"exit:3", "none"}] * len(found.in_batches)
+    for kind, name in ((found.greedy, "exit:3"), (found.sampled, "none")):
+        assert kind.chosen.costs is not None
+        measured = {costs.rows: costs for costs in kind.chosen.costs.measured}
+        assert list(measured) == sizes
+        assert measured == {each.batch: each.of(name) for each in (found.costs, *found.in_batches)}
+
+
+@pytest.mark.parametrize(
+    ("in_batches", "tried", "most_rows"),
+    [({4: 1.1, 16: 1.2}, [4, 16], None), ({4: 1.1, 16: 1.0}, [4, 16], 15), ({4: 0.9, 16: 1.2}, [4], 3)],
+    ids=["pays in all", "pays in some", "pays in none"],
+)
+def test_batches_in_which_drafts_lose_are_decoded_plainly(
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    in_batches: dict[int, float],
+    tried: list[int],
+    most_rows: int | None,
+) -> None:
+    confirmed = {0.0: _confirmed(exit_3=1.5), 0.8: _confirmed(lookup=0.9)}
+    monkeypatch.setattr(running, "confirm", _confirming(confirmed, in_batches))
+    monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
+    assert list(found.greedy.in_batches) == tried
+    assert (found.greedy.chosen.draft, found.greedy.chosen.most_rows) == ("exit:3", most_rows)
+    assert (found.sampled.chosen.draft, found.sampled.in_batches) == ("none", {})
+    spec = wrap(model, draft=found.profile)
+    for rows in (1, 3, 4, 15, 16):
+        prompts = torch.cat([tiny.prompt(6, seed=seed) for seed in range(rows)])
+        stats = spec.generate(prompts, max_new_tokens=4, do_sample=False, draft_length=1).stats
+        assert (stats.drafted > 0) is (most_rows is None or rows <= most_rows)
+
+
+def test_batches_that_memory_has_no_room_for_are_left_out(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short_of_memory(*args: Any, **options: Any) -> MeasuredCosts:
+        if options["batch"] == 16:
+            raise torch.OutOfMemoryError
+        return measure_costs(*args, **options)
+
+    always = dict.fromkeys((0.0, 0.8), _confirmed(lookup=1.5))
+    monkeypatch.setattr(running, "confirm", _confirming(always, {4: 1.1}))
+    monkeypatch.setattr(running, "measure_costs", short_of_memory)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
+    assert [each.batch for each in found.in_batches] == [4]
+    assert found.greedy.chosen.costs is not None
+    assert [costs.rows for costs in found.greedy.chosen.costs.measured] == [1, 4]
+
+
+def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
+    adapter = replace(find_adapter(model), ragged="none")
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS, adapter=adapter)
+    assert found.in_batches == []
+    assert found.greedy.chosen.costs == BatchCosts((found.costs.of("none"),))
+
+
+@pytest.mark.parametrize(
+    "prompts", [[], [tiny.prompt(4)[0]], [tiny.prompt(4, batch=2)], [tiny.prompt(tiny.CONTEXT - 5)]]
+)
+def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+    with pytest.raises(PromptError):
+        calibrate(model, prompts, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("given", [{"repeats": 0}, {"temperature": 0.0}, {"batch": 0}, {"temperature": float("inf")}])
+def test_settings_out_of_range_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(DraftConfigError):
+        Settings(**given)

@@ -1,0 +1,65 @@
+"""`selfspec.ablate(model, ...)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import selfspec
+from helpers import tiny
+from selfspec.errors import StudyError
+
+pytest.importorskip("optuna")
+
+_QUICK: dict[str, Any] = {
+    "drafts": ["exits", "sublayers"],
+    "new_tokens": 8,
+    "draft_lengths": [1, 2],
+    "temperatures": [0],
+    "confirm": 0,
+    "pricing": "weights",
+}
+
+
+def test_a_model_in_memory_gives_a_table() -> None:
+    pandas = pytest.importorskip("pandas")
+    model = tiny.llama()
+    table = selfspec.ablate(model, tiny.prompt(4, batch=2), **_QUICK)
+    assert isinstance(table, pandas.DataFrame)
+    assert len(table) == (3 + 8) * 2
+    assert table["alpha"].between(0, 1).all()
+    assert set(table["kind"]) == {"exit", "skip"}
+
+
+def test_without_pandas_it_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfspec.tools.studies import inline
+
+    monkeypatch.setattr(inline, "find_spec", lambda name: None)
+    table = selfspec.ablate(tiny.llama(), tiny.prompt(4, batch=2), **_QUICK)
+    assert isinstance(table, list)
+    assert {row["kind"] for row in table} == {"exit", "skip"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"texts": 3}, "follows from the model"),
+        ({"draft": "exits"}, "did you mean 'drafts'"),
+        ({"drafts": ["exit:7"]}, "out of range"),
+        ({"prompts": ["a text"]}, "tokenizer"),
+        ({"prompts": tiny.prompt(4)[0]}, "not \\[texts, tokens\\]"),
+    ],
+)
+def test_what_cannot_be_is_said(changes: dict[str, Any], said: str) -> None:
+    given = {"prompts": tiny.prompt(4), **_QUICK, **changes}
+    with pytest.raises(StudyError, match=said):
+        selfspec.ablate(tiny.llama(), given.pop("prompts"), **given)
+
+
+def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfspec.measure import forced_passes
+
+    monkeypatch.setattr(forced_passes, "_ROUNDING", dict.fromkeys(forced_passes._ROUNDING, -1.0))
+    table = selfspec.ablate(tiny.llama(), tiny.prompt(4), **_QUICK)
+    assert table["error"].str.contains("measure it by generation").all()

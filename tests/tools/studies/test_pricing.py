@@ -1,0 +1,67 @@
+"""Prices from timed drafts: what a study makes of measured costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.studies import stories_loader
+from selfspec.draft import EarlyExit, LayerSkip
+from selfspec.draft.along_path import PathDrafter
+from selfspec.measure.costs import MeasuredCosts
+from selfspec.measure.estimate import Estimate
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.tools.studies.pricing import costs_point, find_costs, prices_of
+from selfspec.tools.studies.search.prices import prices_by_measurement
+
+_DEPTH = 4
+
+
+def _known(value: float) -> Estimate:
+    return Estimate(value, value, value)
+
+
+def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> None:
+    fixed, attention, mlp = 0.12, 0.1, 0.12
+    drafters: dict[str, PathDrafter] = {
+        "exit:2": EarlyExit(2),
+        "a": LayerSkip(attention=[1, 2]),
+        "m": LayerSkip(mlp=[0, 3]),
+    }
+
+    def cost(path: Path) -> float:
+        ran = [each.part for each in path_of(path)]
+        return fixed + attention * ran.count(Part.ATTENTION) + mlp * ran.count(Part.MLP)
+
+    def path_of(path: Path) -> list[Sublayer]:
+        return [Sublayer(layer, part) for layer in range(_DEPTH) for part in Part if path.runs(Sublayer(layer, part))]
+
+    names = [*drafters, "none"]
+    measured = MeasuredCosts(
+        step_seconds=_known(0.01),
+        draft={**{name: _known(cost(each.path(_DEPTH))) for name, each in drafters.items()}, "none": _known(0.0)},
+        verify={name: {1: _known(1.0), 3: _known(1.2)} for name in names},
+        overhead={name: _known(0.05) for name in names},
+        context=8,
+        batch=1,
+        lengths=(1,),
+    )
+    prices = prices_by_measurement(measured, drafters, _DEPTH)
+    assert prices.fixed == pytest.approx(fixed)
+    assert prices.of_part(Part.ATTENTION) == pytest.approx(attention)
+    assert prices.of_part(Part.MLP) == pytest.approx(mlp)
+    assert prices.draft(Path.full(_DEPTH)) == pytest.approx(1.0)
+    assert prices.costs(EarlyExit(2).path(_DEPTH), "exit:2").draft == pytest.approx(cost(EarlyExit(2).path(_DEPTH)))
+    target = prices.target
+    assert [target.verify, target.widening, target.overhead] == pytest.approx([1.0, 0.1, 0.05])
+    assert prices.step_seconds == 0.01
+
+
+def test_timed_prices_of_a_model_are_in_order() -> None:
+    subject = stories_loader()("")
+    found = find_costs(subject, costs_point(subject, ["exit:1", "exit:4", "skip:attn=1"], "measured"))
+    prices = prices_of(found)
+    assert prices.known.keys() == {"exit:1", "exit:4"} | {name for name in prices.known if name.startswith("skip")}
+    assert prices.known["exit:1"].draft < prices.known["exit:4"].draft
+    assert prices.step_seconds is not None
+    assert prices.step_seconds > 0
+    assert 0 < prices.draft(Path.full(subject.depth)) < 3

@@ -1,0 +1,166 @@
+"""Reports: the files are there, hold the data, and stand by themselves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.studies import declared, stories_loader
+from selfspec.errors import StorageError, StudyError
+from selfspec.tools.studies.confirm import measure
+from selfspec.tools.studies.report.compare import compare
+from selfspec.tools.studies.report.files import write_data
+from selfspec.tools.studies.report.page import write_page
+from selfspec.tools.studies.report.panels import Panel, coloured, panels
+from selfspec.tools.studies.report.pictures import draw_all, row_agrees
+from selfspec.tools.studies.report.tokens import printable
+from selfspec.tools.studies.run import Finding, work_on
+
+pytest.importorskip("optuna")
+pytest.importorskip("plotly")
+
+
+@pytest.fixture(scope="module")
+def finding(tmp_path_factory: pytest.TempPathFactory) -> Finding:
+    """A study with two drafts confirmed, greedily and sampled under two rules."""
+    study = declared(drafts=["exits", "sublayers", "layers"], confirm=1, rules=["token", "block"])
+    return work_on(study, stories_loader(), tmp_path_factory.mktemp("study"))
+
+
+@pytest.fixture(scope="module")
+def shown(finding: Finding) -> list[Panel]:
+    return panels(finding)
+
+
+def test_confirmed_points_agree_with_their_estimates(finding: Finding) -> None:
+    rows = [row for row in finding.table if row.get("measured_acceptance_rate") is not None]
+    assert {(row["temperature"], row["rule"]) for row in rows} == {(0.0, "token"), (1.0, "token"), (1.0, "block")}
+    for row in rows:
+        if row["temperature"] == 0:
+            # Greedily the estimate is the generation itself.
+            assert row["exact"] is True
+            assert row["measured_acceptance_rate"] == pytest.approx(row["acceptance_rate"])
+            assert row["measured_mean_accepted_length"] == pytest.approx(row["mean_accepted_length"])
+        elif row["rule"] == "token":
+            assert row_agrees(row)
+            assert row["exact"] is None
+        else:
+            assert "acceptance_rate" not in row
+        assert row["measured_speedup"] > 0
+        assert row["measured_cache_bytes"] > 0
+
+
+def test_a_draft_that_changed_the_text_would_show(finding: Finding) -> None:
+    from selfspec.tools.studies.texts import texts_of
+
+    result = next(each for each in finding.results.values() if each.point.kind == "measure" and each.found["exact"])
+    texts = finding.results[result.point.content["texts"]]
+    given = texts_of(dict(texts.found), 0.0, stories_loader()("").model.device)
+    given.ids[0, -1] += 1
+    assert measure(stories_loader()(""), given, result.point)["exact"] is False
+
+
+def test_data_is_the_same_in_every_form(finding: Finding, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    write_data(finding, tmp_path)
+    table = finding.table
+    lines = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
+    assert lines == json.loads(json.dumps(table))
+    with (tmp_path / "points.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["draft"] for row in rows] == [row["draft"] for row in table]
+    assert [float(row["alpha"]) for row in rows if row["alpha"]] == pytest.approx(
+        [row["alpha"] for row in table if "alpha" in row], rel=1e-5
+    )
+    data = parquet.read_table(tmp_path / "points.parquet")
+    assert data.column("alpha").to_pylist() == [row.get("alpha") for row in table]
+    about = json.loads(data.schema.metadata[b"selfspec"])
+    assert about == json.loads((tmp_path / "study.json").read_text())
+    assert about["study"]["seeds"] == [0]
+    assert about["environments"][0]["torch"]
+
+
+def test_every_picture_is_drawn(shown: list[Panel], tmp_path: Path) -> None:
+    from PIL import Image
+
+    files = draw_all(shown, tmp_path)
+    names = {"importance", "acceptance_by_position", "exits", "pareto", "agreement", "tokens"}
+    assert {file.stem for file in files} == names
+    for file in files:
+        with Image.open(file) as image:
+            assert image.width > 1500
+            assert len(image.convert("RGB").getcolors(2**24) or []) > 10
+
+
+def test_the_page_stands_by_itself(finding: Finding, shown: list[Panel], tmp_path: Path) -> None:
+    page = write_page(finding, shown, tmp_path / "report.html").read_text()
+    assert "src=" not in page.replace("img.src=", "")[:2000]
+    assert '<script src="http' not in page
+    assert page.count("Pareto front") == 2
+    assert "Plotly.newPlot" in page
+    assert "exit:4" in page
+
+
+def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tmp_path: Path) -> None:
+    name = "skip-file:<b>x</b> $a^$ </script>"
+    panel = shown[0]
+    best = max(panel.best, key=lambda row: row["predicted_speedup"])["draft"]
+    rows = [{**row, "draft": name, "kind": "skip-file"} if row["draft"] == best else row for row in panel.rows]
+    right = {name if draft == best else draft: marks for draft, marks in panel.right.items()}
+    odd = replace(panel, model="<i>m</i>", workload="$t^$", rows=rows, right=right)
+    page = write_page(finding, [odd], tmp_path / "report.html").read_text()
+    assert "<h2>&lt;i&gt;m&lt;/i&gt;" in page
+    assert "<b>x" not in page
+    # In pictures, too, where plotly would take tags for its own.
+    assert "\\u003cb\\u003ex" not in page
+    assert page.count("&lt;b&gt;x") > 3
+    assert {file.stem for file in draw_all([odd], tmp_path)} >= {"acceptance_by_position", "pareto", "tokens"}
+
+
+def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:
+    greedy, sampled = shown
+    assert (greedy.title, sampled.title) == ("stories, given, greedy", "stories, given, temperature 1")
+    assert len(greedy.single) == 10
+    assert len(greedy.whole_layers) == 5
+    assert len(greedy.exits) == 4 * 2
+    front = greedy.front
+    assert [row["c"] for row in front] == sorted(row["c"] for row in front)
+    assert len(greedy.promising(3)) == 3
+    # The better draft alone is right where the two together are.
+    drafts = [row["draft"] for row in greedy.promising(2)]
+    chosen = coloured(greedy, drafts, 0)
+    for at, which in enumerate(chosen):
+        right = [greedy.right[draft][0][at] == "1" for draft in drafts]
+        assert which == (right.index(True) if any(right) else None)
+    assert "".join(greedy.tokens[0]).strip()
+
+
+def test_letters_that_cannot_be_seen_are_made_visible() -> None:
+    assert printable("a b\n") == "a b↵"
+    assert printable("\t\x00é") == "    ·é"
+
+
+def test_two_studies_side_by_side(finding: Finding, tmp_path: Path) -> None:
+    write_data(finding, tmp_path / "a")
+    other = work_on(declared(drafts=["exits", "skip:attn=0,1"]), stories_loader(), tmp_path / "study")
+    write_data(other, tmp_path / "b")
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert {row["draft"] for row in found.rows} == {f"exit:{layer}" for layer in range(1, 5)}
+    assert all(row["alpha_a"] == row["alpha_b"] for row in found.rows)
+    assert found.alone == (2 * 15, 2 * 1)
+    write_data(work_on(declared(drafts=["skip:mlp=0,1"]), stories_loader(), tmp_path / "c"), tmp_path / "c")
+    with pytest.raises(StudyError, match="have no draft"):
+        compare(tmp_path / "a", tmp_path / "c")
+    with pytest.raises(StudyError, match="cannot be read as a study"):
+        compare(tmp_path / "a", tmp_path)
+
+
+def test_a_report_that_cannot_be_written_is_said(finding: Finding, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_data(finding, tmp_path / "file")

@@ -1,0 +1,82 @@
+"""Dynamic programming on hidden states, against all skip sets one by one."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from helpers import tiny
+from selfspec.control.costs import Costs
+from selfspec.errors import DraftConfigError
+from selfspec.measure.forced_passes import ForcedText, LayerViews, parts_run
+from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.search.prices import Prices, predict, prices_by_weights
+from selfspec.tools.studies.search.similarity import influence, nested, sets_by_similarity
+from selfspec.tools.studies.search.space import Space
+
+
+def _text() -> tuple[ForcedText, Space, Prices]:
+    model = tiny.llama()
+    adapter = find_adapter(model)
+    text = ForcedText(LayerViews(model, adapter), tiny.prompt(12, batch=2), 4)
+    return text, Space.of(model, adapter, 2, 2), prices_by_weights(model, adapter)
+
+
+@torch.no_grad()
+def test_with_nothing_dropped_it_finds_the_most_similar_sets() -> None:
+    text, space, prices = _text()
+
+    def similarity(skipped: frozenset[Sublayer]) -> float:
+        states = text.exact(0)
+        for layer, parts in enumerate(parts_run(Path.without(tiny.DEPTH, skipped))):
+            states = text.run(layer, parts, states)
+        return float(
+            torch.cosine_similarity(states[:, 3:-1].float(), text.exact(tiny.DEPTH)[:, 3:-1].float(), -1).mean()
+        )
+
+    one_by_one = sorted(map(frozenset, combinations(space.choices, 2)), key=lambda each: -similarity(each))
+    assert sets_by_similarity(text, space, prices, width=1000) == one_by_one
+    found = sets_by_similarity(text, space, prices, width=2)
+    assert set(found) < set(one_by_one)
+    assert found[0] in one_by_one[:5]
+
+
+@torch.no_grad()
+def test_influence_ranks_sublayers_by_what_they_change() -> None:
+    text, space, _ = _text()
+    changed = influence(text, space)
+    assert changed.keys() == set(space.choices)
+    assert all(0 < value < 2 for value in changed.values())
+    (both,) = nested(changed, space)
+    assert both == frozenset(sorted(changed, key=lambda each: changed[each])[:2])
+
+
+def test_prices_add_up_to_a_plain_step() -> None:
+    model = tiny.llama()
+    prices = prices_by_weights(model, find_adapter(model))
+    assert prices.draft(Path.full(tiny.DEPTH)) == pytest.approx(1.0)
+    nothing_of_two = Path.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
+    expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
+    assert prices.draft(nothing_of_two) == pytest.approx(expected)
+    costs = prices.costs(nothing_of_two)
+    # Two of four layers are exact: only the rest of the target pass grows with the draft.
+    exact = 2 * (prices.of_part(Part.ATTENTION) + prices.of_part(Part.MLP))
+    assert costs.widening == pytest.approx(prices.target.widening * (1 - exact))
+    assert Prices.from_dict(prices.to_dict()) == prices
+
+
+def test_the_best_draft_length_is_where_tokens_by_cost_peak() -> None:
+    found = predict({1: 1.8, 2: 2.5, 3: 2.6}, Costs(0.2, 1.0, 0.1, 0.05), step_seconds=0.5)
+    assert found.draft_length == 2
+    assert found.speedup == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))
+    assert found.tokens_per_second == pytest.approx(found.speedup / 0.5)
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(0, 2), (3, 2), (1, 8), (9, None)])
+def test_a_space_without_sets_is_refused(fewest: int, most: int | None) -> None:
+    model = tiny.llama()
+    with pytest.raises(DraftConfigError, match=r"choose from 1\.\.7"):
+        Space.of(model, find_adapter(model), fewest, most)

@@ -1,0 +1,100 @@
+"""Study files: what they may say, and what is said of what they may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers import tiny
+from selfspec.errors import StudyError
+from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.drafts import draft_of, named_drafts, skip_set
+from selfspec.tools.studies.study import Study, read_study
+
+
+def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('models = ["demo"]\ntemperatures = [0, 0.8]\ntexts = 4\n')
+    (tmp_path / "a.yaml").write_text("models: demo\ntemperatures: [0, 0.8]\ntexts: 4\n")
+    one, other = read_study(tmp_path / "a.toml"), read_study(tmp_path / "a.yaml")
+    assert one == other == Study(("demo",), temperatures=(0.0, 0.8), texts=4, name="a")
+    assert Study.of(one.to_dict()) == one
+    assert read_study(tmp_path / "a.toml", {"texts": 2}).texts == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models = [", "is not TOML"),
+        ("", "names no models"),
+        ('models = "demo"\ndraft = "exits"', "did you mean 'drafts'"),
+        ('models = "demo"\nzzz = 1', "known are models"),
+        ('models = "demo"\ntexts = "many"', "texts = 'many' is not a whole number"),
+        ('models = "demo"\ntexts = 0', "too small"),
+        ('models = "demo"\ntemperatures = ["hot"]', "holds 'hot', which is no float"),
+        ('models = "demo"\ntemperatures = [-1]', "not negative"),
+        ('models = "demo"\ndraft_lengths = []', "draft_lengths is empty"),
+        ('models = "demo"\ndraft_lengths = [0]', "at least 1 token"),
+        ('models = "demo"\ndraft_lengths = [1, 1]', "something twice"),
+        ('models = "demo"\nrules = ["tokn"]', "rules"),
+        ('models = "demo"\nreach = 0', "reach = 0 is too small"),
+        ('models = "demo"\npricing = "guess"', "measured or weights"),
+        ('models = "demo"\ndtype = "int3"', "not known"),
+    ],
+)
+def test_what_is_malformed_is_said(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(StudyError, match=said):
+        read_study(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"), [("a.yaml", "a: [", "not YAML"), ("a.yml", "- 1", "no keys"), ("a.txt", "", ".toml")]
+)
+def test_what_is_no_study_is_said(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(StudyError, match=said):
+        read_study(tmp_path / name)
+    with pytest.raises(StudyError, match="cannot be read"):
+        read_study(tmp_path / "none.toml")
+
+
+def _names(*names: str) -> list[str]:
+    model = tiny.llama()
+    return [draft.name for draft in named_drafts(names, model, find_adapter(model), seed=0)]
+
+
+def test_drafts_are_named_one_by_one() -> None:
+    assert _names("exits") == ["exit:1", "exit:2", "exit:3"]
+    assert _names("layers", "skip:layers=2") == [f"skip:layers={layer}" for layer in range(4)]
+    assert len(_names("sublayers")) == 8
+    drawn = _names("random:3x10")
+    assert len(set(drawn)) == 10
+    assert {len(skip_set(name)) for name in drawn} == {3}
+    assert drawn == _names("random:3x10")
+    # There are no more than 8 of one sublayer.
+    assert len(_names("random:1x50")) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("exit:9", "out of range"),
+        ("exitz", "also knows exits"),
+        ("lookup", "no path of the model"),
+        ("none", "no path of the model"),
+        ("random:9x1", "out of range"),
+        ("random:many", "random:4x20"),
+        ("heads:nowhere", "no exit heads"),
+        ("skip-file:nowhere", "cannot be read"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(name: str, said: str) -> None:
+    with pytest.raises(StudyError, match=said):
+        _names(name)
+
+
+def test_a_name_that_is_no_skip_set() -> None:
+    with pytest.raises(StudyError, match="no skip set"):
+        skip_set("exit:2")
+    assert draft_of("exit:2").path(4).depth == 4

@@ -1,0 +1,171 @@
+"""Training exit heads and models from a checkpoint folder and text to the folder that users draft with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import selfspec
+from helpers.stories import PROMPTS, checkpoint_folder
+from selfspec.errors import CorpusError, StorageError, TrainingError
+from selfspec.tools.train.course import Course
+from selfspec.tools.train.exit_job import ExitPlan, train_exit
+from selfspec.tools.train.jobs import Source, train_layerskip
+from selfspec.tools.train.recipe import Recipe
+
+_COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, log_every=1, learning_rate=2e-3)
+_PLAN = ExitPlan(exits=(2, 3), rank=16)
+_RECIPE = Recipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
+
+
+def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stories that the embedded model itself tells, so that it knows their like."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    file = tmp_path_factory.mktemp("text") / "stories.jsonl"
+    ids = tokenizer(list(PROMPTS), return_tensors="pt", padding=True, padding_side="left", pad_token="<unk>")
+    torch.manual_seed(0)
+    told = model.generate(
+        **ids, max_new_tokens=200, do_sample=True, pad_token_id=0, eos_token_id=None, num_return_sequences=8
+    )
+    stories = tokenizer.batch_decode(told, skip_special_tokens=True)
+    file.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    return file
+
+
+@pytest.fixture
+def source(text: Path) -> Source:
+    """The embedded model and its stories."""
+    return Source(str(checkpoint_folder()), (text,), held_out_blocks=4, device="cpu")
+
+
+def test_exit_heads_learn_and_draft_for_their_base(source: Source, tmp_path: Path) -> None:
+    to = tmp_path / "heads"
+    report = train_exit(source, replace(_COURSE, steps=30), _PLAN, to, _ignore)
+    for exit_layer in _PLAN.exits:
+        assert report["after"][f"alpha_{exit_layer}"] > report["before"][f"alpha_{exit_layer}"] + 0.02
+    assert sorted(file.name for file in to.iterdir()) == [
+        "curves.png",
+        "exit_head.json",
+        "exit_head.safetensors",
+        "training.json",
+    ]
+    assert (to / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((to / "training.json").read_text())["after"] == report["after"]
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    drafted = selfspec.wrap(model, draft=selfspec.ExitHead.from_pretrained(to, layer=3), draft_length=4)
+    out = drafted.generate(ids, max_new_tokens=30, do_sample=False)
+    plain = selfspec.wrap(model).generate(ids, max_new_tokens=30, do_sample=False)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert out.stats.accepted > 0
+
+
+def test_heads_are_the_same_after_an_interrupt(source: Source, tmp_path: Path) -> None:
+    plan = replace(_PLAN, own_texts=8, beginning=4, vocabulary=100)
+
+    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == 3:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train_exit(source, _COURSE, plan, tmp_path / "broken", die)
+    train_exit(source, _COURSE, plan, tmp_path / "broken", _ignore)
+    train_exit(source, _COURSE, plan, tmp_path / "whole", _ignore)
+    tensors = [load_file(tmp_path / name / "exit_head.safetensors") for name in ("broken", "whole")]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    assert tensors[0]["tokens"].shape == (100,)
+
+
+def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(source: Source, tmp_path: Path) -> None:
+    to = tmp_path / "model"
+    report = train_layerskip(source, replace(_COURSE, steps=30, learning_rate=5e-4), _RECIPE, to, _ignore)
+    before, after = report["before"], report["after"]
+    assert after["alpha_2"] > before["alpha_2"] + 0.05
+    assert after["held_out_loss"] < before["held_out_loss"] + 0.5
+    assert not (to / "checkpoints").exists()
+    model = AutoModelForCausalLM.from_pretrained(to)
+    assert model.dtype == AutoModelForCausalLM.from_pretrained(checkpoint_folder()).dtype
+    AutoTokenizer.from_pretrained(to)
+
+
+def test_layerskip_gives_the_same_weights_after_an_interrupt(source: Source, tmp_path: Path) -> None:
+    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == 5:
+            raise MemoryError
+
+    recipe = replace(_RECIPE, dropout=0.3)
+    with pytest.raises(MemoryError):
+        train_layerskip(source, _COURSE, recipe, tmp_path / "broken", die)
+    train_layerskip(source, _COURSE, recipe, tmp_path / "broken", _ignore)
+    train_layerskip(source, _COURSE, recipe, tmp_path / "whole", _ignore)
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("broken", "whole")]
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+def test_nothing_is_overwritten(source: Source, tmp_path: Path) -> None:
+    to = tmp_path / "model"
+    train_layerskip(source, replace(_COURSE, steps=1), None, to, _ignore)
+    content = {file: file.read_bytes() for file in to.iterdir()}
+    with pytest.raises(TrainingError, match="finished training"):
+        train_layerskip(source, _COURSE, None, to, _ignore)
+    with pytest.raises(TrainingError, match="finished training"):
+        train_exit(source, _COURSE, _PLAN, to, _ignore)
+    assert {file: file.read_bytes() for file in to.iterdir()} == content
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    with pytest.raises(TrainingError, match="not empty"):
+        train_layerskip(source, _COURSE, None, tmp_path / "other", _ignore)
+
+
+def test_a_begun_training_is_not_gone_on_with_under_other_settings(source: Source, tmp_path: Path) -> None:
+    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == 2:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train_layerskip(source, _COURSE, None, tmp_path / "model", die)
+    with pytest.raises(TrainingError, match="other settings \\(course\\)"):
+        train_layerskip(source, replace(_COURSE, seed=1), None, tmp_path / "model", _ignore)
+
+
+def test_wrong_settings_and_texts_are_refused_before_anything_is_written(source: Source, tmp_path: Path) -> None:
+    to = tmp_path / "model"
+    with pytest.raises(TrainingError, match="exit 9"):
+        train_layerskip(source, _COURSE, Recipe(exits=(9,)), to, _ignore)
+    with pytest.raises(TrainingError, match="exit 5"):
+        train_exit(source, _COURSE, ExitPlan(exits=(5,)), to, _ignore)
+    with pytest.raises(CorpusError):
+        train_layerskip(replace(source, text=(tmp_path / "none.txt",)), _COURSE, None, to, _ignore)
+    assert not to.exists()
+
+
+def test_a_crash_while_saving_loses_nothing(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    train_exit(source, _COURSE, _PLAN, tmp_path / "whole", _ignore)
+    with monkeypatch.context() as patched:
+        patched.setattr("selfspec.tools.train.jobs.draw_curves", full)
+        with pytest.raises(StorageError, match=r"no space.*repeat the command"):
+            train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+    assert not (tmp_path / "broken" / "unfinished").exists()
+    assert not (tmp_path / "broken" / "exit_head.json").exists()
+    train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+    for name in ("exit_head.json", "exit_head.safetensors"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

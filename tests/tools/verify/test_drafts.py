@@ -1,0 +1,51 @@
+"""The spread of drafts, and what drafts are called."""
+
+from __future__ import annotations
+
+import pytest
+
+import selfspec
+from selfspec.cli.draft_option import parse_draft
+from selfspec.decode.batch import State
+from selfspec.draft import Draft, Drafter
+from selfspec.draft.along_path import PathDrafter
+from selfspec.model.layer_path import Part
+from selfspec.tools.verify import default_drafts, draft_name
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 12, 80])
+def test_every_depth_has_drafts_that_fit_and_differ(depth: int) -> None:
+    drafts = default_drafts(depth)
+    assert len(drafts) == {1: 2, 2: 3, 3: 5}.get(depth, 5)
+    paths = set()
+    for draft in drafts:
+        assert isinstance(draft, PathDrafter)
+        paths.add(draft.path(depth))
+    assert len(paths) == len(drafts)
+
+
+def test_the_spread_covers_every_kind_of_resuming() -> None:
+    names = [draft_name(draft) for draft in default_drafts(12)]
+    assert names == ["exit:6", "exit:11", "skip:layers=6", "skip:attn=4", "skip:mlp=8"]
+    paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, PathDrafter)]
+    assert {path.hand_over.part for path in paths if path.hand_over} == {Part.ATTENTION, Part.MLP}
+
+
+@pytest.mark.parametrize("text", ["exit:4", "skip:attn=3,5;mlp=4;layers=7,8", "skip:mlp=0", "none"])
+def test_names_are_those_of_the_command_line(text: str) -> None:
+    assert draft_name(parse_draft(text)) == text  # type: ignore[arg-type]
+
+
+def test_other_drafters_are_called_what_they_say() -> None:
+    class Other(Drafter):
+        def check(self, depth: int) -> None:
+            """Any depth will do."""
+
+        def draft(self, state: State, length: int) -> Draft:
+            raise NotImplementedError
+
+        def __repr__(self) -> str:
+            return "Other()"
+
+    assert draft_name(Other()) == "Other()"
+    assert draft_name(selfspec.EarlyExit(3)) == "exit:3"

@@ -1,0 +1,111 @@
+"""Teacher forcing: what selfspec's passes say of a text is what the stock model's one-token passes say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.adapters import ADAPTERS
+from selfspec.decode.batch import State
+from selfspec.draft import Draft, Drafter
+from selfspec.measure.rounding import RoundingMeter, largest_difference, tie_gap
+from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
+from selfspec.model.gated_view import ExactStates
+from selfspec.tools.verify import default_drafts
+from selfspec.tools.verify.forced import forced_logits
+
+NEW = 11
+DRAFT = 3
+
+
+def forced(model: PreTrainedModel, drafter: Drafter | None, prompt: Tensor, tokens: list[int]) -> Tensor:
+    return forced_logits(model, ADAPTERS[model.config.model_type], drafter, DRAFT, prompt, tokens)
+
+
+@pytest.mark.parametrize("past", [1, 9])
+def test_every_pass_gives_the_logits_of_the_text(architecture: str, past: int) -> None:
+    model = tiny.BUILDERS[architecture]()
+    # Any text will do, the model's own or not.
+    prompt, tokens = tiny.prompt(past), tiny.prompt(NEW, seed=1)[0].tolist()
+    wanted = stepwise_logits(model, prompt, tokens)
+    with torch.no_grad():
+        whole = model(torch.cat([prompt, torch.tensor([tokens])], 1)).logits[0, past - 1 : -1]
+    torch.testing.assert_close(wanted, whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(blockwise_logits(model, prompt, tokens, 4), wanted, atol=1e-6, rtol=0)
+    for drafter in (None, *default_drafts(tiny.DEPTH), selfspec.LayerSkip(attention=[0])):
+        torch.testing.assert_close(forced(model, drafter, prompt, tokens), wanted, atol=1e-6, rtol=0)
+
+
+def test_drafts_are_as_long_as_in_the_loop(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = []
+    draft = selfspec.EarlyExit.draft
+
+    def watched(self: selfspec.EarlyExit, state: State, length: int) -> Draft:
+        drafted.append(length)
+        return draft(self, state, length)
+
+    monkeypatch.setattr(selfspec.EarlyExit, "draft", watched)
+    forced(llama, selfspec.EarlyExit(2), tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist())
+    # Rounds of 4 and 4 tokens, and one of 3.
+    assert drafted == [3, 3, 2]
+
+
+def test_a_drafter_that_says_its_own_is_judged_by_the_text(llama: PreTrainedModel) -> None:
+    class Stubborn(Drafter):
+        def check(self, depth: int) -> None:
+            """Any depth will do."""
+
+        def draft(self, state: State, length: int) -> Draft:
+            return Draft(torch.full((1, length), 7))
+
+    prompt, tokens = tiny.prompt(5), [7, 7, 1, 7, 7, 7, 7, 7, 7, 2]
+    wanted = stepwise_logits(llama, prompt, tokens)
+    torch.testing.assert_close(forced(llama, Stubborn(), prompt, tokens), wanted, atol=1e-6, rtol=0)
+
+
+def test_shifted_states_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ExactStates.concatenated
+    monkeypatch.setattr(
+        ExactStates, "concatenated", lambda parts: ExactStates(right(parts).hidden.roll(1, 1), right(parts).attention)
+    )
+    prompt, tokens = tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist()
+    off = largest_difference(
+        forced(llama, selfspec.EarlyExit(2), prompt, tokens), stepwise_logits(llama, prompt, tokens)
+    )
+    assert off.max() > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "largest"),
+    [(torch.float64, 0.0, 1e-6), (torch.float32, 1e-7, 1e-4), (torch.bfloat16, 1e-3, 1.0)],
+)
+def test_the_bound_is_of_the_size_of_rounding(dtype: torch.dtype, smallest: float, largest: float) -> None:
+    model = tiny.llama(dtype=dtype)
+    meter = RoundingMeter((2, 4))
+    reference = read_reference(model, tiny.prompt(6), 24)
+    meter.measure(model, reference)
+    bound = meter.bound()
+    assert reference.tokens == reference.logits.argmax(-1).tolist()
+    assert smallest <= bound.largest <= largest
+    assert bound.quantile <= bound.largest
+    assert bound.gap_largest <= 2 * bound.largest
+    assert bound.positions == 2 * len(bound.gaps) == 48
+    assert bound.near_tie == 2 * max(bound.gap_largest, bound.rounding)
+    assert bound.rounding > 0
+
+
+def test_differences_of_what_is_not_finite() -> None:
+    inf, nan = torch.inf, torch.nan
+    own = torch.tensor([[1.0, -inf], [1.0, -inf], [nan, 0.0]])
+    other = torch.tensor([[1.5, -inf], [1.0, 2.0], [nan, 0.0]])
+    most = torch.finfo(torch.float32).max
+    assert largest_difference(own, other).tolist() == [0.5, most, most]
+
+
+def test_a_gap_has_no_sign() -> None:
+    logits = torch.tensor([1.0, 3.5])
+    assert tie_gap(logits, 0, 1) == tie_gap(logits, 1, 0) == 2.5

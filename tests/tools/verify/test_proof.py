@@ -1,0 +1,332 @@
+"""Whole verifications: exact models pass in every dtype, planted errors do not, near-ties are told from errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.snapshot import Snapshot
+from helpers.stories import PROMPTS, checkpoint_folder
+from selfspec.accept import Block, TokenLevel
+from selfspec.decode.noise import Coupling
+from selfspec.draft import Drafter
+from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.runner import Pass, Passes
+from selfspec.tools.verify import Report, Settings, verify
+from selfspec.tools.verify.divergence import Check
+from selfspec.tools.verify.verdict import Exactness
+
+QUICK = Settings(max_new_tokens=16, samples=300)
+# Where the texts matter, and where the tests of fit do.
+TEXTS = replace(QUICK, samples=100)
+FITS = replace(QUICK, max_new_tokens=8, samples=600)
+# One that is accepted most of the time, and one that is half of the time.
+DRAFTS = (selfspec.LayerSkip(attention=[1]), selfspec.EarlyExit(4))
+
+
+@pytest.fixture(scope="module")
+def stories() -> PreTrainedModel:
+    """The embedded model."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float32)
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tensor]:
+    """Beginnings of stories, of different lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    return [tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS[1:]]
+
+
+def verified(
+    model: PreTrainedModel, prompts: Sequence[Tensor], settings: Settings = QUICK, drafts: Sequence[Drafter] = DRAFTS
+) -> Report:
+    report = verify(model, prompts, drafts, settings)
+    # What is said in JSON is what is.
+    said = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert said["verdict"] == report.verdict.exactness
+    assert said["exact"] == report.verdict.exact == (not said["failures"])
+    assert len(said["divergences"]) == len(report.divergences)
+    assert len(said["drafts"]) == len(drafts) + 1
+    return report
+
+
+def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
+    before = Snapshot(stories)
+    report = verified(stories, prompts)
+    before.assert_same(stories)
+    assert report.verdict.exactness is Exactness.EXACT
+    assert report.verdict.sentence.startswith("EXACT: all 96 greedy tokens are the model's own, 64 coupled tokens")
+    assert report.verdict.failures == ()
+    assert (report.dtype, report.device, report.depth, report.prompts) == ("float32", "cpu", 5, 2)
+    assert [draft.name for draft in report.drafts] == ["none", "skip:attn=1", "exit:4"]
+    for draft in report.drafts:
+        assert draft.greedy.free_running["token"].equal_texts == 2
+        assert draft.greedy.forced.positions == 32
+        assert draft.greedy.forced.off <= report.bound.most_off
+    # Draft tokens were accepted and rejected, so both were verified.
+    assert all(0 < draft.greedy.acceptance.accepted < draft.greedy.acceptance.judged for draft in report.drafts[1:])
+    tests = [(fit.draft, fit.rule) for fit in report.fits]
+    drafting = [(draft.name, rule) for draft in report.drafts[1:] for rule in ("token", "block")]
+    assert tests == [("none", "coupled"), *drafting]
+    assert all(fit.cells > 5 and fit.test.noncentrality < 1e-6 for fit in report.fits)
+    assert {fit.temperature for fit in report.fits} == {0.8, 1.0}
+    assert report.settings.lossless
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=dtype)
+    report = verified(model, prompts, TEXTS, DRAFTS[:1])
+    assert report.verdict.exact
+    assert report.dtype == str(dtype).removeprefix("torch.")
+    if dtype is torch.float64:
+        assert report.verdict.exactness is Exactness.EXACT
+    else:
+        assert 1e-3 < report.bound.largest < 1
+        assert all(divergence.is_near_tie(report.bound) for divergence in report.divergences)
+
+
+def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
+    drafts = [selfspec.EarlyExit(2)]
+    short = replace(TEXTS, max_new_tokens=8)
+    one, two = (verified(llama, [tiny.prompt(5)], short, drafts) for _ in range(2))
+    assert one.to_dict() == two.to_dict()
+    other = verified(llama, [tiny.prompt(5)], replace(short, seed=1), drafts)
+    assert [fit.test.statistic for fit in other.fits] != [fit.test.statistic for fit in one.fits]
+
+
+def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
+    report = verify(llama, [tiny.prompt(5)], settings=replace(TEXTS, max_new_tokens=4))
+    assert [draft.name for draft in report.drafts] == [
+        "none",
+        "exit:2",
+        "exit:3",
+        "skip:layers=2",
+        "skip:attn=1",
+        "skip:mlp=2",
+    ]
+    assert report.verdict.exactness is Exactness.EXACT
+
+
+def test_generation_defaults_of_the_model_play_no_part(llama: PreTrainedModel) -> None:
+    llama.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=3, min_p=0.2, do_sample=True, num_beams=3)
+    report = verified(llama, [tiny.prompt(5)], TEXTS, [selfspec.EarlyExit(2)])
+    assert report.verdict.exactness is Exactness.EXACT
+
+
+def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
+    copied = copy.copy(stories)
+    # A full stop ends the text.
+    copied.generation_config = GenerationConfig(eos_token_id=426, pad_token_id=0)
+    report = verified(copied, prompts, TEXTS, DRAFTS[:1])
+    assert report.drafts[0].greedy.free_running["token"].tokens < 2 * TEXTS.max_new_tokens
+    assert report.verdict.exactness is Exactness.EXACT
+
+
+def failed(report: Report, part: str) -> bool:
+    return any(part in failure for failure in report.verdict.failures)
+
+
+def next_from_p(self: object, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+    """The rule's token after the accepted ones, drawn from p even where it should come from the residual."""
+    return p[torch.arange(tokens.shape[0]), accepted]
+
+
+@pytest.mark.parametrize(("rule", "broken", "other"), [("token", TokenLevel, "block"), ("block", Block, "token")])
+def test_a_residual_from_p_shows(
+    stories: PreTrainedModel,
+    prompts: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    broken: type,
+    other: str,
+) -> None:
+    monkeypatch.setattr(broken, "next", next_from_p)
+    report = verified(stories, prompts, replace(FITS, rules=(rule, other)), DRAFTS[1:])
+    assert report.verdict.exactness is Exactness.NOT_EXACT
+    # Greedy decoding cannot see it, and the other rule has a residual of its own.
+    assert [failure.split(" (p")[0] for failure in report.verdict.failures] == [
+        f"exit:4: tokens sampled under {rule} do not fit the model's distribution"
+    ]
+    assert report.divergences == ()
+
+
+def test_a_bonus_token_that_is_too_sure_shows(
+    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = TokenLevel.next
+
+    def sharpened(self: TokenLevel, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        weights = right(self, tokens, q, p, accepted)
+        return torch.where((accepted == tokens.shape[1])[:, None], weights**2, weights)
+
+    monkeypatch.setattr(TokenLevel, "next", sharpened)
+    report = verified(stories, prompts, replace(FITS, rules=("token",)), DRAFTS[:1])
+    assert failed(report, "skip:attn=1: tokens sampled under token do not fit")
+    assert report.divergences == ()
+
+
+def test_a_bonus_token_from_the_place_before_shows(
+    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = TokenLevel.next
+
+    def behind(self: TokenLevel, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+        wrong = p[torch.arange(tokens.shape[0]), (accepted - 1).clamp(min=0)]
+        whole = (accepted == tokens.shape[1]) & (accepted > 0)
+        return torch.where(whole[:, None], wrong, right(self, tokens, q, p, accepted))
+
+    monkeypatch.setattr(TokenLevel, "next", behind)
+    report = verified(stories, prompts, TEXTS, DRAFTS[:1])
+    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert failed(report, "skip:attn=1: free-running token")
+    # The passes are right; what is made of them is not.
+    assert not any(divergence.check is Check.TEACHER_FORCED for divergence in report.divergences)
+
+
+def test_states_shifted_by_a_token_show(
+    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ExactStates.concatenated
+    monkeypatch.setattr(
+        ExactStates, "concatenated", lambda parts: ExactStates(right(parts).hidden.roll(1, 1), right(parts).attention)
+    )
+    report = verified(stories, prompts, TEXTS, DRAFTS[1:])
+    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert failed(report, "exit:4: teacher-forced token")
+    assert failed(report, "exit:4: logits are off by")
+    # Without a draft nothing is resumed.
+    assert not failed(report, "none:")
+
+
+def test_noise_that_depends_on_the_draft_shows(
+    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Coupling.choose
+
+    def by_block(self: Coupling, weights: Tensor, positions: Tensor) -> Tensor:
+        return right(self, weights, positions - positions[:, :1])
+
+    monkeypatch.setattr(Coupling, "choose", by_block)
+    report = verified(stories, prompts, replace(TEXTS, rules=("coupled",)), DRAFTS[1:])
+    assert failed(report, "exit:4: coupled token")
+    assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
+
+
+def test_noise_that_favours_the_likely_shows(
+    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Coupling.choose
+    monkeypatch.setattr(Coupling, "choose", lambda self, weights, positions: right(self, weights**2, positions))
+    report = verified(stories, prompts, replace(FITS, rules=("coupled",)), DRAFTS[1:])
+    # Drafting and plain decoding agree; both are wrong.
+    assert report.divergences == ()
+    assert failed(report, "none: tokens sampled under coupled do not fit")
+
+
+def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
+    report = verified(stories, prompts, replace(FITS, rules=("token", "relaxed-top-k")), DRAFTS[1:])
+    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert not report.settings.lossless
+    assert report.to_dict()["lossless"] is False
+    assert report.verdict.failures[-1] == "relaxed-top-k is not lossless, whatever was measured"
+    greedy = report.drafts[-1].greedy.free_running
+    assert greedy["token"].equal_texts == 2
+    assert greedy["relaxed-top-k"].equal_texts < 2
+    assert not failed(report, "under token")
+
+
+PAIR = [tiny.prompt(5), tiny.prompt(9, seed=1)]
+
+
+def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedModel:
+    """A model with two equal tokens, and selfspec's passes made to prefer the second of them by `nudge`."""
+    model = tiny.llama(dtype=torch.float32)
+    common = model.generate(PAIR[0], max_new_tokens=16, do_sample=False)[0, 5:].mode().values.item()
+    twin = common + 1
+    with torch.no_grad():
+        model.get_output_embeddings().weight[twin] = model.get_output_embeddings().weight[common]
+    right = Passes.logits
+
+    def nudged(passes: Passes, *arguments: Any, **named: Any) -> Pass:
+        done = right(passes, *arguments, **named)
+        done.logits[..., twin] += nudge
+        return done
+
+    monkeypatch.setattr(Passes, "logits", nudged)
+    return model
+
+
+def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = verified(nudged_twin(monkeypatch, 3e-6), PAIR, TEXTS, [selfspec.EarlyExit(2)])
+    assert report.divergences
+    for divergence in report.divergences:
+        assert divergence.is_near_tie(report.bound)
+        assert divergence.gap is not None
+        assert divergence.gap <= 3e-6
+    assert report.verdict.exactness is Exactness.WITHIN_ROUNDING
+    assert report.verdict.sentence.startswith(f"EXACT WITHIN ROUNDING: {len(report.divergences)} divergences, all at")
+
+
+def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, TEXTS, [selfspec.EarlyExit(2)])
+    assert report.verdict.exactness is Exactness.NOT_EXACT
+    # The tokens are tied, so the divergences are excused, but the logits are not.
+    assert failed(report, "exit:2: logits are off by 0.01")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ({"rules": ("token", "token")}, "name each acceptance rule once"),
+        ({"rules": ()}, "at least one"),
+        ({"rules": ("tokn",)}, "no acceptance rule 'tokn'"),
+        ({"max_new_tokens": 1}, "at least 2"),
+        ({"draft_length": 0}, "at least 1"),
+        ({"samples": 99}, "at least 100"),
+        ({"level": 0.0}, "between 0 and 1"),
+        ({"seed": 2**63}, "from 0 to 2\\*\\*63"),
+    ],
+)
+def test_settings_are_checked(wrong: dict[str, object], remedy: str) -> None:
+    with pytest.raises((UnsupportedOptionError, DraftConfigError), match=remedy):
+        Settings(**wrong)  # type: ignore[arg-type]
+
+
+def test_bad_input_is_refused_before_any_pass(llama: PreTrainedModel) -> None:
+    llama.register_forward_hook(lambda *_: pytest.fail("a pass was made"))
+    exits = [selfspec.EarlyExit(2)]
+    prompt = tiny.prompt(5)
+    with pytest.raises(DraftConfigError, match=r"choose 1\.\.3"):
+        verify(llama, [prompt], [selfspec.EarlyExit(4)])
+    with pytest.raises(DraftConfigError, match="exit:2 is named more than once"):
+        verify(llama, [prompt], exits * 2)
+    with pytest.raises(DraftConfigError, match="at least one draft"):
+        verify(llama, [prompt], [])
+    with pytest.raises(PromptError, match="no prompt"):
+        verify(llama, [], exits)
+    with pytest.raises(PromptError, match=r"shape \[1, prompt\]"):
+        verify(llama, [tiny.prompt(5, batch=2)], exits)
+    with pytest.raises(PromptError, match="context of 128"):
+        verify(llama, [prompt], exits, Settings(max_new_tokens=124))
+    with pytest.raises(PromptError, match="outside the vocabulary"):
+        verify(llama, [prompt + tiny.VOCABULARY], exits)
+
+
+def test_logits_that_are_not_finite_are_an_error(llama: PreTrainedModel) -> None:
+    with torch.no_grad():
+        llama.get_output_embeddings().weight[3] = torch.nan
+    with pytest.raises(NonFiniteLogitsError):
+        verify(llama, [tiny.prompt(5)], [selfspec.EarlyExit(2)], QUICK)
