@@ -1,0 +1,73 @@
+"""The shape of a draft: a tree of nodes over the last committed token. A chain is a tree with one branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nodes of a draft, in topological order: a node comes after its parent, and siblings are in the order of judging.
+
+    Attributes:
+        parents: of each node, the number of its parent; -1: the last committed token, which is no node itself.
+
+    Raises:
+        ValueError: a node comes before its parent.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"node {node} of a tree must come after its parent, got parent {parent}")
+
+    @classmethod
+    def chain(cls, length: int) -> Tree:
+        """The tree with one branch of `length` nodes."""
+        return _chain(length)
+
+    def __len__(self) -> int:
+        """Number of nodes."""
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node: 1 for a child of the last committed token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node; 0 for a tree of no nodes."""
+        return max(self.depths, default=0)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes from the root to each node, that node included."""
+        paths: list[tuple[int, ...]] = []
+        for node, parent in enumerate(self.parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), node))
+        return tuple(paths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of the last committed token, then those of each node: `children[node + 1]`, in order."""
+        children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
+        for node, parent in enumerate(self.parents):
+            children[parent + 1].append(node)
+        return tuple(map(tuple, children))
+
+
+@lru_cache(maxsize=256)
+def _chain(length: int) -> Tree:
+    return Tree(tuple(range(-1, length - 1)))

@@ -1,0 +1,33 @@
+"""Trees: what follows from the parents of their nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.cache.tree import Tree
+
+FORK = Tree((-1, -1, 0, 0, 1, 2))
+
+
+def test_what_follows_from_parents() -> None:
+    assert len(FORK) == 6
+    assert FORK.depths == (1, 1, 2, 2, 2, 3)
+    assert FORK.depth == 3
+    assert FORK.paths == ((0,), (1,), (0, 2), (0, 3), (1, 4), (0, 2, 5))
+    assert FORK.children == ((0, 1), (2, 3), (4,), (5,), (), (), ())
+    assert not FORK.is_chain
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_chain_has_one_branch(length: int) -> None:
+    chain = Tree.chain(length)
+    assert chain.is_chain
+    assert chain.depths == tuple(range(1, length + 1))
+    assert chain.depth == length
+    assert Tree.chain(length) is chain
+
+
+@pytest.mark.parametrize("parents", [(0,), (-1, 1), (-2,), (-1, 2, 0)])
+def test_a_node_comes_after_its_parent(parents: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="parent"):
+        Tree(parents)
