@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer
 
-from selfspec.demo import PROMPTS, checkpoint_folder
-from selfspec.measure.environment import environment
+from selfspec import demo
+from selfspec.environment import environment
 
 _HERE = Path(__file__).resolve().parent
 _OLD, _NEW = "old", "new"
@@ -88,7 +88,7 @@ def main() -> int:
                 job = {"draft": case.draft, "length": case.length, "temperature": case.temperature, "seed": turn}
                 job |= {"tokens": options.max_new_tokens, **batches[case.batch][turn % len(batches[case.batch])]}
                 # Each prompt meets either order.
-                for tree in (_OLD, _NEW) if (turn + turn // len(PROMPTS) + number) % 2 else (_NEW, _OLD):
+                for tree in (_OLD, _NEW) if (turn + turn // len(demo.PROMPTS) + number) % 2 else (_NEW, _OLD):
                     answer = _asked(workers[tree], job)
                     if turn >= 0:
                         case.turns[tree].append(answer)
@@ -118,8 +118,10 @@ def _options() -> argparse.Namespace:
 
 def _prompts(rows: int) -> list[dict[str, Any]]:
     """Left-padded batches, with the prompts in another order each."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(), padding_side="left")
-    texts = [[PROMPTS[(first + row) % len(PROMPTS)] for row in range(rows)] for first in range(len(PROMPTS))]
+    tokenizer = AutoTokenizer.from_pretrained(demo.checkpoint_folder(), padding_side="left")
+    texts = [
+        [demo.PROMPTS[(first + row) % len(demo.PROMPTS)] for row in range(rows)] for first in range(len(demo.PROMPTS))
+    ]
     encoded = [tokenizer(batch, padding=True) for batch in texts]
     return [{"ids": batch.input_ids, "mask": batch.attention_mask} for batch in encoded]
 
@@ -138,7 +140,7 @@ def _checked_out(commit: str) -> Iterator[Path]:
 @contextmanager
 def _worker(tree: Path, threads: int) -> Iterator[subprocess.Popen[str]]:
     """A process that decodes by the code of a tree."""
-    command = [sys.executable, "-P", *map(str, (_HERE / "decoding_worker.py", tree, checkpoint_folder(), threads))]
+    command = [sys.executable, "-P", *map(str, (_HERE / "decoding_worker.py", tree, demo.checkpoint_folder(), threads))]
     quiet, pipe = {"PYTHONPATH": str(tree), "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}, subprocess.PIPE
     with subprocess.Popen(command, env=os.environ | quiet, cwd=tree, stdin=pipe, stdout=pipe, text=True) as process:
         try:
