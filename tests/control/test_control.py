@@ -22,6 +22,7 @@ from helpers.joints import Warp, assert_rows_are_stock
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
 from selfspec.control.control import Control, Controller, CostAware, RowOutcome
 from selfspec.control.costs import CostsByRows
+from selfspec.decode.evidence import Evidence
 from selfspec.draft import Draft
 
 CHEAP = selfspec.Costs(draft=0.1)
@@ -109,6 +110,29 @@ def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
         drafted(controller, [0.75] * 6)
         told(controller, before, accepted=before)
     assert drafted(controller, [0.75] * 6) > before
+
+
+def test_a_draft_that_is_better_than_fair_is_trusted_at_confidences_not_seen_before() -> None:
+    """One whose own scores are flat, and which stands all the same, as a random model's with a planted acceptance."""
+    lengths = {}
+    for accepted in (0.95, 0.6, 0.2):
+        controller = CostAware(6).begin(selfspec.Costs(draft=0.4, verify=1.1))
+        controller.learn_prompt(Evidence((0.05,) * 32, (accepted,) * 32))
+        lengths[accepted] = drafted(controller, [0.35] * 6)
+    assert lengths[0.95] >= 3
+    assert lengths[0.95] > lengths[0.6] >= lengths[0.2]
+
+
+@pytest.mark.parametrize("stand", [True, False])
+def test_what_stands_and_what_falls_shifts_all_confidences(stand: bool) -> None:
+    controller = CostAware(6).begin(selfspec.Costs(draft=0.3))
+    before = drafted(controller, [0.75] * 6)
+    for _ in range(4):
+        drafted(controller, [0.35] * 6)
+        told(controller, 2, accepted=2 * stand)
+    controller.choose(100, [True])
+    after = next((n for n in range(1, 6) if not controller.goes_on(scores_of(0.75))), 6)
+    assert after > before if stand else after < before
 
 
 @pytest.mark.parametrize("costs", [CHEAP, selfspec.Costs(draft=0.5, verify=1.1)], ids=["cheap", "dearer"])

@@ -735,6 +735,13 @@ CATALOGUE = (
         ("test_control.py",),
     ),
     Mutation(
+        "a confidence that was not seen keeps what a fair draft shows",
+        "_Acceptance.chance",
+        "-_log_odds(self._fair[bin_]) - self._shift",
+        "-_log_odds(self._fair[bin_])",
+        ("test_what_stands_and_what_falls_shifts_all_confidences",),
+    ),
+    Mutation(
         "a row that falls behind for good is hidden by the mean",
         "_Pace._place",
         "mean - min(gained)",
