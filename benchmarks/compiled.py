@@ -23,11 +23,11 @@ from timed import seconds_of, spread
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.environment import environment
 from selfspec.model.checkpoint import load_checkpoint
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Compiled, Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import AnyLength, Function
 from selfspec.tools.demo import checkpoint_folder
@@ -79,12 +79,12 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     ids = torch.randint(model.config.vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
     noted = _Noted()
     cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"))
-    passes = Passes(model, adapter, cache, Programs(noted))
+    passes = ModelRunner(model, adapter, cache, GraphCache(noted))
     cache.reserve(options.context)
     passes.prefill(ids, [options.context])
     cache.commit([options.context])
-    named = {f"target, {width} tokens": (Path.full(depth), width) for width in options.widths}
-    named[f"draft step, exit {exit_.layer}"] = (Path.up_to(depth, exit_), 1)
+    named = {f"target, {width} tokens": (LayerPath.full(depth), width) for width in options.widths}
+    named[f"draft step, exit {exit_.layer}"] = (LayerPath.up_to(depth, exit_), 1)
     rows = []
     for name, (path, width) in named.items():
         passes.logits(path, ids[:, :width])

@@ -30,11 +30,11 @@ from selfspec.environment import environment
 from selfspec.measure.peak_memory import resident_bytes
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.kernels.few_rows import for_few_rows
 from selfspec.tools.demo import checkpoint_folder
 
@@ -108,11 +108,11 @@ class _Bench:
         depth = len(self._layers)
         self._head: nn.Linear = model.get_output_embeddings()
         cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"))
-        programs = Programs(Traced(after=0))
-        kinds = {"stock": Passes(model, adapter, cache), "programs": Passes(model, adapter, cache, programs)}
+        programs = GraphCache(Traced(after=0))
+        kinds = {"stock": ModelRunner(model, adapter, cache), "programs": ModelRunner(model, adapter, cache, programs)}
         ids = torch.randint(model.config.vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
-        full, exit_ = Path.full(depth), Sublayer(options.exit or depth // 3, Part.ATTENTION)
-        draft, resumed = Path.up_to(depth, exit_), full.resumed_at(exit_)
+        full, exit_ = LayerPath.full(depth), Sublayer(options.exit or depth // 3, Part.ATTENTION)
+        draft, resumed = LayerPath.up_to(depth, exit_), full.resumed_at(exit_)
         self.stock: dict[str, Run] = {}
         self.programs: dict[str, Run] = {}
         self.products: dict[str, Run] = {}
@@ -168,7 +168,7 @@ class _Bench:
         self._add(self.products, name, lambda: [view(states) for view, states in runs])
 
 
-def _logits(passes: Passes, path: Path, tokens: Tensor, entering: ExactStates | None = None) -> Tensor:
+def _logits(passes: ModelRunner, path: LayerPath, tokens: Tensor, entering: ExactStates | None = None) -> Tensor:
     return passes.logits(path, tokens, entering).logits
 
 

@@ -42,7 +42,7 @@ from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.unwrap import check_modules, check_saved_whole, stock_model
 from selfspec.runtime import Runtime, Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -149,7 +149,7 @@ class SelfSpeculative:
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self.runtime = runtime
-        self.programs = Programs(runtime)
+        self.programs = GraphCache(runtime)
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -317,7 +317,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self.programs = Programs(self.runtime)
+        self.programs = GraphCache(self.runtime)
         return self.model
 
     def _read(

@@ -15,7 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.proving import ticking
 from selfspec.draft import Drafter
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,7 +52,7 @@ def test_greedy_text_is_the_models_own(model: PreTrainedModel, draft: Drafter | 
 def test_graphs_give_the_models_own_text(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.CudaGraphs(after=0, bucket=16))
     # Timed by the clock of the wall a graph could lose on a busy device.
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     for seed in range(3):
         prompts = tiny.prompt(7, seed=seed, batch=rows).to("cuda")
         expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)

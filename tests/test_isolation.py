@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
-from selfspec.model.view import twin_with
+from selfspec.model.view import view_with
 
 PROMPT, NEW = 7, 7
 DRAFTS: dict[str, selfspec.Drafter] = {
@@ -285,5 +285,5 @@ def test_a_twin_is_made_while_something_is_hung_on_the_module() -> None:
             raise AssertionError
 
     module.__dict__["looked_at"] = Late()
-    twin = twin_with(module, {"0": torch.nn.Identity()})
+    twin = view_with(module, {"0": torch.nn.Identity()})
     assert isinstance(twin.get_submodule("0"), torch.nn.Identity)

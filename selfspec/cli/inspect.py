@@ -28,8 +28,8 @@ def inspect(
     """
     from transformers.utils import logging
 
-    from selfspec.cli.anatomy_tables import print_anatomy, print_exits
     from selfspec.cli.json_output import print_json
+    from selfspec.cli.summary_tables import print_anatomy, print_exits
     from selfspec.environment import versions
     from selfspec.measure.draft_cost import exits_reading
     from selfspec.model.checkpoint import read_config

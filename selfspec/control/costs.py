@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +176,7 @@ class BatchCosts:
         )
 
 
-def share_read(model: PreTrainedModel, adapter: Adapter, path: Path, head: DraftHead | None = None) -> float:
+def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: DraftHead | None = None) -> float:
     """The draft cost ratio c by the weights that a step reads: those of the path by those of the full network.
 
     Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both.
@@ -204,7 +204,7 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: Path, head: Draft
     return float(read / full)
 
 
-def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> int:
+def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> int:
     runs = {part for part in Part if path.runs(Sublayer(index, part))}
     if not runs:
         return 0

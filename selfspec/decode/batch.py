@@ -16,7 +16,7 @@ from selfspec.decode.score_record import Record
 from selfspec.decode.sequences import Text
 from selfspec.draft.draft import Draft
 from selfspec.draft.suffix_index import SuffixIndex
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 
 
 @dataclass
@@ -43,7 +43,7 @@ class State:
         failed: numbers of rows that ended because the target's logits were not finite.
     """
 
-    passes: Passes
+    runner: ModelRunner
     cache: SharedCache
     sampling: Sampling
     generator: torch.Generator

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decode.sequences import Prefixes
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import State
@@ -43,12 +43,12 @@ def can_show(state: State, drafter: Drafter, unread: Sequence[int]) -> bool:
     """Whether a prefill of so many tokens of each row can show what the draft is worth, and the control asks for it."""
     return (
         state.control.judges_prompt
-        and drafter.exit_path(state.passes.depth) is not None
+        and drafter.exit_path(state.runner.depth) is not None
         and not state.sampling.reads_prefixes
         and state.cache.rolls_back_by_cursor
         and len(set(unread)) == 1
         and unread[0] >= _FEWEST
-        and (unread[0] <= _MOST or state.passes.keeps_last_logits)
+        and (unread[0] <= _MOST or state.runner.keeps_last_logits)
     )
 
 
@@ -63,13 +63,13 @@ def prefill_with_evidence(state: State, drafter: Drafter, prompts: Tensor) -> Ev
     Returns:
         What was seen. The cursors stay where they are.
     """
-    exit_path = drafter.exit_path(state.passes.depth)
+    exit_path = drafter.exit_path(state.runner.depth)
     assert exit_path is not None
     path, start, head = exit_path.path, exit_path.start, exit_path.head
-    drafted = state.passes.last_logits(path, prompts, _MOST, head=head)
+    drafted = state.runner.last_logits(path, prompts, _MOST, head=head)
     assert drafted.states is not None
-    target = Path.full(state.passes.depth).resumed_at(start)
-    logits = state.passes.last_logits(target, prompts, _MOST, entering=drafted.states).logits
+    target = LayerPath.full(state.runner.depth).resumed_at(start)
+    logits = state.runner.last_logits(target, prompts, _MOST, entering=drafted.states).logits
     q, p = (state.sampling.scores(each, Prefixes(state.text)).softmax(-1) for each in (drafted.logits, logits))
     chances = torch.minimum(p, q).sum(-1)
     if state.sampling.greedy:

@@ -23,8 +23,8 @@ from selfspec.decode.streaming import streamed
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
-from selfspec.model.runner import Passes
-from selfspec.runtime.graph_cache import Programs
+from selfspec.model.runner import ModelRunner
+from selfspec.runtime.graph_cache import GraphCache
 
 
 class Generation(Iterator[Round]):
@@ -46,7 +46,7 @@ class Generation(Iterator[Round]):
         control: Controller,
         rule: Rule,
         seed: int | None,
-        programs: Programs | None = None,
+        programs: GraphCache | None = None,
     ) -> None:
         device = _device(model, request)
         batch = request.input_ids.shape[0]
@@ -69,7 +69,7 @@ class Generation(Iterator[Round]):
         self._request = request
         self.lossless = rule.lossless
         state = State(
-            passes=Passes(model, adapter, cache, programs),
+            runner=ModelRunner(model, adapter, cache, programs),
             cache=cache,
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,

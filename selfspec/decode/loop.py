@@ -19,7 +19,7 @@ from selfspec.decode.request import Request
 from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.draft import Draft, Drafter
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def prefill(state: State, request: Request, drafter: Drafter | None) -> None:
     start = 0
     for width in state.cache.prefill_widths(unread):
         counts = [min(max(count - start, 0), width) for count in unread]
-        state.passes.prefill(prompts[:, start : start + width], counts)
+        state.runner.prefill(prompts[:, start : start + width], counts)
         state.cache.commit(counts)
         start += width
 
@@ -114,17 +114,17 @@ def verify(state: State, draft: Draft) -> Tensor:
     """
     if state.opening is not None:
         opening, state.opening = state.opening, None
-        return state.passes.logits_of_embeddings(opening)
-    target = Path.full(state.passes.depth)
+        return state.runner.logits_of_embeddings(opening)
+    target = LayerPath.full(state.runner.depth)
     block = torch.cat([state.last, draft.tokens], 1)
     if draft.resume is None:
-        return state.passes.logits(target, block).logits
+        return state.runner.logits(target, block).logits
     state.cache.advance(draft.length)
-    tail = state.passes.states(Path.up_to(state.passes.depth, draft.resume.start), block[:, -1:])
+    tail = state.runner.states(LayerPath.up_to(state.runner.depth, draft.resume.start), block[:, -1:])
     state.cache.rollback(draft.length)
     assert tail is not None
     entering = ExactStates.concatenated([draft.resume.states, tail])
-    return state.passes.logits(target.resumed_at(draft.resume.start), block, entering).logits
+    return state.runner.logits(target.resumed_at(draft.resume.start), block, entering).logits
 
 
 def commit(state: State, draft: Draft, verdict: Verdict, stats: Stats) -> Round:

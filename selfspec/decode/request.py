@@ -122,7 +122,7 @@ def read_request(
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     handed_over: dict[str, Any] = {}
 
-    def hand_over(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
+    def resume_point(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
         handed_over.update(prepared, input_ids=input_ids)
 
     try:
@@ -132,7 +132,7 @@ def read_request(
             input_ids,
             attention_mask=mask,
             generation_config=call.generation_config,
-            custom_generate=hand_over,
+            custom_generate=resume_point,
             **call.options,
         )
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:

@@ -15,7 +15,7 @@ from selfspec.draft.draft import Draft, Resume
 from selfspec.draft.drafter import Drafter, ExitPath
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Path, sublayers
+from selfspec.model.layer_path import LayerPath, sublayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ class PathDrafter(Drafter):
     """
 
     @abstractmethod
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> LayerPath:
         """The path of a draft step in a network of `depth` layers.
 
         Raises:
@@ -49,7 +49,7 @@ class PathDrafter(Drafter):
 
     def exit_path(self, depth: int) -> ExitPath | None:
         path = self.path(depth)
-        start = path.hand_over
+        start = path.resume_point
         if start is None or any(path.runs(sublayer) for sublayer in sublayers(depth) if sublayer >= start):
             return None
         return ExitPath(path, start, self.head)
@@ -60,12 +60,12 @@ class PathDrafter(Drafter):
     def draft(self, state: State, length: int) -> Draft:
         if not state.control.tries(match=0):
             return state.no_draft()
-        path = self.path(state.passes.depth)
+        path = self.path(state.runner.depth)
         token = state.last
         tokens: list[Tensor] = []
         distributions, states = [], []
         for _ in range(length):
-            step = state.passes.logits(path, token, head=self.head)
+            step = state.runner.logits(path, token, head=self.head)
             scores = state.sampling.scores(step.logits, Prefixes(state.text, tokens))
             q = proper(state.sampling.probabilities(scores))
             decided = state.sampling.decide(q, state.cache.positions(1) + 1)
@@ -77,7 +77,7 @@ class PathDrafter(Drafter):
             if len(tokens) < length and not state.control.goes_on(scores):
                 break
         state.cache.rollback(len(tokens))
-        start, left = path.hand_over, [step for step in states if step is not None]
+        start, left = path.resume_point, [step for step in states if step is not None]
         resume = None if start is None else Resume(start, ExactStates.concatenated(left))
         q_all = None if state.sampling.greedy else torch.cat(distributions, 1)
         return Draft(torch.cat(tokens, 1), q_all, resume, steps=len(tokens))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfspec.draft.draft import Draft
-from selfspec.model.layer_path import Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Sublayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ class ExitPath:
         head: what reads the path's last states; None: the model's own norm and head.
     """
 
-    path: Path
+    path: LayerPath
     start: Sublayer
     head: DraftHead | None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_numbers import is_layer_number
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EarlyExit(PathDrafter):
 
     layer: int
 
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> LayerPath:
         if not is_layer_number(self.layer):
             raise DraftConfigError(f"exit layer must be an integer, got {self.layer!r}; write e.g. EarlyExit(layer=4)")
         if not 1 <= self.layer <= depth - 1:
@@ -30,4 +30,4 @@ class EarlyExit(PathDrafter):
                 f"exit layer {self.layer} is out of range: this model has {depth} layers, "
                 + (f"choose 1..{depth - 1}" if depth > 1 else "too few to leave early")
             )
-        return Path.up_to(depth, Sublayer(self.layer, Part.ATTENTION))
+        return LayerPath.up_to(depth, Sublayer(self.layer, Part.ATTENTION))

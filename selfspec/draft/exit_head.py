@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from selfspec.errors import ExitHeadError
 from selfspec.files.json_text import parse_json
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,7 @@ class ExitHead(PathDrafter):
     source: str = field(default="this exit head")
 
     @classmethod
-    def from_pretrained(cls, folder: str | FilePath, layer: int | None = None) -> ExitHead:
+    def from_pretrained(cls, folder: str | Path, layer: int | None = None) -> ExitHead:
         """Read a side-car that `selfspec train exit` wrote: JSON and safetensors, nothing is unpickled.
 
         Args:
@@ -62,7 +62,7 @@ class ExitHead(PathDrafter):
         Raises:
             ExitHeadError: the side-car is missing, truncated, corrupt, of another format, or lacks the exit.
         """
-        place = FilePath(folder)
+        place = Path(folder)
         config = _read_config(place / CONFIG)
         tensors = _read_weights(place / WEIGHTS, config["sha256"])
         chosen = config["default"] if layer is None else layer
@@ -87,7 +87,7 @@ class ExitHead(PathDrafter):
     def head(self) -> DraftHead:
         return self.draft_head
 
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> LayerPath:
         return EarlyExit(self.layer).path(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
@@ -106,7 +106,7 @@ class ExitHead(PathDrafter):
         return f"head:{self.source}@{self.layer}"
 
 
-def _read_config(file: FilePath) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -124,7 +124,7 @@ def _read_config(file: FilePath) -> dict[str, Any]:
     return config
 
 
-def _read_weights(file: FilePath, sha256: str) -> dict[str, Tensor]:
+def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
     try:
         content = file.read_bytes()
     except OSError as error:

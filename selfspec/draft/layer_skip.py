@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.layer_numbers import MOST_LAYERS, is_layer_number
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ class LayerSkip(PathDrafter):
         for name, numbers in (("attention", attention), ("mlp", mlp), ("layers", layers)):
             object.__setattr__(self, name, _numbers(name, numbers))
 
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> LayerPath:
         skipped: set[Sublayer] = set()
         for name, numbers, parts in (
             ("attention", self.attention, (Part.ATTENTION,)),
@@ -62,7 +62,7 @@ class LayerSkip(PathDrafter):
             )
         if len(skipped) == len(sublayers(depth)):
             raise DraftConfigError("the skip set leaves nothing of the network to draft with; skip fewer layers")
-        return Path.without(depth, skipped)
+        return LayerPath.without(depth, skipped)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         layers = adapter.decoder_layers(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from selfspec.draft.along_path import PathDrafter
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import parse_json
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ class ReducedVocabulary(PathDrafter):
         object.__setattr__(self, "_head", replace(self.draft_with.head or DraftHead(), tokens=tokens))
 
     @classmethod
-    def from_file(cls, draft_with: PathDrafter, file: str | FilePath) -> ReducedVocabulary:
+    def from_file(cls, draft_with: PathDrafter, file: str | Path) -> ReducedVocabulary:
         """With the tokens of a file that `selfspec train vocabulary` wrote: JSON with a list under `tokens`.
 
         Raises:
@@ -60,7 +60,7 @@ class ReducedVocabulary(PathDrafter):
     def head(self) -> DraftHead:
         return self._head
 
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> LayerPath:
         return self.draft_with.path(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
@@ -73,14 +73,14 @@ class ReducedVocabulary(PathDrafter):
             )
 
 
-def read_vocabulary(file: str | FilePath) -> tuple[int, ...]:
+def read_vocabulary(file: str | Path) -> tuple[int, ...]:
     """The token ids of a file that `selfspec train vocabulary` wrote.
 
     Raises:
         DraftConfigError: the file cannot be read or lists no tokens.
     """
     try:
-        content = parse_json(FilePath(file).read_text(encoding="utf-8"))
+        content = parse_json(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DraftConfigError(f"the vocabulary {file} cannot be read ({error})") from error
     tokens = content.get("tokens") if isinstance(content, dict) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.draft.along_path import PathDrafter
@@ -14,7 +14,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import parse_json
 from selfspec.files.writing import whole
 from selfspec.model.fingerprint import fingerprint
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,14 +40,14 @@ class SkipFile(PathDrafter):
     source: str = field(compare=False)
 
     @classmethod
-    def from_file(cls, file: str | FilePath) -> SkipFile:
+    def from_file(cls, file: str | Path) -> SkipFile:
         """Read what `selfspec search` wrote.
 
         Raises:
             DraftConfigError: the file is missing, unreadable, or something else.
         """
         try:
-            content = parse_json(FilePath(file).read_text(encoding="utf-8"))
+            content = parse_json(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DraftConfigError(
                 f"the skip set {str(file)!r} cannot be read ({error}); give a file that selfspec search wrote"
@@ -59,7 +59,7 @@ class SkipFile(PathDrafter):
             )
         return cls(LayerSkip(**{part: content.get(part, []) for part in _PARTS}), content["base"], str(file))
 
-    def path(self, depth: int) -> Path:
+    def path(self, depth: int) -> LayerPath:
         return self.skip.path(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
@@ -77,7 +77,7 @@ class SkipFile(PathDrafter):
         self.skip.check_model(model, adapter)
 
 
-def write_skip_file(skip: LayerSkip, base: str, file: FilePath, about: Mapping[str, Any]) -> None:
+def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, Any]) -> None:
     """Write a skip set and the weights it is for.
 
     Args:

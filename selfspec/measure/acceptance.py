@@ -20,8 +20,8 @@ from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.readout import Readout
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import Part, Path, Sublayer
-from selfspec.model.runner import Passes
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.runner import ModelRunner
 
 TEMPERATURES = (0.8, 1.0)
 # Logits of so many values are read at a time: 64 MiB in float32.
@@ -178,7 +178,7 @@ class _Reader:
         )
         cache.reserve(ids.shape[1])
         drafter = self._drafters[name]
-        passes = Passes(self._model, self._adapter, cache)
+        passes = ModelRunner(self._model, self._adapter, cache)
         return passes.logits(drafter.path(self._readout.depth), ids, head=drafter.head).logits[0]
 
 
@@ -192,9 +192,9 @@ def _as_text(sequence: Tensor | Continuation) -> Continuation:
     return text
 
 
-def _exit_layer(path: Path) -> int | None:
+def _exit_layer(path: LayerPath) -> int | None:
     """The exit layer of a path that leaves early; None of any other."""
-    end = path.hand_over
+    end = path.resume_point
     if end is None or end.part is not Part.ATTENTION:
         return None
-    return end.layer if path == Path.up_to(path.depth, Sublayer(end.layer, Part.ATTENTION)) else None
+    return end.layer if path == LayerPath.up_to(path.depth, Sublayer(end.layer, Part.ATTENTION)) else None

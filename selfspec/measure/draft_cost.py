@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from selfspec.errors import DraftConfigError
-from selfspec.model.summary import Anatomy, ExitAnatomy
+from selfspec.model.summary import ExitSummary, ModelSummary
 
 
-def exits_reading(anatomy: Anatomy, rows: int) -> tuple[ExitAnatomy, ...]:
+def exits_reading(anatomy: ModelSummary, rows: int) -> tuple[ExitSummary, ...]:
     """Every exit, where a draft step reads only some rows of the head.
 
     Args:
@@ -23,4 +23,4 @@ def exits_reading(anatomy: Anatomy, rows: int) -> tuple[ExitAnatomy, ...]:
         raise DraftConfigError(f"a reduced vocabulary of {rows} is out of range: this model has {anatomy.vocabulary}")
     saved = anatomy.head.bytes * (anatomy.vocabulary - rows) // anatomy.vocabulary
     reads = ((choice.layer, choice.bytes_read - saved) for choice in anatomy.exits)
-    return tuple(ExitAnatomy(layer, read, read / anatomy.target_bytes_read) for layer, read in reads)
+    return tuple(ExitSummary(layer, read, read / anatomy.target_bytes_read) for layer, read in reads)

@@ -17,8 +17,8 @@ from selfspec.measure.exact_context import ExactContext, draft_masks
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
-from selfspec.model.view import replaced, twin_with_layers
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.view import replaced, view_with_layers
 
 Parts = frozenset[Part]
 """The sublayers of one layer that a path runs."""
@@ -30,7 +30,7 @@ NOTHING: Parts = frozenset()
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.25}
 
 
-def parts_run(path: Path) -> tuple[Parts, ...]:
+def parts_run(path: LayerPath) -> tuple[Parts, ...]:
     """What a path runs of each layer, first to last."""
     return tuple(frozenset(part for part in Part if path.runs(Sublayer(layer, part))) for layer in range(path.depth))
 
@@ -83,7 +83,7 @@ class LayerViews:
             runs = {Sublayer(index, part) for part in parts}
             first = Sublayer(index, Part.ATTENTION)
             left_out = [each for each in sublayers(self.depth) if each >= first and each not in runs]
-            gated = GatedModel(self.model, self.adapter, Path.without(self.depth, left_out).resumed_at(first))
+            gated = GatedModel(self.model, self.adapter, LayerPath.without(self.depth, left_out).resumed_at(first))
             left: list[Tensor] = []
             gated.module = self._recording(gated.module, {index: left})
             self._layers[index, parts] = _View(gated, left)
@@ -93,7 +93,7 @@ class LayerViews:
         """A view that reads states entering some layer: with a head of a draft's own, or the model's norm and head."""
         if (layer, head) not in self._heads:
             first = Sublayer(layer, Part.ATTENTION)
-            gated = GatedModel(self.model, self.adapter, Path.up_to(self.depth, first).resumed_at(first))
+            gated = GatedModel(self.model, self.adapter, LayerPath.up_to(self.depth, first).resumed_at(first))
             if head is not None:
                 head.install(gated.module, self.model, self.adapter.decoder_layers(gated.module)[layer])
             self._heads[layer, head] = gated
@@ -120,7 +120,7 @@ class LayerViews:
             else layer
             for index, layer in enumerate(self.adapter.decoder_layers(module))
         ]
-        return twin_with_layers(module, self.adapter.path(self.model), layers)
+        return view_with_layers(module, self.adapter.path(self.model), layers)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.measure.forced_passes import NOTHING, WHOLE, ForcedText, Parts, parts_run
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Candidate:
         head: what reads its last states; None: the model's own norm and head.
     """
 
-    path: Path
+    path: LayerPath
     head: DraftHead | None = None
 
     @property

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
 class Readout:
@@ -28,7 +28,7 @@ class Readout:
         self.depth = len(self._layers)
         first = Sublayer(0, Part.ATTENTION)
         # No layer runs, and states given at the first come out at the norm and the head.
-        self._head = GatedModel(model, adapter, Path.up_to(self.depth, first).resumed_at(first))
+        self._head = GatedModel(model, adapter, LayerPath.up_to(self.depth, first).resumed_at(first))
 
     @contextmanager
     def recorded(self, exits: Sequence[int]) -> Iterator[dict[int, Tensor]]:

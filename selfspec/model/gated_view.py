@@ -18,8 +18,8 @@ from selfspec.cache.recurrent import token_by_token
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_call import call_with, hidden_states
-from selfspec.model.layer_path import Part, Path, Sublayer
-from selfspec.model.view import replaced, twin_with, twin_with_layers
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.view import replaced, view_with, view_with_layers
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Boundary:
 
     Attributes:
         given: what enters at `path.start`.
-        hidden: recorded input of the layer of `path.hand_over`.
-        attention: recorded output of that layer's attention, by the module's name, where `path.hand_over` is its MLP.
+        hidden: recorded input of the layer of `path.resume_point`.
+        attention: recorded output of that layer's attention, by the module's name, where `path.resume_point` is its
+            MLP.
     """
 
     def __init__(self) -> None:
@@ -91,21 +92,21 @@ class GatedModel:
         module: the view; called like the model.
     """
 
-    def __init__(self, model: nn.Module, adapter: Adapter, path: Path) -> None:
+    def __init__(self, model: nn.Module, adapter: Adapter, path: LayerPath) -> None:
         # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
         self._boundary = Boundary()
         layers = [
             _gated_layer(layer, index, adapter, path, self._boundary)
             for index, layer in enumerate(adapter.decoder_layers(model))
         ]
-        self.module = twin_with_layers(model, adapter.path(model), layers)
+        self.module = view_with_layers(model, adapter.path(model), layers)
 
     def enter(self, states: ExactStates | None) -> None:
         """Say what enters at `path.start` in the pass that comes."""
         self._boundary.given = states
 
     def leave(self) -> ExactStates | None:
-        """Take what the last pass left at `path.hand_over`; None where the path leaves nothing."""
+        """Take what the last pass left at `path.resume_point`; None where the path leaves nothing."""
         left = self._boundary
         states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
         left.given = left.hidden = None
@@ -113,7 +114,7 @@ class GatedModel:
         return states
 
 
-def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
+def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath, boundary: Boundary) -> nn.Module:
     if not any(path.runs(Sublayer(index, part)) for part in Part):
         pass_through = partial(_without, "input", adapter.layer_returns)
         publishing = _publishing_layer(layer, index, adapter, path)
@@ -124,12 +125,12 @@ def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path, bou
         gated = _gated_sublayers(layer, index, adapter, path, boundary)
     if path.start is not None and path.start.layer == index:
         gated = replaced(layer, partial(boundary.pass_given, gated))
-    if path.hand_over is not None and path.hand_over.layer == index:
+    if path.resume_point is not None and path.resume_point.layer == index:
         gated = replaced(layer, partial(boundary.record_hidden, gated))
     return gated
 
 
-def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path, boundary: Boundary) -> nn.Module:
+def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath, boundary: Boundary) -> nn.Module:
     attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
     forwards: dict[str, Callable[..., Any]] = {}
     for name in adapter.attention_modules_of(layer):
@@ -146,14 +147,14 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Path,
             continue
         if name in adapter.recurrent:
             forwards[name] = partial(token_by_token, module, index)
-        if path.hand_over == mlp:
+        if path.resume_point == mlp:
             forwards[name] = partial(boundary.record_attention, name, forwards.get(name, module))
     if mlp in path.skipped:
         for name in adapter.mlp_modules_of(layer):
             forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
     if not forwards:
         return layer
-    return twin_with(layer, {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
+    return view_with(layer, {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
 
 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
@@ -166,20 +167,20 @@ def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
     return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)
 
 
-def _is_read_later(attention: nn.Module, index: int, adapter: Adapter, path: Path) -> bool:
+def _is_read_later(attention: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> bool:
     """Whether later layers of the path read keys and values that this attention publishes."""
     publishes = adapter.publishes is not None and bool(getattr(attention, adapter.publishes, False))
     return publishes and any(path.runs(Sublayer(later, Part.ATTENTION)) for later in range(index + 1, path.depth))
 
 
-def _publishing(module: nn.Module, attention: Sublayer, path: Path) -> Callable[..., Any]:
+def _publishing(module: nn.Module, attention: Sublayer, path: LayerPath) -> Callable[..., Any]:
     """An attention; before `path.start` it publishes what an earlier pass left in the cache."""
     if path.start is None or attention > path.start:
         return module
     return partial(_reading, module)
 
 
-def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path) -> nn.Module | None:
+def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> nn.Module | None:
     """The layer with every attention of it publishing, if later layers read what one of them publishes."""
     modules = [(name, layer.get_submodule(name)) for name in adapter.attention_modules_of(layer)]
     publishing = {
@@ -187,7 +188,7 @@ def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Path
         for name, module in modules
         if _is_read_later(module, index, adapter, path)
     }
-    return twin_with(layer, publishing) if publishing else None
+    return view_with(layer, publishing) if publishing else None
 
 
 def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
-class Path:
+class LayerPath:
     """What a pass runs.
 
     Attributes:
@@ -37,21 +37,21 @@ class Path:
     start: Sublayer | None = None
 
     @classmethod
-    def full(cls, depth: int) -> Path:
+    def full(cls, depth: int) -> LayerPath:
         """The target's own path: every sublayer, from tokens."""
         return cls(depth)
 
     @classmethod
-    def without(cls, depth: int, skipped: Iterable[Sublayer]) -> Path:
+    def without(cls, depth: int, skipped: Iterable[Sublayer]) -> LayerPath:
         """All sublayers but a skip set, from tokens."""
         return cls(depth, frozenset(skipped))
 
     @classmethod
-    def up_to(cls, depth: int, end: Sublayer) -> Path:
+    def up_to(cls, depth: int, end: Sublayer) -> LayerPath:
         """The sublayers before `end`, from tokens. An early exit at layer E is `up_to(depth, attention of E)`."""
         return cls(depth, frozenset(sublayer for sublayer in sublayers(depth) if sublayer >= end))
 
-    def resumed_at(self, start: Sublayer) -> Path:
+    def resumed_at(self, start: Sublayer) -> LayerPath:
         """The same path, entered at `start` with states that an earlier pass left there."""
         return replace(self, start=start)
 
@@ -60,7 +60,7 @@ class Path:
         return sublayer not in self.skipped and (self.start is None or sublayer >= self.start)
 
     @property
-    def hand_over(self) -> Sublayer | None:
+    def resume_point(self) -> Sublayer | None:
         """Where a full pass can go on from this one's work: the first sublayer left out, all before it being exact.
 
         None where nothing is left out, and where nothing comes before what is.

@@ -15,13 +15,13 @@ from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_path import Path
-from selfspec.runtime.graph_cache import PassKind, Programs
+from selfspec.model.layer_path import LayerPath
+from selfspec.runtime.graph_cache import GraphCache, PassKind
 from selfspec.runtime.kernels.few_rows import for_few_rows
 from selfspec.runtime.kernels.grouped_queries import for_grouped_queries
 from selfspec.runtime.kernels.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
-from selfspec.runtime.recordable import frozen_twin, is_watched
+from selfspec.runtime.recordable import frozen_view, is_watched
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Pass:
 
     Attributes:
         logits: `[batch, tokens, vocab]`.
-        states: what it left at `path.hand_over`; None where the path leaves nothing.
+        states: what it left at `path.resume_point`; None where the path leaves nothing.
     """
 
     logits: Tensor
     states: ExactStates | None
 
 
-class Passes:
+class ModelRunner:
     """Every pass of one generation. Views are made once for each path and belong to this generation alone.
 
     Args:
@@ -48,7 +48,7 @@ class Passes:
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: Programs | None = None
+        self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: GraphCache | None = None
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self._stock_model = model
@@ -61,7 +61,7 @@ class Passes:
         self._takes_positions = "position_ids" in parameters
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
         self._window = smallest_window(self._config)
-        self._gated: dict[tuple[Path, DraftHead | None], GatedModel] = {}
+        self._gated: dict[tuple[LayerPath, DraftHead | None], GatedModel] = {}
         # A runtime that needs passes of few shapes can do nothing for others.
         shaped = programs is None or programs.bucket == cache.bucket
         recordable = shaped and self._takes_positions and adapter.publishes is None
@@ -69,7 +69,7 @@ class Passes:
         self._packed = tuple(layer.weight for layer in packed_layers(model))
 
     def logits(
-        self, path: Path, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
+        self, path: LayerPath, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
     ) -> Pass:
         """Run `path` over `tokens`, `[batch, tokens]`, with the language-model head.
 
@@ -81,13 +81,13 @@ class Passes:
         """
         return self._spread(self._run(path, head, None, tokens, entering), head)
 
-    def states(self, path: Path, tokens: Tensor) -> ExactStates | None:
+    def states(self, path: LayerPath, tokens: Tensor) -> ExactStates | None:
         """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
         return self._run(path, None, self._base, tokens, None).states
 
     def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
         """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
-        logits = self._run_stock(self._view(Path.full(self.depth), None), None, embeddings, None).logits
+        logits = self._run_stock(self._view(LayerPath.full(self.depth), None), None, embeddings, None).logits
         assert logits is not None
         return logits
 
@@ -97,7 +97,12 @@ class Passes:
         return "logits_to_keep" in inspect.signature(type(self._stock_model).forward).parameters
 
     def last_logits(
-        self, path: Path, tokens: Tensor, most: int, entering: ExactStates | None = None, head: DraftHead | None = None
+        self,
+        path: LayerPath,
+        tokens: Tensor,
+        most: int,
+        entering: ExactStates | None = None,
+        head: DraftHead | None = None,
     ) -> Pass:
         """Run `path` over a prompt, with logits of at most the last `most` tokens: see `logits`."""
         inputs = self._inputs(tokens)
@@ -113,7 +118,7 @@ class Passes:
             counts: how many of them each row has; what comes behind them is scrap.
         """
         if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
-            self._run_stock(self._view(Path.full(self.depth), None), self._base, tokens, None)
+            self._run_stock(self._view(LayerPath.full(self.depth), None), self._base, tokens, None)
             return
         # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
         base = self._model.get_submodule(self._base)
@@ -134,7 +139,7 @@ class Passes:
         return self._adapter.path(self._model)[0]
 
     def _run(
-        self, path: Path, head: DraftHead | None, base: str | None, tokens: Tensor, entering: ExactStates | None
+        self, path: LayerPath, head: DraftHead | None, base: str | None, tokens: Tensor, entering: ExactStates | None
     ) -> PassResult:
         slots = None if self._programs is None else self._cache.slots(tokens.shape[1])
         if self._programs is None or slots is None or is_watched(tokens.device):
@@ -149,7 +154,7 @@ class Passes:
 
     def _kind(
         self,
-        path: Path,
+        path: LayerPath,
         head: DraftHead | None,
         base: str | None,
         tokens: Tensor,
@@ -182,7 +187,7 @@ class Passes:
         return run_view(view, base, entering, self._inputs(tokens))
 
     def _function(self, kind: PassKind) -> PassFunction:
-        twin = frozen_twin(self._stock_model)
+        twin = frozen_view(self._stock_model)
         packed, model = tuple(packed_layers(twin)), _fast(twin)
         view = self._gated_view(model, kind.path, kind.head)
         assert self._programs is not None
@@ -199,16 +204,16 @@ class Passes:
             packed,
         )
 
-    def _view(self, path: Path, head: DraftHead | None) -> GatedModel:
+    def _view(self, path: LayerPath, head: DraftHead | None) -> GatedModel:
         if (path, head) not in self._gated:
             self._gated[path, head] = self._gated_view(self._model, path, head)
         return self._gated[path, head]
 
-    def _gated_view(self, model: PreTrainedModel, path: Path, head: DraftHead | None) -> GatedModel:
+    def _gated_view(self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None) -> GatedModel:
         gated = GatedModel(model, self._adapter, path)
         if head is not None:
-            assert path.hand_over is not None
-            layer = self._adapter.decoder_layers(gated.module)[path.hand_over.layer]
+            assert path.resume_point is not None
+            layer = self._adapter.decoder_layers(gated.module)[path.resume_point.layer]
             head.install(gated.module, model, layer)
         return gated
 

@@ -39,7 +39,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class SublayerAnatomy:
+class SublayerSummary:
     """An attention or an MLP.
 
     Attributes:
@@ -54,7 +54,7 @@ class SublayerAnatomy:
 
 
 @dataclass(frozen=True)
-class LayerAnatomy:
+class LayerSummary:
     """A decoder layer.
 
     Attributes:
@@ -64,8 +64,8 @@ class LayerAnatomy:
         window: how far back its attention looks, in tokens; None: all the way.
     """
 
-    attention: SublayerAnatomy
-    mlp: SublayerAnatomy
+    attention: SublayerSummary
+    mlp: SublayerSummary
     norms: Weights
     window: int | None
 
@@ -76,7 +76,7 @@ class LayerAnatomy:
 
 
 @dataclass(frozen=True)
-class CacheAnatomy:
+class CacheSummary:
     """Keys and values. selfspec keeps those of sliding-window layers in full, so that rolling back stays a cursor.
 
     Attributes:
@@ -97,7 +97,7 @@ class CacheAnatomy:
 
 
 @dataclass(frozen=True)
-class ExitAnatomy:
+class ExitSummary:
     """Drafting from one exit layer.
 
     Attributes:
@@ -112,7 +112,7 @@ class ExitAnatomy:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelSummary:
     """What a model is made of.
 
     Attributes:
@@ -138,12 +138,12 @@ class Anatomy:
     vocabulary: int
     context: int | None
     embedding: Weights
-    layers: tuple[LayerAnatomy, ...]
+    layers: tuple[LayerSummary, ...]
     final_norm: Weights
     head: Weights
     tied: bool
     total: Weights
-    cache: CacheAnatomy
+    cache: CacheSummary
 
     @property
     def target_bytes_read(self) -> int:
@@ -151,10 +151,10 @@ class Anatomy:
         return self._bytes_read(len(self.layers))
 
     @property
-    def exits(self) -> tuple[ExitAnatomy, ...]:
+    def exits(self) -> tuple[ExitSummary, ...]:
         """Every exit layer, 1..N-1 of N layers."""
         reads = ((layer, self._bytes_read(layer)) for layer in range(1, len(self.layers)))
-        return tuple(ExitAnatomy(layer, read, read / self.target_bytes_read) for layer, read in reads)
+        return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
@@ -168,7 +168,7 @@ class Anatomy:
         return sum(layer.weights.bytes for layer in self.layers[:layers]) + self.final_norm.bytes + self.head.bytes
 
 
-def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> Anatomy:
+def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSummary:
     """Describe a model without running it. Its weights may be on the meta device.
 
     Args:
@@ -185,7 +185,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> Anatomy:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     accounted = _ids(embeddings) | _ids(modules) | _ids([head])
-    return Anatomy(
+    return ModelSummary(
         model=type(model).__name__,
         model_type=config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -202,7 +202,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> Anatomy:
     )
 
 
-def describe_config(config: PreTrainedConfig) -> Anatomy:
+def describe_config(config: PreTrainedConfig) -> ModelSummary:
     """Describe the model that a configuration stands for, from the configuration alone: no weights are loaded.
 
     Raises:
@@ -213,11 +213,11 @@ def describe_config(config: PreTrainedConfig) -> Anatomy:
     return describe(model)
 
 
-def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerAnatomy:
+def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerSummary:
     attentions = adapter.attention_modules_of(layer)
     mlps = adapter.mlp_modules_of(layer)
     accounted = _ids([layer.get_submodule(name) for name in (*attentions, *mlps)])
-    return LayerAnatomy(
+    return LayerSummary(
         attention=_sublayer(layer, attentions),
         mlp=_sublayer(layer, mlps),
         norms=Weights.of(weight for weight in layer.parameters() if id(weight) not in accounted),
@@ -225,9 +225,9 @@ def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerAnato
     )
 
 
-def _sublayer(layer: nn.Module, names: Sequence[str]) -> SublayerAnatomy:
+def _sublayer(layer: nn.Module, names: Sequence[str]) -> SublayerSummary:
     parts = [layer.get_submodule(name) for name in names]
-    return SublayerAnatomy(
+    return SublayerSummary(
         ", ".join(names),
         ", ".join(dict.fromkeys(type(part).__name__ for part in parts)),
         Weights.of(weight for part in parts for weight in part.parameters()),
@@ -242,7 +242,7 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
     return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
 
 
-def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheAnatomy:
+def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheSummary:
     # The last layers may read what earlier ones keep, and keep nothing themselves.
     keeping = range(len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0))
     recurrent = recurrent_layers(config)
@@ -250,7 +250,7 @@ def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | Non
     each = getattr(config, "per_layer_config", None)
     shapes = [_shape(each[layer] if each else config) for layer in keeping if layer not in stateful]
     heads, key, value = shapes[0] if shapes else (0, 0, 0)
-    return CacheAnatomy(
+    return CacheSummary(
         heads=heads,
         head_dim=key,
         value_dim=value,

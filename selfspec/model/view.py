@@ -30,10 +30,10 @@ def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Modu
     changed = change(module, others)
     if changed is not None:
         return changed
-    return twin_with(module, others) if others else module
+    return view_with(module, others) if others else module
 
 
-def twin_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
+def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
     """A twin of a model whose decoder layers are replaced.
 
     Args:
@@ -42,11 +42,11 @@ def twin_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[n
         layers: what stands there instead.
     """
     if not names:
-        return twin_with(module, {str(index): layer for index, layer in enumerate(layers)})
-    return twin_with(module, {names[0]: twin_with_layers(module.get_submodule(names[0]), names[1:], layers)})
+        return view_with(module, {str(index): layer for index, layer in enumerate(layers)})
+    return view_with(module, {names[0]: view_with_layers(module.get_submodule(names[0]), names[1:], layers)})
 
 
-def twin_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
     """A twin of `module` whose named children are replaced.
 
     Raises:
@@ -68,7 +68,7 @@ def twin_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
     return twin
 
 
-def twin_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def view_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A twin of `module` that runs `forward` instead; its own hooks and the process's see it run as ever."""
     twin = copied(module)
     twin.__dict__["forward"] = forward
@@ -77,7 +77,7 @@ def twin_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A twin of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
-    twin = twin_running(module, forward)
+    twin = view_running(module, forward)
     # Where torch keeps a compiled call, it calls that one as it is, without hooks.
     twin.__dict__["_compiled_call_impl"] = forward
     return twin

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
@@ -44,7 +44,7 @@ class PassKind:
         entering: names of the attentions whose outputs enter with states; None: no states enter.
     """
 
-    path: Path
+    path: LayerPath
     head: DraftHead | None
     base: str | None
     rows: int
@@ -96,7 +96,7 @@ class _Candidate:
         self.program, self.proved, self.refused = None, False, reason
 
 
-class Programs:
+class GraphCache:
     """Belongs to one wrapper; several threads may run passes with it at once.
 
     Args:
@@ -109,9 +109,9 @@ class Programs:
         self._clock = clock
         self._current: BoundPrograms | None = None
 
-    def __reduce__(self) -> tuple[type[Programs], tuple[Runtime]]:
+    def __reduce__(self) -> tuple[type[GraphCache], tuple[Runtime]]:
         # A copy makes its own: programs belong to the weights in this memory.
-        return Programs, (self._runtime,)
+        return GraphCache, (self._runtime,)
 
     @property
     def bucket(self) -> int:

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import GatedModel
-from selfspec.model.view import has_other_forward, twin_running, twin_with_layers
+from selfspec.model.view import has_other_forward, view_running, view_with_layers
 from selfspec.runtime.held_weights import HeldWeights
 from selfspec.runtime.slot_cache import SlotCache
 
@@ -168,8 +168,8 @@ def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[Lay
         if layer is own and not has_other_forward(layer)
     )
     for call in calls:
-        layers[call.index] = twin_running(layers[call.index], call)
-    view.module = twin_with_layers(view.module, adapter.path(view.module), layers)
+        layers[call.index] = view_running(layers[call.index], call)
+    view.module = view_with_layers(view.module, adapter.path(view.module), layers)
     return calls
 
 

@@ -47,7 +47,7 @@ class PassResult:
 
     Attributes:
         logits: `[rows, width, vocab]`; None where the pass ends before the head.
-        states: what it left at `path.hand_over`; None where the path leaves nothing.
+        states: what it left at `path.resume_point`; None where the path leaves nothing.
     """
 
     logits: Tensor | None

@@ -59,7 +59,7 @@ def is_watched(device: torch.device) -> bool:
     )
 
 
-def frozen_twin(module: nn.Module) -> nn.Module:
+def frozen_view(module: nn.Module) -> nn.Module:
     """A twin whose weights, the same memory, ask for no gradient: others cannot be part of a recording.
 
     What holds its weights and buffers is its own, so others may be put in their place.
@@ -71,7 +71,7 @@ def frozen_twin(module: nn.Module) -> nn.Module:
         for name, weight in module._parameters.items()
     }
     twin.__dict__["_modules"] = {
-        name: None if child is None else frozen_twin(child) for name, child in module._modules.items()
+        name: None if child is None else frozen_view(child) for name, child in module._modules.items()
     }
     if isinstance(module, PreTrainedModel):
         # It would look for padding in every pass that needs no mask.

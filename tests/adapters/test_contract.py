@@ -19,7 +19,7 @@ from helpers.survey import MODEL_TYPES, checks, declared, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.model.summary import Weights, describe
 from selfspec.runtime import Eager, Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 
@@ -103,7 +103,7 @@ def test_programs_say_what_the_modules_say(model_type: str) -> None:
             tested.model, selfspec.EarlyExit(tested.depth - 1), draft_length=2, adapter=tested.adapter, runtime=runtime
         )
         # By this clock whatever comes later took less time.
-        spec.programs = Programs(runtime, (1.0 - 1.0 / tick for tick in count(1)).__next__)
+        spec.programs = GraphCache(runtime, (1.0 - 1.0 / tick for tick in count(1)).__next__)
         texts.append(spec.generate(prompts, max_new_tokens=24, do_sample=False).sequences.tolist())
     assert texts[0] == texts[1]
     if model_type in QUICK and model_type not in NOT_RECORDED:

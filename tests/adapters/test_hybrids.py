@@ -17,8 +17,8 @@ from helpers.shrunken import shrunken
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Path, Sublayer, sublayers
-from selfspec.model.runner import Passes
+from selfspec.model.layer_path import LayerPath, Sublayer, sublayers
+from selfspec.model.runner import ModelRunner
 
 DEPTH, VOCABULARY = 4, 50
 
@@ -40,8 +40,8 @@ class AnyRounds(RuleBasedStateMachine):
         self.noise = torch.Generator().manual_seed(seed)
         recurrent = recurrent_layers(self.model.config)
         self.cache = SharedCache(DEPTH, len(lengths), 120, self.slack, torch.device("cpu"), recurrent=recurrent)
-        self.passes = Passes(self.model, ADAPTERS[self.architecture], self.cache)
-        self.full = Path.full(DEPTH)
+        self.runner = ModelRunner(self.model, ADAPTERS[self.architecture], self.cache)
+        self.full = LayerPath.full(DEPTH)
         self.rows: list[list[int]] = [[] for _ in lengths]
         if not max(lengths):
             return
@@ -50,7 +50,7 @@ class AnyRounds(RuleBasedStateMachine):
         for width in self.cache.prefill_widths(lengths):
             counts = [min(max(length - start, 0), width) for length in lengths]
             with torch.no_grad():
-                self.passes.prefill(prompts[:, start : start + width], counts)
+                self.runner.prefill(prompts[:, start : start + width], counts)
             self.cache.commit(counts)
             start += width
         self.rows = [prompt[:length] for prompt, length in zip(prompts.tolist(), lengths, strict=True)]
@@ -59,7 +59,7 @@ class AnyRounds(RuleBasedStateMachine):
     def plain_round(self, width: int, moves: list[int]) -> None:
         tokens = self._tokens(width)
         with torch.no_grad():
-            self._check(tokens, self.passes.logits(self.full, tokens).logits)
+            self._check(tokens, self.runner.logits(self.full, tokens).logits)
         self._commit(tokens, moves)
 
     @rule(
@@ -70,16 +70,16 @@ class AnyRounds(RuleBasedStateMachine):
     )
     def round_with_a_draft(self, drafted: int, start: Sublayer, whole: bool, moves: list[int]) -> None:
         tokens = self._tokens(drafted + 1)
-        path = Path.up_to(DEPTH, start) if whole else Path.without(DEPTH, [start])
+        path = LayerPath.up_to(DEPTH, start) if whole else LayerPath.without(DEPTH, [start])
         parts: list[ExactStates | None] = []
         with torch.no_grad():
             for column in range(drafted):
-                parts.append(self.passes.logits(path, tokens[:, column : column + 1]).states)
+                parts.append(self.runner.logits(path, tokens[:, column : column + 1]).states)
                 self.cache.advance(1)
-            parts.append(self.passes.states(Path.up_to(DEPTH, start), tokens[:, -1:]))
+            parts.append(self.runner.states(LayerPath.up_to(DEPTH, start), tokens[:, -1:]))
             self.cache.rollback(drafted)
             entering = ExactStates.concatenated([part for part in parts if part is not None])
-            self._check(tokens, self.passes.logits(self.full.resumed_at(start), tokens, entering).logits)
+            self._check(tokens, self.runner.logits(self.full.resumed_at(start), tokens, entering).logits)
         self._commit(tokens, moves)
 
     @invariant()

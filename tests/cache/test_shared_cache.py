@@ -24,8 +24,8 @@ from helpers import tiny
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
-from selfspec.model.runner import Passes
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
 # Eager attention takes its softmax in fp32, whatever the model's dtype.
@@ -65,15 +65,15 @@ class AnyMoves(RuleBasedStateMachine):
         self.model = _model(self.architecture, kernel)
         self.noise = torch.Generator().manual_seed(seed)
         self.cache = SharedCache(tiny.DEPTH, len(lengths), self.limit, self.slack, CPU, bucket=self.bucket)
-        self.passes = Passes(self.model, ADAPTERS[self.architecture], self.cache)
-        self.full = Path.full(tiny.DEPTH)
+        self.runner = ModelRunner(self.model, ADAPTERS[self.architecture], self.cache)
+        self.full = LayerPath.full(tiny.DEPTH)
         self.rows: list[list[int]] = [[] for _ in lengths]
         width = max(lengths)
         if width:
             self.cache.reserve(width + 1)
             tokens = self._tokens(width)
             with torch.no_grad():
-                self.passes.states(self.full, tokens)
+                self.runner.states(self.full, tokens)
             self._commit(tokens, lengths)
 
     @property
@@ -116,16 +116,16 @@ class AnyMoves(RuleBasedStateMachine):
     def draft_resume_and_ragged_commit(self, drafted: int, start: Sublayer, moves: list[int]) -> None:
         self.cache.reserve(self.longest + 1)
         tokens = self._tokens(drafted + 1)
-        path = Path.without(tiny.DEPTH, [start])
+        path = LayerPath.without(tiny.DEPTH, [start])
         parts: list[ExactStates | None] = []
         with torch.no_grad():
             for column in range(drafted):
-                parts.append(self.passes.logits(path, tokens[:, column : column + 1]).states)
+                parts.append(self.runner.logits(path, tokens[:, column : column + 1]).states)
                 self.cache.advance(1)
-            parts.append(self.passes.states(Path.up_to(tiny.DEPTH, start), tokens[:, -1:]))
+            parts.append(self.runner.states(LayerPath.up_to(tiny.DEPTH, start), tokens[:, -1:]))
             self.cache.rollback(drafted)
             entering = ExactStates.concatenated([part for part in parts if part is not None])
-            logits = self.passes.logits(self.full.resumed_at(start), tokens, entering).logits
+            logits = self.runner.logits(self.full.resumed_at(start), tokens, entering).logits
         self._check(tokens, logits)
         self._commit(tokens, [min(move, drafted + 1) for move in moves[: len(self.rows)]])
 
@@ -150,7 +150,7 @@ class AnyMoves(RuleBasedStateMachine):
         self.cache.reserve(self.longest + 1)
         tokens = self._tokens(width)
         with torch.no_grad():
-            self._check(tokens, self.passes.logits(self.full, tokens).logits)
+            self._check(tokens, self.runner.logits(self.full, tokens).logits)
         return tokens
 
     def _check(self, tokens: Tensor, logits: Tensor) -> None:
@@ -217,13 +217,13 @@ TestAnyMovesInBucketsMistral = AnyMovesInBucketsMistral.TestCase
 def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None:
     model = _model(architecture, "sdpa")
     cache = SharedCache(tiny.DEPTH, 2, limit=60, slack=4, device=CPU)
-    passes = Passes(model, ADAPTERS[architecture], cache)
+    passes = ModelRunner(model, ADAPTERS[architecture], cache)
     rows: list[list[int]] = [[], []]
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for width, counts in ((12, (12, 4)), (4, (1, 4)), (4, (0, 4)), (2, (1, 2)), (4, (4, 4)), (3, (2, 3))):
             tokens = torch.randint(tiny.VOCABULARY, (2, width), generator=noise)
-            logits = passes.logits(Path.full(tiny.DEPTH), tokens).logits
+            logits = passes.logits(LayerPath.full(tiny.DEPTH), tokens).logits
             for index, count in enumerate(counts):
                 whole = rows[index] + tokens[index].tolist()
                 torch.testing.assert_close(logits[index], _alone(model, whole, width), rtol=0, atol=EXACT["sdpa"])
@@ -234,14 +234,14 @@ def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None
 
 def test_infinite_scrap_in_one_row_does_not_reach_another(llama: PreTrainedModel) -> None:
     cache = SharedCache(tiny.DEPTH, 2, limit=30, slack=4, device=CPU)
-    passes = Passes(llama, ADAPTERS["llama"], cache)
+    passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     tokens = tiny.prompt(8, 2)
     with torch.no_grad():
-        passes.states(Path.full(tiny.DEPTH), tokens)
+        passes.states(LayerPath.full(tiny.DEPTH), tokens)
         for layer in cache.layers:
             layer.keys[1], layer.values[1] = float("nan"), float("inf")
         cache.commit([8, 3])
-        logits = passes.logits(Path.full(tiny.DEPTH), tokens[:, :1]).logits
+        logits = passes.logits(LayerPath.full(tiny.DEPTH), tokens[:, :1]).logits
     wanted = _alone(llama, [*tokens[0].tolist(), int(tokens[0, 0])], 1)
     torch.testing.assert_close(logits[0], wanted, rtol=0, atol=EXACT["sdpa"])
 
@@ -264,10 +264,10 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("length", [5, 90])
 def test_moving_the_cursors_does_no_tensor_operation_whatever_the_length(llama: PreTrainedModel, length: int) -> None:
     cache = SharedCache(tiny.DEPTH, 2, limit=100, slack=4, device=CPU)
-    passes = Passes(llama, ADAPTERS["llama"], cache)
+    passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     cache.reserve(length)
     with torch.no_grad():
-        passes.states(Path.full(tiny.DEPTH), tiny.prompt(length, 2))
+        passes.states(LayerPath.full(tiny.DEPTH), tiny.prompt(length, 2))
     held = [(layer.keys, layer.values) for layer in cache.layers]
     addresses = [(keys.data_ptr(), values.data_ptr()) for keys, values in held]
     contents = [(keys.clone(), values.clone()) for keys, values in held]
@@ -324,17 +324,17 @@ def test_room_that_was_reserved_is_kept() -> None:
 def test_growing_keeps_what_the_rows_hold(architecture: str) -> None:
     model = _model(architecture, "sdpa")
     cache = SharedCache(tiny.DEPTH, 2, limit=120, slack=2, device=CPU)
-    passes = Passes(model, ADAPTERS[architecture], cache)
+    passes = ModelRunner(model, ADAPTERS[architecture], cache)
     tokens = tiny.prompt(70, 2)
     addresses = set()
     with torch.no_grad():
-        passes.states(Path.full(tiny.DEPTH), tokens[:, :60])
+        passes.states(LayerPath.full(tiny.DEPTH), tokens[:, :60])
         cache.commit([60, 58])
         for column in range(8):
             cache.reserve(61 + column)
             # The second row is two tokens behind and reads its own text.
             step = torch.stack([tokens[0, 60 + column], tokens[1, 58 + column]])[:, None]
-            logits = passes.logits(Path.full(tiny.DEPTH), step).logits
+            logits = passes.logits(LayerPath.full(tiny.DEPTH), step).logits
             cache.advance(1)
             addresses.add(cache.layers[0].keys.data_ptr())
         torch.testing.assert_close(logits[0], _alone(model, tokens[0, :68].tolist(), 1), rtol=0, atol=EXACT["sdpa"])
@@ -621,8 +621,8 @@ def test_a_copy_of_the_model_made_during_a_stream_has_weights_of_its_own(llama: 
 @pytest.mark.parametrize("part", list(Part))
 def test_a_layer_whose_attention_never_runs_allocates_when_it_first_does(llama: PreTrainedModel, part: Part) -> None:
     cache = SharedCache(tiny.DEPTH, 1, limit=10, slack=1, device=CPU)
-    passes = Passes(llama, ADAPTERS["llama"], cache)
+    passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     with torch.no_grad():
-        passes.states(Path.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3))
+        passes.states(LayerPath.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3))
     allocated = [layer.keys is not None for layer in cache.layers]
     assert allocated == [True, True, part is Part.MLP, False]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
-from selfspec.model.runner import Pass, Passes
+from selfspec.model.runner import ModelRunner, Pass
 from selfspec.tools.verify import PROMPTS, Settings
 
 QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
@@ -107,9 +107,9 @@ def test_near_ties_are_listed_and_pass(
     invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every passing is made to lift the second choice above the first where the two are close by.
-    right = Passes.logits
+    right = ModelRunner.logits
 
-    def lifted(passes: Passes, *arguments: Any, **named: Any) -> Pass:
+    def lifted(passes: ModelRunner, *arguments: Any, **named: Any) -> Pass:
         done = right(passes, *arguments, **named)
         first, second = done.logits.topk(2, -1).values.unbind(-1)
         close = (first - second < 0.05)[..., None]
@@ -117,7 +117,7 @@ def test_near_ties_are_listed_and_pass(
         done.logits.sub_(torch.where(close & top, 0.06, 0.0))
         return done
 
-    monkeypatch.setattr(Passes, "logits", lifted)
+    monkeypatch.setattr(ModelRunner, "logits", lifted)
     ending = invoke(*words(folder, prompt_file, "--dtype", "bfloat16", "--max-new-tokens", "32", "--output", "json"))
     found = result(ending)
     assert (ending.status, found["verdict"]) == (0, "EXACT WITHIN ROUNDING")

@@ -16,7 +16,7 @@ from helpers.profiles import COSTS, GREEDY, SAMPLED, profile_of
 from selfspec import BatchCosts, DraftConfigError, EarlyExit, FixedLength, Profile, ProfileError, wrap
 from selfspec.control.profile_place import VARIABLE, default_file
 from selfspec.draft.along_path import PathDrafter
-from selfspec.model.layer_path import Path as LayerPath
+from selfspec.model.layer_path import LayerPath
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> list[LayerPath]:
 
 
 def _exits(paths: list[LayerPath]) -> set[int]:
-    return {path.hand_over.layer for path in paths if path.hand_over is not None}
+    return {path.resume_point.layer for path in paths if path.resume_point is not None}
 
 
 @pytest.mark.parametrize("seed", range(3))

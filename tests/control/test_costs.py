@@ -11,7 +11,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.control.costs import share_read
 from selfspec.draft.exit_adapter import ExitAdapter
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 from selfspec.model.summary import describe
 
 
@@ -21,7 +21,7 @@ def test_exits_cost_what_inspect_says(architecture: str) -> None:
     for choice in describe(model).exits:
         path = selfspec.EarlyExit(choice.layer).path(tiny.DEPTH)
         assert share_read(model, adapter, path) == pytest.approx(choice.cost_ratio)
-    assert share_read(model, adapter, Path.full(tiny.DEPTH)) == 1.0
+    assert share_read(model, adapter, LayerPath.full(tiny.DEPTH)) == 1.0
 
 
 def test_a_skip_set_saves_what_it_leaves_out() -> None:

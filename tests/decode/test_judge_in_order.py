@@ -132,13 +132,13 @@ def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(
         """Drafts with scores that the processor refuses."""
 
         def draft(self, state: Any, length: int) -> selfspec.Draft:
-            passes = state.passes.logits
+            passes = state.runner.logits
             try:
-                state.passes.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
+                state.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
                 drafted: selfspec.Draft = super().draft(state, length)
                 return drafted
             finally:
-                state.passes.logits = passes
+                state.runner.logits = passes
 
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
     wanted = llama.generate(tiny.prompt(5), logits_processor=[Dead()], **options)

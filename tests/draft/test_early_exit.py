@@ -12,13 +12,13 @@ import selfspec
 from helpers import tiny
 from helpers.reference import with_layers
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
 def test_the_draft_runs_the_layers_before_the_exit(layer: int) -> None:
     path = selfspec.EarlyExit(layer).path(4)
-    assert path == Path.up_to(4, Sublayer(layer, Part.ATTENTION))
+    assert path == LayerPath.up_to(4, Sublayer(layer, Part.ATTENTION))
     assert [n for n in range(4) if path.runs(Sublayer(n, Part.ATTENTION))] == list(range(layer))
 
 

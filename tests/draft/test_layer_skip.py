@@ -103,5 +103,5 @@ def test_it_is_a_value() -> None:
 
 
 def test_the_first_sublayer_has_nothing_before_it() -> None:
-    assert selfspec.LayerSkip(attention=[0]).path(4).hand_over is None
-    assert selfspec.LayerSkip(mlp=[0]).path(4).hand_over == Sublayer(0, Part.MLP)
+    assert selfspec.LayerSkip(attention=[0]).path(4).resume_point is None
+    assert selfspec.LayerSkip(mlp=[0]).path(4).resume_point == Sublayer(0, Part.MLP)

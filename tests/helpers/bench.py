@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Path
-from selfspec.model.runner import Passes
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.runner import ModelRunner
 
 
 class Bench:
@@ -27,34 +27,34 @@ class Bench:
     def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, tokens: Tensor, past: int) -> None:
         self.tokens, self.cache = tokens, cache
         self.prefix, self.block = tokens[:, :past], tokens[:, past:]
-        self.passes = Passes(model, adapter, cache)
-        self.full = Path.full(len(adapter.decoder_layers(model)))
+        self.runner = ModelRunner(model, adapter, cache)
+        self.full = LayerPath.full(len(adapter.decoder_layers(model)))
         if past:
             self.states(self.full, self.prefix)
             self.cache.advance(past)
 
     @torch.no_grad()
-    def logits(self, path: Path, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
-        return self.passes.logits(path, self.block if tokens is None else tokens, entering).logits
+    def logits(self, path: LayerPath, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
+        return self.runner.logits(path, self.block if tokens is None else tokens, entering).logits
 
     @torch.no_grad()
-    def states(self, path: Path, tokens: Tensor | None = None) -> ExactStates | None:
-        return self.passes.states(path, self.block if tokens is None else tokens)
+    def states(self, path: LayerPath, tokens: Tensor | None = None) -> ExactStates | None:
+        return self.runner.states(path, self.block if tokens is None else tokens)
 
     @torch.no_grad()
-    def steps(self, path: Path) -> tuple[Tensor, ExactStates | None]:
+    def steps(self, path: LayerPath) -> tuple[Tensor, ExactStates | None]:
         """Logits and states of the block, one token at a time, as drafts run it."""
         width = self.block.shape[1]
         passes = []
         for column in range(width):
-            passes.append(self.passes.logits(path, self.block[:, column : column + 1]))
+            passes.append(self.runner.logits(path, self.block[:, column : column + 1]))
             self.cache.advance(1)
         self.cache.rollback(width)
         states = [step.states for step in passes if step.states is not None]
         logits = torch.cat([step.logits for step in passes], 1)
         return logits, ExactStates.concatenated(states) if states else None
 
-    def stepped_states(self, path: Path) -> ExactStates | None:
+    def stepped_states(self, path: LayerPath) -> ExactStates | None:
         """States of the block, one token at a time."""
         return self.steps(path)[1]
 

@@ -21,8 +21,8 @@ from helpers.bench import Bench
 from helpers.snapshot import Snapshot
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.model.adapter import Adapter
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
-from selfspec.model.runner import Passes
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.runner import ModelRunner
 
 PAST = 9  # longer than the sliding windows
 BLOCK = 4
@@ -163,16 +163,16 @@ def rollback(subject: Subject) -> None:
     subject.equal(bench.logits(bench.full), subject.stock)
 
 
-def _path(subject: Subject, path: Path) -> None:
+def _path(subject: Subject, path: LayerPath) -> None:
     wanted = subject.reference(path.skipped)
     assert (wanted - subject.stock).abs().max() > 100 * subject.tolerance, "the reference cannot fail"
     bench = bench_of(subject)
     subject.equal(bench.logits(path), wanted)
     logits, states = bench.steps(path)
     subject.equal(logits, wanted)
-    if path.hand_over is not None:
+    if path.resume_point is not None:
         assert states is not None
-        subject.equal(bench.logits(bench.full.resumed_at(path.hand_over), entering=states), subject.stock)
+        subject.equal(bench.logits(bench.full.resumed_at(path.resume_point), entering=states), subject.stock)
         bench.cache.advance(BLOCK)
         bench.cache.rollback(1)
         last = subject.text[:, -1:]
@@ -182,27 +182,27 @@ def _path(subject: Subject, path: Path) -> None:
 def exits(subject: Subject) -> None:
     """Every early exit, and resuming the full pass there."""
     for layer in range(1, subject.depth):
-        _path(subject, Path.up_to(subject.depth, Sublayer(layer, Part.ATTENTION)))
+        _path(subject, LayerPath.up_to(subject.depth, Sublayer(layer, Part.ATTENTION)))
 
 
 def skip_attention(subject: Subject) -> None:
     """Every attention left out, and resuming the full pass there."""
     for layer in range(subject.depth):
-        _path(subject, Path.without(subject.depth, [Sublayer(layer, Part.ATTENTION)]))
+        _path(subject, LayerPath.without(subject.depth, [Sublayer(layer, Part.ATTENTION)]))
 
 
 def skip_mlp(subject: Subject) -> None:
     """Every MLP left out, and resuming the full pass there."""
     for index, layer in enumerate(subject.adapter.decoder_layers(subject.model)):
         if subject.adapter.mlp_modules_of(layer):
-            _path(subject, Path.without(subject.depth, [Sublayer(index, Part.MLP)]))
+            _path(subject, LayerPath.without(subject.depth, [Sublayer(index, Part.MLP)]))
 
 
 def skip_layers(subject: Subject) -> None:
     """Whole layers left out, first and last included, and resuming the full pass there."""
     every = sublayers(subject.depth)
     for layers in ({0}, {1}, {subject.depth - 1}, {0, subject.depth - 1}):
-        _path(subject, Path.without(subject.depth, [sublayer for sublayer in every if sublayer.layer in layers]))
+        _path(subject, LayerPath.without(subject.depth, [sublayer for sublayer in every if sublayer.layer in layers]))
 
 
 def stream(subject: Subject) -> None:
@@ -240,8 +240,8 @@ def ragged(subject: Subject) -> None:
     lengths = (PAST, PAST - 4)
     rows = subject.tokens(PAST + BLOCK, 2)
     bench = _cache(subject)
-    passes = Passes(subject.model, subject.adapter, bench)
-    full = Path.full(subject.depth)
+    passes = ModelRunner(subject.model, subject.adapter, bench)
+    full = LayerPath.full(subject.depth)
     with torch.no_grad():
         passes.states(full, rows[:, :PAST])
         bench.commit(lengths)

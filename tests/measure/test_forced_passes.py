@@ -11,26 +11,26 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.measure.forced_passes import ForcedText, LayerViews
 from selfspec.measure.prefix_tree import Candidate, readings
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 
 _REACH = 3
 _FIRST = 4
 _PATHS = [
-    Path.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
-    Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)]),
-    Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION), Sublayer(3, Part.MLP)]),
-    Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION), Sublayer(1, Part.MLP)]),
-    Path.without(tiny.DEPTH, [Sublayer(0, Part.MLP), Sublayer(2, Part.ATTENTION), Sublayer(3, Part.ATTENTION)]),
-    Path.without(tiny.DEPTH, [Sublayer(3, Part.MLP)]),
+    LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
+    LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)]),
+    LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION), Sublayer(3, Part.MLP)]),
+    LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION), Sublayer(1, Part.MLP)]),
+    LayerPath.without(tiny.DEPTH, [Sublayer(0, Part.MLP), Sublayer(2, Part.ATTENTION), Sublayer(3, Part.ATTENTION)]),
+    LayerPath.without(tiny.DEPTH, [Sublayer(3, Part.MLP)]),
 ]
 
 
-def _steps(model: PreTrainedModel, path: Path, row: torch.Tensor, start: int) -> torch.Tensor:
+def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: int) -> torch.Tensor:
     """What the loop's draft steps say from `start` on, teacher-forced, `[reach, vocab]`."""
     cache = SharedCache(tiny.DEPTH, 1, row.shape[0], _REACH, torch.device("cpu"))
-    passes = Passes(model, find_adapter(model), cache)
+    passes = ModelRunner(model, find_adapter(model), cache)
     cache.reserve(row.shape[0])
     passes.prefill(row[None, :start], [start])
     cache.commit([start])
@@ -65,13 +65,13 @@ def test_what_begins_alike_is_computed_once() -> None:
     views = LayerViews(model, find_adapter(model))
     ids = tiny.prompt(10)
 
-    def layers_run(paths: list[Path]) -> int:
+    def layers_run(paths: list[LayerPath]) -> int:
         text = ForcedText(views, ids, _FIRST)
         assert len(list(readings(text, [Candidate(path) for path in paths]))) == len(paths)
         return text.passes // ids.numel()
 
-    assert layers_run([Path.full(tiny.DEPTH)]) == 0
-    assert layers_run([Path.up_to(tiny.DEPTH, Sublayer(layer, Part.ATTENTION)) for layer in (1, 2, 3)]) == 0
+    assert layers_run([LayerPath.full(tiny.DEPTH)]) == 0
+    assert layers_run([LayerPath.up_to(tiny.DEPTH, Sublayer(layer, Part.ATTENTION)) for layer in (1, 2, 3)]) == 0
     # Layer 1 without its attention, then 2 and 3.
     assert layers_run([_PATHS[1]]) == 3
     # They part at layer 3 only.

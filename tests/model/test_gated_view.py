@@ -19,7 +19,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.gated_view import GatedModel
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
 ALL = sublayers(tiny.DEPTH)
 BATCH = 2
@@ -78,7 +78,7 @@ def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> 
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 def test_an_early_exit_is_the_model_cut_there(model: PreTrainedModel, past: int, exit_layer: int) -> None:
     bench = bench_of(model, past)
-    found = bench.logits(Path.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
+    found = bench.logits(LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
     with torch.no_grad():
         wanted = with_layers(model, range(exit_layer))(bench.tokens).logits[:, past:]
         assert (wanted - model(bench.tokens).logits[:, past:]).abs().max() > 1e-2
@@ -88,7 +88,7 @@ def test_an_early_exit_is_the_model_cut_there(model: PreTrainedModel, past: int,
 @pytest.mark.parametrize("exit_layer", [1, 3])
 def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: str, exit_layer: int) -> None:
     model = _model(architecture, "sdpa")
-    view = GatedModel(model, ADAPTERS[architecture], Path.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
+    view = GatedModel(model, ADAPTERS[architecture], LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
     tokens = tiny.prompt(12, BATCH)
     with torch.no_grad():
         equal(view.module(tokens, use_cache=False).logits, with_layers(model, range(exit_layer))(tokens).logits)
@@ -103,7 +103,7 @@ def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: st
 @pytest.mark.parametrize("skipped", SKIP_SETS, ids=str)
 def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int, skipped: list[Sublayer]) -> None:
     bench = bench_of(model, past)
-    found = bench.logits(Path.without(tiny.DEPTH, skipped))
+    found = bench.logits(LayerPath.without(tiny.DEPTH, skipped))
     wanted = logits_after(model, bench.prefix, bench.block, reference=zeroed(model, skipped))
     assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
     equal(found, wanted)
@@ -112,7 +112,7 @@ def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int, skip
 @pytest.mark.parametrize("skipped", LAYER_SETS, ids=str)
 def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past: int, skipped: tuple[int, ...]) -> None:
     bench = bench_of(model, past)
-    path = Path.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
+    path = LayerPath.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
     kept = [layer for layer in range(tiny.DEPTH) if layer not in skipped]
     wanted = logits_after(model, bench.prefix, bench.block, reference=with_layers(model, kept), kept=kept)
     assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
@@ -123,7 +123,7 @@ def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past:
 def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past: int, start: Sublayer) -> None:
     wanted = bench_of(model, past)
     logits = wanted.logits(wanted.full)
-    for first in (Path.up_to(tiny.DEPTH, start), Path.without(tiny.DEPTH, [start])):
+    for first in (LayerPath.up_to(tiny.DEPTH, start), LayerPath.without(tiny.DEPTH, [start])):
         for leave in (Bench.states, Bench.stepped_states):
             bench = bench_of(model, past)
             left = leave(bench, first)
@@ -139,20 +139,20 @@ def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past:
 def test_resuming_reads_the_given_states_and_not_the_tokens(model: PreTrainedModel) -> None:
     for start in ALL[1:]:
         bench = bench_of(model, PAST)
-        left = bench.states(Path.up_to(tiny.DEPTH, start))
+        left = bench.states(LayerPath.up_to(tiny.DEPTH, start))
         found = bench.logits(bench.full.resumed_at(start), torch.zeros_like(bench.block), left)
         equal(found, logits_after(model, bench.prefix, bench.block))
 
 
 def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: PreTrainedModel) -> None:
     for path in (
-        Path.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
-        Path.up_to(tiny.DEPTH, Sublayer(1, Part.MLP)),
-        Path.without(tiny.DEPTH, [Sublayer(0, Part.ATTENTION), Sublayer(2, Part.MLP)]),
-        Path.full(tiny.DEPTH).resumed_at(Sublayer(2, Part.MLP)),
+        LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
+        LayerPath.up_to(tiny.DEPTH, Sublayer(1, Part.MLP)),
+        LayerPath.without(tiny.DEPTH, [Sublayer(0, Part.ATTENTION), Sublayer(2, Part.MLP)]),
+        LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(2, Part.MLP)),
     ):
         bench = bench_of(model, PAST)
-        entering = None if path.start is None else bench.states(Path.up_to(tiny.DEPTH, path.start))
+        entering = None if path.start is None else bench.states(LayerPath.up_to(tiny.DEPTH, path.start))
         before = bench.keys_and_values()
         bench.logits(path, tiny.prompt(BLOCK, BATCH, seed=9), entering)
         for layer, (found, old) in enumerate(zip(bench.keys_and_values(), before, strict=True)):
@@ -164,12 +164,12 @@ def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: P
 
 def test_a_path_that_has_nothing_to_hand_over_leaves_nothing(llama: PreTrainedModel) -> None:
     bench = bench_of(llama, PAST)
-    for path in (bench.full, Path.without(tiny.DEPTH, [ALL[0]]), Path.up_to(tiny.DEPTH, ALL[0])):
+    for path in (bench.full, LayerPath.without(tiny.DEPTH, [ALL[0]]), LayerPath.up_to(tiny.DEPTH, ALL[0])):
         assert bench.states(path) is None
 
 
 def test_what_a_pass_left_is_taken_once(llama: PreTrainedModel) -> None:
-    view = GatedModel(llama, ADAPTERS["llama"], Path.up_to(tiny.DEPTH, ALL[3]))
+    view = GatedModel(llama, ADAPTERS["llama"], LayerPath.up_to(tiny.DEPTH, ALL[3]))
     with torch.no_grad():
         view.module(tiny.prompt(3), use_cache=False)
     assert view.leave() is not None
@@ -180,9 +180,9 @@ def test_a_view_shares_every_weight_and_changes_no_module(architecture: str) -> 
     model = _model(architecture, "sdpa")
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     for path in (
-        Path.up_to(tiny.DEPTH, ALL[4]),
-        Path.without(tiny.DEPTH, ALL[2:4]),
-        Path.without(tiny.DEPTH, ALL[3:5]),
+        LayerPath.up_to(tiny.DEPTH, ALL[4]),
+        LayerPath.without(tiny.DEPTH, ALL[2:4]),
+        LayerPath.without(tiny.DEPTH, ALL[3:5]),
     ):
         view = GatedModel(model, ADAPTERS[architecture], path)
         shared = dict(model.named_parameters(remove_duplicate=False))
@@ -211,20 +211,20 @@ def _watched(model: PreTrainedModel) -> Calls:
 @pytest.mark.parametrize(
     "path",
     [
-        Path.full(tiny.DEPTH),
-        Path.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
-        Path.up_to(tiny.DEPTH, Sublayer(2, Part.MLP)),
-        Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)]),
-        Path.without(tiny.DEPTH, [Sublayer(0, Part.MLP), Sublayer(3, Part.ATTENTION), Sublayer(3, Part.MLP)]),
-        Path.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.MLP)),
-        Path.full(tiny.DEPTH).resumed_at(Sublayer(3, Part.ATTENTION)),
+        LayerPath.full(tiny.DEPTH),
+        LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
+        LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.MLP)),
+        LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)]),
+        LayerPath.without(tiny.DEPTH, [Sublayer(0, Part.MLP), Sublayer(3, Part.ATTENTION), Sublayer(3, Part.MLP)]),
+        LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.MLP)),
+        LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(3, Part.ATTENTION)),
     ],
     ids=str,
 )
-def test_hooks_on_a_layer_and_in_it_fire_where_it_runs_and_only_there(architecture: str, path: Path) -> None:
+def test_hooks_on_a_layer_and_in_it_fire_where_it_runs_and_only_there(architecture: str, path: LayerPath) -> None:
     model = copy.deepcopy(_model(architecture, "sdpa"))
     bench = bench_of(model, PAST)
-    entering = None if path.start is None else bench.states(Path.up_to(tiny.DEPTH, path.start))
+    entering = None if path.start is None else bench.states(LayerPath.up_to(tiny.DEPTH, path.start))
     calls = _watched(model)
     bench.logits(path, entering=entering)
     for layer in range(tiny.DEPTH):
@@ -260,7 +260,7 @@ def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_fu
     bench = bench_of(model, PAST)
     wanted = logits_after(model, bench.prefix, bench.block)
     assert (wanted - plain).abs().max() > 1e-2
-    left = bench.states(Path.up_to(tiny.DEPTH, start))
+    left = bench.states(LayerPath.up_to(tiny.DEPTH, start))
     equal(bench.logits(bench.full.resumed_at(start), entering=left), wanted)
 
 
@@ -270,7 +270,7 @@ def _split(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def test_hooks_hung_on_or_taken_off_after_a_view_was_made_count(llama: PreTrainedModel) -> None:
-    path = Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)])
+    path = LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)])
     view = GatedModel(llama, ADAPTERS["llama"], path)
     fired: list[str] = []
     handles = [
@@ -345,7 +345,7 @@ def test_a_gate_holds_or_refuses_though_something_shadowed_forward_before(
 ) -> None:
     # What a compiled module runs does not matter here, only through which door it is entered: a function, as compiled.
     monkeypatch.setattr(torch, "compile", lambda function: lambda *args, **kwargs: function(*args, **kwargs))
-    path = Path.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)])
+    path = LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)])
     wanted = zeroed(llama, path.skipped)
     shadow(llama.get_submodule(where))
     shadowed = dict(llama.get_submodule(where).__dict__)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
 DEPTH = 4
 ALL = sublayers(DEPTH)
@@ -27,29 +27,29 @@ def test_sublayers_stand_in_the_order_in_which_they_run() -> None:
 
 
 def test_the_full_path_runs_everything_and_has_nothing_to_hand_over() -> None:
-    full = Path.full(DEPTH)
+    full = LayerPath.full(DEPTH)
     assert all(full.runs(sublayer) for sublayer in ALL)
-    assert full.hand_over is None
+    assert full.resume_point is None
 
 
 @pytest.mark.parametrize("end", ALL[1:])
 def test_a_path_up_to_a_sublayer_runs_those_before_it_and_hands_over_there(end: Sublayer) -> None:
-    path = Path.up_to(DEPTH, end)
+    path = LayerPath.up_to(DEPTH, end)
     assert [s for s in ALL if path.runs(s)] == ALL[: ALL.index(end)]
-    assert path.hand_over == end
+    assert path.resume_point == end
 
 
 def test_a_path_up_to_the_first_sublayer_runs_nothing_and_hands_nothing_over() -> None:
-    path = Path.up_to(DEPTH, ALL[0])
+    path = LayerPath.up_to(DEPTH, ALL[0])
     assert not any(path.runs(s) for s in ALL)
-    assert path.hand_over is None
+    assert path.resume_point is None
 
 
 @given(st.sets(st.sampled_from(ALL)), st.none() | st.sampled_from(ALL))
 def test_a_pass_runs_what_is_neither_skipped_nor_before_its_start(
     skipped: set[Sublayer], start: Sublayer | None
 ) -> None:
-    path = Path.without(DEPTH, skipped)
+    path = LayerPath.without(DEPTH, skipped)
     if start is not None:
         path = path.resumed_at(start)
     for place, sublayer in enumerate(ALL):
@@ -59,26 +59,26 @@ def test_a_pass_runs_what_is_neither_skipped_nor_before_its_start(
 
 @given(st.sets(st.sampled_from(ALL), min_size=1))
 def test_a_skip_set_hands_over_at_the_first_it_skips_unless_nothing_comes_before(skipped: set[Sublayer]) -> None:
-    path = Path.without(DEPTH, skipped)
+    path = LayerPath.without(DEPTH, skipped)
     first = next(s for s in ALL if s in skipped)
-    assert path.hand_over == (None if first == ALL[0] else first)
+    assert path.resume_point == (None if first == ALL[0] else first)
     assert all(path.runs(s) for s in ALL[: ALL.index(first)])
 
 
 @given(st.lists(st.sampled_from(ALL), min_size=1))
 def test_the_same_skip_set_is_the_same_path_in_whatever_order_it_is_named(skipped: list[Sublayer]) -> None:
-    path, other = Path.without(DEPTH, skipped), Path.without(DEPTH, [*reversed(skipped), *skipped])
+    path, other = LayerPath.without(DEPTH, skipped), LayerPath.without(DEPTH, [*reversed(skipped), *skipped])
     assert path == other
     assert len({path, other}) == 1
 
 
 def test_an_early_exit_is_the_skip_set_of_all_layers_after_it() -> None:
-    exit_path = Path.up_to(DEPTH, Sublayer(2, Part.ATTENTION))
-    assert exit_path == Path.without(DEPTH, [s for s in ALL if s.layer >= 2])
+    exit_path = LayerPath.up_to(DEPTH, Sublayer(2, Part.ATTENTION))
+    assert exit_path == LayerPath.without(DEPTH, [s for s in ALL if s.layer >= 2])
 
 
 def test_resuming_leaves_the_path_it_resumes_as_it_was() -> None:
-    path = Path.without(DEPTH, [Sublayer(3, Part.MLP)])
+    path = LayerPath.without(DEPTH, [Sublayer(3, Part.MLP)])
     resumed = path.resumed_at(Sublayer(2, Part.MLP))
     assert path.start is None
     assert resumed != path

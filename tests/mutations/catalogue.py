@@ -215,8 +215,8 @@ CATALOGUE = (
     Mutation(
         "off by one row of logits: every draft token judged by the row after its own",
         "verify",
-        "state.passes.logits(target.resumed_at(_1), _2, _3).logits",
-        "state.passes.logits(target.resumed_at(_1), _2, _3).logits.roll(-1, 1)",
+        "state.runner.logits(target.resumed_at(_1), _2, _3).logits",
+        "state.runner.logits(target.resumed_at(_1), _2, _3).logits.roll(-1, 1)",
         (_GREEDY,),
     ),
     Mutation(
@@ -515,14 +515,14 @@ CATALOGUE = (
     ),
     Mutation(
         "programs outlive the weights they were made of",
-        "Programs.bound_to",
+        "GraphCache.bound_to",
         "not current.state.holds()",
         "False",
         ("test_graph_cache.py::test_other_weights_are_noticed",),
     ),
     Mutation(
         "programs know no window",
-        "Passes._kind",
+        "ModelRunner._kind",
         "self._window is not None",
         "self._window == 0",
         ("test_graph_cache.py::test_greedy_text_is_the_stock_models",),
@@ -628,7 +628,7 @@ CATALOGUE = (
     ),
     Mutation(
         "recurrent layers read what stands behind a shorter prompt",
-        "Passes.prefill",
+        "ModelRunner.prefill",
         "any(count < tokens.shape[1] for count in counts)",
         "False",
         ("test_hybrids.py",),
@@ -643,7 +643,7 @@ CATALOGUE = (
     ),
     Mutation(
         "verification resumes at the last skipped sublayer, not the first",
-        "Path.hand_over",
+        "Path.resume_point",
         "min(self.skipped, default=None)",
         "max(self.skipped, default=None)",
         (_GREEDY, "test_layer_path.py"),
@@ -1059,7 +1059,7 @@ CATALOGUE = (
     ),
     Mutation(
         "a prompt is read from empty states though a past was taken up",
-        "Passes.prefill",
+        "ModelRunner.prefill",
         "not self._cache.empty",
         "any(self._cache.lengths)",
         ("test_a_chat_goes_on",),

@@ -177,7 +177,7 @@ def test_an_import_from_above_is_seen(module: str, source: str) -> None:
     "source",
     [
         "import torch",
-        "from selfspec.model.layer_path import Path",
+        "from selfspec.model.layer_path import LayerPath",
         "from . import drafter",
         "from ..model.gated_view import GatedModel",
     ],

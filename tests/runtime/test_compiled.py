@@ -24,7 +24,7 @@ from helpers.proving import as_stock, check_inference_mode, greedy_together, rag
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import Compiled, Eager, Runtime
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import Function, OtherSizesError
 
@@ -41,7 +41,7 @@ def _wrapped(
     model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=1, runtime=runtime or Interpreted(0))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     return spec
 
 

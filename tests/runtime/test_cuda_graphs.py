@@ -19,7 +19,7 @@ from selfspec.cache.shared_cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import Function
 from selfspec.runtime.slot_cache import SlotCache
@@ -38,7 +38,7 @@ def _wrapped(
     model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or StandIn(0, BUCKET))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     return spec
 
 
@@ -203,7 +203,7 @@ def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:
     with pytest.raises(UnsupportedOptionError, match="CUDA device, and this one is on cpu"):
         selfspec.wrap(llama, runtime=CudaGraphs())
     spec = selfspec.wrap(llama)
-    spec.programs = Programs(CudaGraphs())
+    spec.programs = GraphCache(CudaGraphs())
     with pytest.raises(UnsupportedOptionError, match="move it there"):
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=4)
 

@@ -20,13 +20,13 @@ import selfspec
 from helpers import tiny
 from helpers.proving import ticking
 from selfspec.runtime import traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 
 prompt, options = tiny.prompt(5), {"max_new_tokens": 12, "do_sample": False}
 model = tiny.llama()
 wanted = model.generate(prompt, **options).tolist()
 spec = selfspec.wrap(model, runtime=selfspec.Traced(after=0))
-spec.programs = Programs(spec.runtime, ticking())
+spec.programs = GraphCache(spec.runtime, ticking())
 recording, forked = threading.Event(), threading.Event()
 trace = traced._traced
 
@@ -44,7 +44,7 @@ if child == 0:
     signal.alarm(60)
     traced._traced = trace
     other = selfspec.wrap(model, runtime=selfspec.Traced(after=0))
-    other.programs = Programs(other.runtime, ticking())
+    other.programs = GraphCache(other.runtime, ticking())
     for each in (other, spec):
         assert each.generate(prompt, **options).sequences.tolist() == wanted
         assert each.programs.proved

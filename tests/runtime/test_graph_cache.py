@@ -20,11 +20,11 @@ from helpers import tiny
 from helpers.proving import check_inference_mode, greedy_together, ticking
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Eager, Runtime, Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.recordable import frozen_twin, run_watched
+from selfspec.runtime.recordable import frozen_view, run_watched
 from selfspec.runtime.runtime import Function
 from selfspec.runtime.traced import traced
 
@@ -41,7 +41,7 @@ def _wrapped(
     model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Traced(after=0))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     return spec
 
 
@@ -261,13 +261,13 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
     runtime = _BoundToLength(0)
     spec = _wrapped(llama, runtime=runtime)
     stock: list[int] = []
-    run_stock = Passes._run_stock
+    run_stock = ModelRunner._run_stock
 
-    def noted(self: Passes, view: Any, base: str | None, tokens: Tensor, entering: Any) -> Any:
+    def noted(self: ModelRunner, view: Any, base: str | None, tokens: Tensor, entering: Any) -> Any:
         stock.append(tokens.shape[1])
         return run_stock(self, view, base, tokens, entering)
 
-    monkeypatch.setattr(Passes, "_run_stock", noted)
+    monkeypatch.setattr(ModelRunner, "_run_stock", noted)
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):
         wanted = llama.generate(prompt, max_new_tokens=1, do_sample=False).tolist()
         for _ in range(runs):
@@ -281,7 +281,7 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
 def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
     spec = _wrapped(llama)
     ticks = count()
-    spec.programs = Programs(spec.runtime, lambda: float(next(ticks)) ** 2)
+    spec.programs = GraphCache(spec.runtime, lambda: float(next(ticks)) ** 2)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert not spec.programs.proved
     assert set(spec.programs.refusals.values()) == {"it took longer than the stock modules"}
@@ -344,7 +344,7 @@ def test_weights_go_with_the_program() -> None:
 
 def test_a_program_reads_the_weights_where_they_are() -> None:
     linear = nn.Linear(64, 64)
-    frozen = frozen_twin(linear)
+    frozen = frozen_view(linear)
     program = traced(lambda tensors: (frozen(tensors[0]),), (torch.ones(1, 64),))
     with torch.no_grad():
         linear.weight.zero_()

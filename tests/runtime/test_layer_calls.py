@@ -14,14 +14,14 @@ from helpers import tiny
 from helpers.proving import as_stock
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.layer_calls import alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.recordable import frozen_twin
+from selfspec.runtime.recordable import frozen_view
 
 PROMPT = 9
 EXIT = Sublayer(3, Part.ATTENTION)
@@ -29,16 +29,16 @@ EXIT = Sublayer(3, Part.ATTENTION)
 
 @dataclass
 class Bench:
-    """Passes over a cache that holds a prompt, and what a pass of some kind would be recorded as."""
+    """ModelRunner over a cache that holds a prompt, and what a pass of some kind would be recorded as."""
 
     model: PreTrainedModel
     cache: SharedCache
-    passes: Passes
+    runner: ModelRunner
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Bench:
         cache = SharedCache(tiny.DEPTH, 1, 64, 16, torch.device("cpu"))
-        passes = Passes(model, find_adapter(model), cache, Programs(Traced(after=0)))
+        passes = ModelRunner(model, find_adapter(model), cache, GraphCache(Traced(after=0)))
         with torch.no_grad():
             cache.reserve(PROMPT)
             passes.prefill(tiny.prompt(PROMPT), [PROMPT])
@@ -46,18 +46,18 @@ class Bench:
         return cls(model, cache, passes)
 
     def recordable(
-        self, path: Path, width: int, entering: ExactStates | None = None, base: str | None = None
+        self, path: LayerPath, width: int, entering: ExactStates | None = None, base: str | None = None
     ) -> tuple[PassFunction, PassTensors]:
         tokens = tiny.prompt(width, seed=1)
         slots = self.cache.slots(width)
         assert slots is not None
-        kind = self.passes._kind(path, None, base, tokens, entering, slots)
-        return self.passes._function(kind), PassTensors(tokens, entering, slots)
+        kind = self.runner._kind(path, None, base, tokens, entering, slots)
+        return self.runner._function(kind), PassTensors(tokens, entering, slots)
 
 
-def groups(model: PreTrainedModel, path: Path | None = None) -> list[list[int]]:
+def groups(model: PreTrainedModel, path: LayerPath | None = None) -> list[list[int]]:
     """Numbers of the layers that are alike after a pass over three tokens."""
-    function, tensors = Bench.of(model).recordable(path or Path.full(tiny.DEPTH), 3)
+    function, tensors = Bench.of(model).recordable(path or LayerPath.full(tiny.DEPTH), 3)
     with torch.no_grad():
         function(tensors.flat())
     return [[call.index for call in group] for group in alike(function.layers)]
@@ -84,22 +84,22 @@ def test_what_a_layer_holds_besides_weights_counts() -> None:
 
 def test_layers_that_a_path_leaves_out_or_ends_in_are_not_called() -> None:
     depth = tiny.DEPTH
-    assert groups(tiny.llama(), Path.up_to(depth, EXIT)) == [[0, 1, 2]]
-    assert groups(tiny.llama(), Path.without(depth, [Sublayer(1, Part.MLP)])) == [[0, 2, 3]]
+    assert groups(tiny.llama(), LayerPath.up_to(depth, EXIT)) == [[0, 1, 2]]
+    assert groups(tiny.llama(), LayerPath.without(depth, [Sublayer(1, Part.MLP)])) == [[0, 2, 3]]
 
 
 def test_a_layer_may_read_others_while_the_stock_model_keeps_its_own() -> None:
     model = tiny.llama()
     rotary = model.model.rotary_emb
-    frozen = frozen_twin(rotary)
+    frozen = frozen_view(rotary)
     frozen._buffers["inv_freq"] = torch.zeros(1)
     assert rotary.inv_freq.shape != frozen.inv_freq.shape
 
 
 PASSES = {
-    "full": Path.full(tiny.DEPTH),
-    "draft": Path.up_to(tiny.DEPTH, EXIT),
-    "resumed": Path.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.ATTENTION)),
+    "full": LayerPath.full(tiny.DEPTH),
+    "draft": LayerPath.up_to(tiny.DEPTH, EXIT),
+    "resumed": LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.ATTENTION)),
 }
 
 
@@ -131,7 +131,7 @@ def test_a_program_of_calls_gives_and_writes_the_same(name: str, base: str | Non
 
 def test_calls_read_the_weights_of_their_own_layer() -> None:
     bench = Bench.of(tiny.llama())
-    function, tensors = bench.recordable(Path.full(tiny.DEPTH), 3)
+    function, tensors = bench.recordable(LayerPath.full(tiny.DEPTH), 3)
     flat = tensors.flat()
     with torch.no_grad():
         before = function(flat)
@@ -152,7 +152,7 @@ def test_a_layer_that_uses_its_number_is_no_others(monkeypatch: pytest.MonkeyPat
         return forward(layer, *args, **kwargs) * (1.0 + layer.self_attn.layer_idx / 8)
 
     monkeypatch.setattr(kind, "forward", as_stock(numbered, kind))
-    function, tensors = Bench.of(model).recordable(Path.full(tiny.DEPTH), 3)
+    function, tensors = Bench.of(model).recordable(LayerPath.full(tiny.DEPTH), 3)
     flat = tensors.flat()
     names = _functions(monkeypatch)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_a_layer_that_uses_its_number_is_no_others(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_function_serves_all_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    function, tensors = Bench.of(tiny.qwen2()).recordable(Path.full(tiny.DEPTH), 3)
+    function, tensors = Bench.of(tiny.qwen2()).recordable(LayerPath.full(tiny.DEPTH), 3)
     names = _functions(monkeypatch)
     with torch.no_grad():
         function(tensors.flat())
@@ -190,7 +190,7 @@ def _functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_call_of_another_form_runs_the_layer_itself() -> None:
-    function, tensors = Bench.of(tiny.llama()).recordable(Path.full(tiny.DEPTH), 3)
+    function, tensors = Bench.of(tiny.llama()).recordable(LayerPath.full(tiny.DEPTH), 3)
     with torch.no_grad():
         function(tensors.flat())
         call = function.layers[0]

@@ -26,7 +26,7 @@ from helpers import tiny
 from helpers.captures import Interpreted, StandIn
 from helpers.proving import ticking
 from selfspec.runtime import Eager, Runtime, Traced
-from selfspec.runtime.graph_cache import Programs
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.model_state import ModelState
 
 PROMPT, NEW = 5, 10
@@ -300,7 +300,7 @@ def _llama() -> Model:
 def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.Drafter | None = None) -> None:
     """The text is `model.generate`'s before a change, with it, and after it, though programs were made."""
     spec, prompt = selfspec.wrap(model, draft, draft_length=3, runtime=runtime), tiny.prompt(PROMPT)
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
 
     def text() -> list[list[int]]:
         expected: list[list[int]] = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
@@ -396,7 +396,7 @@ def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
     """The generation began with another model, and programs of its kinds would be taken for that one's."""
     model, prompt = _llama(), tiny.prompt(PROMPT)
     spec = selfspec.wrap(model, runtime=Traced(after=3))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
     next(stream)
@@ -411,7 +411,7 @@ def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
 def test_generations_keep_the_programs_they_began_with() -> None:
     model, prompt = _llama(), tiny.prompt(PROMPT)
     spec = selfspec.wrap(model, runtime=Traced(after=0))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
     next(stream)
@@ -440,7 +440,7 @@ def test_adapters_come_and_go() -> None:
     peft = pytest.importorskip("peft")
     model, prompt = _llama(), tiny.prompt(PROMPT)
     spec = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
     texts: list[object] = []
 
     def check(is_other: bool) -> None:
@@ -478,7 +478,7 @@ def test_adapters_of_transformers_come_and_go() -> None:
     peft = pytest.importorskip("peft")
     model, prompt = _llama(), tiny.prompt(PROMPT)
     spec = selfspec.wrap(model, runtime=StandIn(0, 8))
-    spec.programs = Programs(spec.runtime, ticking())
+    spec.programs = GraphCache(spec.runtime, ticking())
 
     def text() -> list[list[int]]:
         expected: list[list[int]] = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from selfspec.model.view import runs_as_written, twin_running, view_of
+from selfspec.model.view import runs_as_written, view_of, view_running
 
 Pays = Callable[[int, int], bool]
 """Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
@@ -47,7 +47,7 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
 
 
 def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
-    return twin_running(module, partial(_few_rows, module, pays)) if _is_plain(module) else None
+    return view_running(module, partial(_few_rows, module, pays)) if _is_plain(module) else None
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from selfspec.model.view import runs_as_written, twin_with, view_of
+from selfspec.model.view import runs_as_written, view_of, view_with
 
 _NAME = "selfspec_grouped_sdpa"
 
@@ -38,7 +38,7 @@ def _sharing(configs: dict[int, Any], module: nn.Module, others: Mapping[str, nn
         config: Any = copy.copy(module.config)
         config._attn_implementation_internal = _NAME
         configs[id(module.config)] = config
-    twin = twin_with(module, others)
+    twin = view_with(module, others)
     # Layers that had one configuration have one still.
     twin.__dict__["config"] = configs[id(module.config)]
     return twin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_path import PathDrafter
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 
 
 def default_drafts(depth: int) -> tuple[Drafter, ...]:
@@ -17,7 +17,7 @@ def default_drafts(depth: int) -> tuple[Drafter, ...]:
     if depth > 1:
         spread.append(LayerSkip(layers=[depth // 2]))
     spread += [LayerSkip(attention=[depth // 3]), LayerSkip(mlp=[2 * depth // 3])]
-    chosen: dict[Path, Drafter] = {}
+    chosen: dict[LayerPath, Drafter] = {}
     for drafter in spread:
         chosen.setdefault(drafter.path(depth), drafter)
     return tuple(chosen.values())

@@ -16,9 +16,9 @@ from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.draft.along_path import PathDrafter
 from selfspec.errors import PromptError
 from selfspec.model.adapter import Adapter
-from selfspec.model.layer_path import Path
+from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import Passes
+from selfspec.model.runner import ModelRunner
 
 
 @torch.no_grad()
@@ -56,9 +56,9 @@ def draft_logits(
         aligned="right" if found.ragged == "padding" else "left",
         recurrent=recurrent_layers(model.config) if found.recurrent else {},
     )
-    passes = Passes(model, found, cache)
+    passes = ModelRunner(model, found, cache)
     past = ids.shape[1] - block
-    passes.states(Path.full(depth), ids[:, :past])
+    passes.states(LayerPath.full(depth), ids[:, :past])
     cache.advance(past)
     logits = []
     for token in ids[:, past:].split(1, 1):

@@ -9,7 +9,7 @@ from selfspec.draft import EarlyExit, LayerSkip
 from selfspec.draft.along_path import PathDrafter
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.tools.studies.pricing import costs_point, find_costs, prices_of
 from selfspec.tools.studies.search.prices import prices_by_measurement
 
@@ -28,11 +28,11 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
         "m": LayerSkip(mlp=[0, 3]),
     }
 
-    def cost(path: Path) -> float:
+    def cost(path: LayerPath) -> float:
         ran = [each.part for each in path_of(path)]
         return fixed + attention * ran.count(Part.ATTENTION) + mlp * ran.count(Part.MLP)
 
-    def path_of(path: Path) -> list[Sublayer]:
+    def path_of(path: LayerPath) -> list[Sublayer]:
         return [Sublayer(layer, part) for layer in range(_DEPTH) for part in Part if path.runs(Sublayer(layer, part))]
 
     names = [*drafters, "none"]
@@ -49,7 +49,7 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     assert prices.fixed == pytest.approx(fixed)
     assert prices.of_part(Part.ATTENTION) == pytest.approx(attention)
     assert prices.of_part(Part.MLP) == pytest.approx(mlp)
-    assert prices.draft(Path.full(_DEPTH)) == pytest.approx(1.0)
+    assert prices.draft(LayerPath.full(_DEPTH)) == pytest.approx(1.0)
     assert prices.costs(EarlyExit(2).path(_DEPTH), "exit:2").draft == pytest.approx(cost(EarlyExit(2).path(_DEPTH)))
     target = prices.target
     assert [target.verify, target.widening, target.overhead] == pytest.approx([1.0, 0.1, 0.05])
@@ -64,4 +64,4 @@ def test_timed_prices_of_a_model_are_in_order() -> None:
     assert prices.known["exit:1"].draft < prices.known["exit:4"].draft
     assert prices.step_seconds is not None
     assert prices.step_seconds > 0
-    assert 0 < prices.draft(Path.full(subject.depth)) < 3
+    assert 0 < prices.draft(LayerPath.full(subject.depth)) < 3

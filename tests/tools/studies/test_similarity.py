@@ -11,7 +11,7 @@ from helpers import tiny
 from selfspec.control.costs import Costs
 from selfspec.errors import DraftConfigError
 from selfspec.measure.forced_passes import ForcedText, LayerViews, parts_run
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.search.prices import Prices, predict, prices_by_weights
 from selfspec.tools.studies.search.similarity import influence, nested, sets_by_similarity
@@ -31,7 +31,7 @@ def test_with_nothing_dropped_it_finds_the_most_similar_sets() -> None:
 
     def similarity(skipped: frozenset[Sublayer]) -> float:
         states = text.exact(0)
-        for layer, parts in enumerate(parts_run(Path.without(tiny.DEPTH, skipped))):
+        for layer, parts in enumerate(parts_run(LayerPath.without(tiny.DEPTH, skipped))):
             states = text.run(layer, parts, states)
         return float(
             torch.cosine_similarity(states[:, 3:-1].float(), text.exact(tiny.DEPTH)[:, 3:-1].float(), -1).mean()
@@ -57,8 +57,8 @@ def test_influence_ranks_sublayers_by_what_they_change() -> None:
 def test_prices_add_up_to_a_plain_step() -> None:
     model = tiny.llama()
     prices = prices_by_weights(model, find_adapter(model))
-    assert prices.draft(Path.full(tiny.DEPTH)) == pytest.approx(1.0)
-    nothing_of_two = Path.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
+    assert prices.draft(LayerPath.full(tiny.DEPTH)) == pytest.approx(1.0)
+    nothing_of_two = LayerPath.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
     expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
     assert prices.draft(nothing_of_two) == pytest.approx(expected)
     costs = prices.costs(nothing_of_two)

@@ -28,7 +28,7 @@ def test_the_spread_covers_every_kind_of_resuming() -> None:
     names = [draft_name(draft) for draft in default_drafts(12)]
     assert names == ["exit:6", "exit:11", "skip:layers=6", "skip:attn=4", "skip:mlp=8"]
     paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, PathDrafter)]
-    assert {path.hand_over.part for path in paths if path.hand_over} == {Part.ATTENTION, Part.MLP}
+    assert {path.resume_point.part for path in paths if path.resume_point} == {Part.ATTENTION, Part.MLP}
 
 
 @pytest.mark.parametrize("text", ["exit:4", "skip:attn=3,5;mlp=4;layers=7,8", "skip:mlp=0", "none"])

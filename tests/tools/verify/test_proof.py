@@ -22,7 +22,7 @@ from selfspec.decode.noise import Coupling
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.runner import Pass, Passes
+from selfspec.model.runner import ModelRunner, Pass
 from selfspec.tools.verify import Report, Settings, verify
 from selfspec.tools.verify.divergence import Check
 from selfspec.tools.verify.verdict import Exactness
@@ -258,14 +258,14 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
     twin = common + 1
     with torch.no_grad():
         model.get_output_embeddings().weight[twin] = model.get_output_embeddings().weight[common]
-    right = Passes.logits
+    right = ModelRunner.logits
 
-    def nudged(passes: Passes, *arguments: Any, **named: Any) -> Pass:
+    def nudged(passes: ModelRunner, *arguments: Any, **named: Any) -> Pass:
         done = right(passes, *arguments, **named)
         done.logits[..., twin] += nudge
         return done
 
-    monkeypatch.setattr(Passes, "logits", nudged)
+    monkeypatch.setattr(ModelRunner, "logits", nudged)
     return model
 
 

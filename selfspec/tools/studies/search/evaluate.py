@@ -10,7 +10,7 @@ from selfspec.measure.forced_figures import ForcedFigures, Texts, forced_figures
 from selfspec.measure.forced_passes import LayerViews
 from selfspec.measure.prefix_tree import Candidate
 from selfspec.measure.rounds import expected_rounds
-from selfspec.model.layer_path import Part, Path, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.tools.studies.search.prices import Prediction, Prices, predict
 
 SkipSet = frozenset[Sublayer]
@@ -95,13 +95,13 @@ class Evaluator:
         wanted = list(sets)
         new = [each for each in dict.fromkeys(wanted) if each not in self.scores]
         if new:
-            paths = [Path.without(self.views.depth, each) for each in new]
+            paths = [LayerPath.without(self.views.depth, each) for each in new]
             figures = forced_figures(self.views, self.texts, [Candidate(path) for path in paths], self._reach)
             for skipped, path, counted in zip(new, paths, figures, strict=True):
                 self.scores[skipped] = self._score(skipped, path, counted)
         return [self.scores[each] for each in wanted]
 
-    def _score(self, skipped: SkipSet, path: Path, figures: ForcedFigures) -> Score:
+    def _score(self, skipped: SkipSet, path: LayerPath, figures: ForcedFigures) -> Score:
         costs = self.prices.costs(path)
         tokens = {length: expected_rounds(figures, length).mean_accepted_length for length in self._lengths}
         prediction = predict(tokens, costs, self.prices.step_seconds)

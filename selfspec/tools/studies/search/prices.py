@@ -15,7 +15,7 @@ from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.model.adapter import Adapter
-from selfspec.model.layer_path import Part, Path, Sublayer, sublayers
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Prices:
     known: Mapping[str, Costs] = field(default_factory=dict)
     step_seconds: float | None = None
 
-    def draft(self, path: Path) -> float:
+    def draft(self, path: LayerPath) -> float:
         """The draft cost ratio c of a path."""
         return self.fixed + sum(price for each, price in self.sublayers.items() if path.runs(each))
 
-    def costs(self, path: Path, name: str | None = None) -> Costs:
+    def costs(self, path: LayerPath, name: str | None = None) -> Costs:
         """The costs of a draft: as measured, where it was; else put together from its sublayers.
 
         What is exact of a draft is not computed again: its further tokens widen only the rest of the target pass.
@@ -51,7 +51,7 @@ class Prices:
         """
         if name is not None and name in self.known:
             return self.known[name]
-        resumed = path.hand_over
+        resumed = path.resume_point
         exact = 0.0 if resumed is None else sum(self.sublayers[each] for each in self.sublayers if each < resumed)
         return replace(self.target, draft=self.draft(path), widening=self.target.widening * (1 - min(exact, 1.0)))
 
@@ -83,9 +83,9 @@ class Prices:
 def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
     """Prices by the weights that a step reads: what is known without measuring anything."""
     depth = len(adapter.decoder_layers(model))
-    full = Path.full(depth)
+    full = LayerPath.full(depth)
     shares = {
-        each: share_read(model, adapter, full) - share_read(model, adapter, Path.without(depth, [each]))
+        each: share_read(model, adapter, full) - share_read(model, adapter, LayerPath.without(depth, [each]))
         for each in sublayers(depth)
     }
     return Prices(1.0 - sum(shares.values()), shares, Costs.assumed(0.0, model.device))

@@ -8,17 +8,17 @@ from itertools import groupby
 from rich.console import Console, Group
 from rich.table import Table
 
-from selfspec.model.summary import Anatomy, ExitAnatomy, LayerAnatomy, Weights
+from selfspec.model.summary import ExitSummary, LayerSummary, ModelSummary, Weights
 
 
-def print_anatomy(name: str, anatomy: Anatomy) -> None:
+def print_anatomy(name: str, anatomy: ModelSummary) -> None:
     """Print the tables on stdout."""
     Console(highlight=False, markup=False).print(
         Group(_summary(name, anatomy), "", _parts(anatomy), "", _exits(anatomy)), soft_wrap=False
     )
 
 
-def _summary(name: str, anatomy: Anatomy) -> Table:
+def _summary(name: str, anatomy: ModelSummary) -> Table:
     cache = anatomy.cache
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("checkpoint", name)
@@ -40,7 +40,7 @@ def _summary(name: str, anatomy: Anatomy) -> Table:
     return table
 
 
-def _parts(anatomy: Anatomy) -> Table:
+def _parts(anatomy: ModelSummary) -> Table:
     table = Table(title="Weights", title_justify="left")
     table.add_column("part")
     for column in ("parameters", "bytes"):
@@ -58,12 +58,12 @@ def _parts(anatomy: Anatomy) -> Table:
     return table
 
 
-def print_exits(title: str, exits: tuple[ExitAnatomy, ...]) -> None:
+def print_exits(title: str, exits: tuple[ExitSummary, ...]) -> None:
     """Print a table of exits on stdout."""
     Console(highlight=False, markup=False).print("", _exit_rows(title, exits), sep="\n")
 
 
-def _exit_rows(title: str, exits: tuple[ExitAnatomy, ...]) -> Table:
+def _exit_rows(title: str, exits: tuple[ExitSummary, ...]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("draft")
     table.add_column("bytes a step", justify="right")
@@ -73,14 +73,14 @@ def _exit_rows(title: str, exits: tuple[ExitAnatomy, ...]) -> Table:
     return table
 
 
-def _exits(anatomy: Anatomy) -> Table:
+def _exits(anatomy: ModelSummary) -> Table:
     table = _exit_rows("Draft cost of each exit, by weights read (head included)", anatomy.exits)
     table.add_section()
     table.add_row("target", f"{anatomy.target_bytes_read:,}", "1.000")
     return table
 
 
-def _equal_layers(layers: tuple[LayerAnatomy, ...]) -> Iterator[tuple[str, LayerAnatomy]]:
+def _equal_layers(layers: tuple[LayerSummary, ...]) -> Iterator[tuple[str, LayerSummary]]:
     """Runs of equal layers, named by their numbers: deep models have few kinds."""
     for layer, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
         numbers = [number for number, _ in run]
