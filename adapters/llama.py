@@ -1,5 +1,0 @@
-"""The llama architecture."""
-
-from selfspec.model.adapter import Adapter
-
-ADAPTER = Adapter(model_types=("llama",))
