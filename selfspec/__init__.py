@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from selfspec.api import SelfSpeculative, wrap
-    from selfspec.control.control import ConfidenceStop, CostAware, FixedLength
+    from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.control.costs import BatchCosts, Costs
     from selfspec.control.profile import Profile
     from selfspec.decode.generation import Generation
@@ -102,7 +102,7 @@ _HOMES = {
     "tools.studies.inline": ["ablate"],
     "model.adapter": ["Adapter"],
     "control.profile": ["Profile"],
-    "control.control": ["ConfidenceStop", "CostAware", "FixedLength"],
+    "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "control.costs": ["BatchCosts", "Costs"],
     "draft": [
         "Cascade",

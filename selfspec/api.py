@@ -20,7 +20,7 @@ from transformers import (
 
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.arguments import check_kind, check_weights
-from selfspec.control.control import Control, Controller, CostAware, FixedLength, NoDraft
+from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Always, Choice, Plan
 from selfspec.decode.generation import Generation

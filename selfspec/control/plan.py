@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from selfspec.control.control import Control, CostAware
+from selfspec.control import Control, CostAware
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Drafter
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from selfspec.control.control import CostAware
+from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.plan import Choice, Plan
 from selfspec.control.setting import Setting

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.control.control import Controller
+from selfspec.control import Controller
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.score_record import Record
 from selfspec.decode.sequences import Text

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from selfspec.accept import Rule
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.cache.transfer import check_kinds, is_callers
-from selfspec.control.control import Controller
+from selfspec.control import Controller
 from selfspec.decode.batch import State
 from selfspec.decode.loop import rounds
 from selfspec.decode.output import GenerateOutput, Round

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfspec.accept import Rule
 from selfspec.cache.transfer import can_store, load_past, store_past
-from selfspec.control.control import RowOutcome
+from selfspec.control import RowOutcome
 from selfspec.decode.batch import State
 from selfspec.decode.evidence import can_show, prefill_with_evidence
 from selfspec.decode.judge import Verdict, judge_together

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from selfspec.accept import RULES, Rule
-from selfspec.control.control import Control, CostAware, FixedLength
+from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.plan import Plan
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft

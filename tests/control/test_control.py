@@ -20,7 +20,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, assert_rows_are_stock
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
-from selfspec.control.control import Control, Controller, CostAware, RowOutcome
+from selfspec.control import Control, Controller, CostAware, RowOutcome
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.evidence import Evidence
 from selfspec.draft import Draft

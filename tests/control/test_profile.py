@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.profiles import GREEDY, SAMPLED, profile_of
 from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, StorageError, pack
-from selfspec.control.control import CostAware
+from selfspec.control import CostAware
 from selfspec.control.plan import Choice
 from selfspec.control.profile_place import VARIABLE, default_file, find_profile, folder
 from selfspec.tools.calibrate import Setting

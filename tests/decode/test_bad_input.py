@@ -29,7 +29,7 @@ import selfspec
 from helpers import tiny
 from helpers.profiles import GREEDY, profile_of
 from selfspec.arguments import check_scores
-from selfspec.control.control import Control
+from selfspec.control import Control
 from selfspec.control.profile import Profile
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError, PromptError, SelfSpecError, UnsupportedOptionError

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.control import control
-from selfspec.control.control import Controller
+from selfspec.control import Controller
+from selfspec.control.cost_aware import CostAware, CostAwareController
 from selfspec.decode.evidence import Evidence
 from selfspec.draft import Drafter
 
@@ -21,13 +21,13 @@ NEW = 64
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Evidence]:
     """Every evidence that the default control is given from now on."""
     noted: list[Evidence] = []
-    learn = control._CostAware.learn_prompt
+    learn = CostAwareController.learn_prompt
 
     def note(self: Any, evidence: Evidence) -> None:
         noted.append(evidence)
         learn(self, evidence)
 
-    monkeypatch.setattr(control._CostAware, "learn_prompt", note)
+    monkeypatch.setattr(CostAwareController, "learn_prompt", note)
     return noted
 
 
@@ -120,9 +120,7 @@ def test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_tex
 
 def test_a_draft_that_is_good_on_the_prompt_drafts_from_the_first_round(llama: PreTrainedModel) -> None:
     cheap = selfspec.Costs(draft=0.3)
-    spec = selfspec.wrap(
-        as_good_as_the_target(llama), selfspec.EarlyExit(3), draft_length=control.CostAware(costs=cheap)
-    )
+    spec = selfspec.wrap(as_good_as_the_target(llama), selfspec.EarlyExit(3), draft_length=CostAware(costs=cheap))
     for sampled in (False, True):
         out = spec.generate(tiny.prompt(20), max_new_tokens=40, do_sample=sampled, seed=1, eos_token_id=None)
         assert out.stats.acceptance_rate == 1

@@ -15,7 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
-from selfspec.control.control import Control, Controller
+from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.batch import State
 from selfspec.decode.output import Round

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.reference import Calls
-from selfspec.control.control import Control, Controller
+from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft.named import draft_name, parse_draft
 

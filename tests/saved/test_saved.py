@@ -15,7 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
 from selfspec.accept import TokenLevel, Typical
-from selfspec.control.control import FixedLength
+from selfspec.control import FixedLength
 from selfspec.draft import Drafter, SkipFile
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.model.fingerprint import fingerprint

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from selfspec.api import SelfSpeculative
-from selfspec.control.control import CostAware
+from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
 from selfspec.draft.named import PLAIN
 from selfspec.measure.estimate import Estimate

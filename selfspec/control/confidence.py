@@ -1,0 +1,61 @@
+"""Draft until a token falls under a threshold of confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+from torch import Tensor
+
+from selfspec.control.base import Control, Controller, check_length
+from selfspec.control.costs import CostsByRows
+from selfspec.errors import DraftConfigError
+
+
+@dataclass(frozen=True)
+class ConfidenceStop(Control):
+    """Drafts until a token's confidence, the largest probability where it was drawn, falls under a threshold.
+
+    Under exact rules the token that fell under it stays in the draft. In a batch drafting ends when no live row is
+    confident.
+
+    Attributes:
+        threshold: in 0..1.
+        longest: the most tokens of a draft.
+    """
+
+    threshold: float = 0.5
+    longest: int = 7
+
+    def __post_init__(self) -> None:
+        check_length(self.longest)
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real) or not 0 <= self.threshold <= 1:
+            raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return ConfidentController(self)
+
+
+class ConfidentController(Controller):
+    """Decides for `ConfidenceStop`."""
+
+    def __init__(self, control: ConfidenceStop) -> None:
+        self.longest = control.longest
+        self._threshold = control.threshold
+        self._live: Sequence[bool] = ()
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        self._live = live
+        return min(self.longest, remaining - 1)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        confidences = zip(confidences_of(scores), self._live, strict=True)
+        return any(live and confidence >= self._threshold for confidence, live in confidences)
+
+
+def confidences_of(scores: Tensor) -> list[float]:
+    """The largest probability of each row, `[rows]`; 0 where there is none. Waits for the device."""
+    largest = scores[:, 0].softmax(-1).amax(-1)
+    confidences: list[float] = largest.nan_to_num(0.0).tolist()
+    return confidences

@@ -1,0 +1,170 @@
+"""The default control: draft as long as one more token promises more than it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from selfspec.arguments import check_kind
+from selfspec.control.acceptance_model import AcceptanceModel
+from selfspec.control.base import Control, Controller, RowOutcome, check_length
+from selfspec.control.batch_progress import BatchProgress
+from selfspec.control.confidence import confidences_of
+from selfspec.control.costs import CostsByRows
+from selfspec.control.loss_budget import MAY_LOSE, LossBudget, may_lose
+from selfspec.control.prospects import Prospects
+
+if TYPE_CHECKING:
+    from selfspec.decode.evidence import Evidence
+    from selfspec.draft.draft import Draft
+
+
+# Matches of a look-up this long or longer are one source of drafts.
+_LONG_MATCH = 12
+# The share of a short text's plain steps that drafts may lose.
+_SHARE_AT_RISK = 0.04
+# The weight of a prompt's token beside one of the model's own text. Own text is easier to draft: on the models
+# measured, an acceptance of a on prompts went with about a + a^2 (1 - a) on own text.
+_PROMPT_WEIGHT = 0.25
+
+
+@dataclass(frozen=True)
+class CostAware(Control):
+    """Draft as long as one more token promises more than it costs, and not at all where drafting does not pay.
+
+    The chance that a token is accepted is learned during the generation, by the draft's confidence in it. With the costs
+    this is optimal stopping: drafting continues while the chance that the whole draft and the next token are accepted is
+    worth more than a draft step at the speed reached so far.
+
+    A loss budget, in plain steps, bounds what drafting may cost: a few steps at once (at most 4 % of a short text) and
+    one more for each two hundred rounds. When it is spent, the draft length is 0 until there is budget again. The
+    model's drafts and look-ups of each match length have a budget each; together they may lose no more than one of
+    them. Where not even a good draft would pay, as in large batches, the budget is not spent at all.
+
+    A batch ends when its slowest row ends, so a draft gains what it gains for that row in the long run. A look-up
+    drafts all it can in a single row, and in a batch as much as pays. Rows start in lockstep, since passes over rows at
+    different places take longer. Once a draft has gained enough to pay for that, each row advances alone to the end.
+
+    Attributes:
+        longest: the most tokens of a draft.
+        costs: what the parts of a round cost here, as `Costs` or `BatchCosts`; None: what was measured, and else an
+            estimate from the weights a draft step reads.
+    """
+
+    longest: int = 7
+    costs: CostsByRows | None = None
+
+    def __post_init__(self) -> None:
+        check_length(self.longest)
+        check_kind("costs", self.costs, CostsByRows, "write Costs(draft=0.3), or leave them out")
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return CostAwareController(self.longest, self.costs or costs)
+
+
+class CostAwareController(Controller):
+    """Decides for `CostAware`."""
+
+    judges_prompt = True
+
+    def __init__(self, longest: int, costs: CostsByRows) -> None:
+        self.longest = longest
+        self._by_rows, self._costs = costs, costs.in_batch(1)
+        self._prospects = Prospects(self._costs, longest)
+        self._acceptance = AcceptanceModel()
+        self._model = LossBudget()
+        self._look_ups: dict[int, LossBudget] = {}
+        self._in_step = True
+        self._committed, self._stood = BatchProgress(), BatchProgress()
+        self._rounds = 0
+        self._at_once = self._model_at_once = 0.0
+        self._on_prompt: float | None = None
+        self._live: Sequence[bool] = ()
+        self._reached: list[float] = []
+        self._confidences: list[list[float]] = []
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        self._live = live
+        if not self._rounds:
+            self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
+        self._rounds += 1
+        if len(live) != self._costs.rows:
+            self._costs = self._by_rows.in_batch(len(live))
+            self._prospects = Prospects(self._costs, self.longest)
+        if self._rounds == 1 and self._on_prompt is not None:
+            self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
+        self._reached = [1.0] * len(live)
+        self._confidences = []
+        return min(self.longest, remaining - 1)
+
+    def tries(self, match: int) -> bool:
+        gate = self._gate(match)
+        # Asked in any case: each counts how often it was.
+        at_once = self._at_once if match else self._model_at_once
+        opens = gate.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
+        return opens and (gate.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
+
+    def look_up_length(self, share: float) -> int:
+        return self._prospects.look_up_length(share)
+
+    def prefers(self, match: int) -> bool:
+        # A look-up costs next to nothing to try, so it need not have proved itself yet.
+        look_up = self._gate(match)
+        return look_up.is_new or look_up.rate >= max(1.0, self._model.rate)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        confidences = confidences_of(scores)
+        self._confidences.append(confidences)
+        self._reached = [
+            reached * self._acceptance.chance(confidence)
+            for reached, confidence in zip(self._reached, confidences, strict=True)
+        ]
+        standing = [reached for reached, live in zip(self._reached, self._live, strict=True) if live]
+        promised = self._acceptance.mean * sum(standing) / len(standing)
+        # What a plain step would commit in the time of a draft step, at the speed of the rounds so far.
+        return promised > max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening)
+
+    def keeps_step(self) -> bool:
+        return self._in_step
+
+    def learn_prompt(self, evidence: Evidence) -> None:
+        for confidence, chance in zip(evidence.confidences, evidence.chances, strict=True):
+            self._acceptance.count(confidence, chance, _PROMPT_WEIGHT)
+        # Drawn towards what a fair draft shows, as by two tokens more.
+        mean = (sum(evidence.chances) + 2 * 0.6) / (len(evidence.chances) + 2)
+        self._on_prompt = mean + mean**2 * (1 - mean)
+
+    @property
+    def _at_risk(self) -> float:
+        """What a draft of the model may lose that promises nothing: see `LossBudget.opens`."""
+        if self._on_prompt is None or self._prospects.pays(self._on_prompt):
+            return self._prospects.of_model
+        return self._costs.of_round(1, 1) - 1
+
+    def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
+        outcomes = [row for row in rows if row is not None]
+        if not draft.length or not outcomes:
+            return
+        for position, confidences in enumerate(self._confidences):
+            for row, confidence in zip(rows, confidences, strict=True):
+                if row is not None and position < row.judged:
+                    self._acceptance.count(confidence, position < row.accepted)
+        committed = self._committed.after([None if row is None else row.committed for row in rows])
+        stood = self._stood.after([None if row is None else row.committed + row.dropped for row in rows])
+        gate = self._gate(draft.match)
+        gate.count(committed, stood - committed, self._costs.of_round(draft.steps, draft.length))
+        if not gate.is_new and gate.rate > self._costs.out_of_step:
+            self._in_step = False
+
+    @property
+    def _paid(self) -> float:
+        """Plain steps that sources of drafts have lost: all together they may lose no more than one alone."""
+        return sum(max(gate.paid, 0.0) for gate in (self._model, *self._look_ups.values()))
+
+    def _gate(self, match: int) -> LossBudget:
+        if match == 0:
+            return self._model
+        return self._look_ups.setdefault(min(match, _LONG_MATCH), LossBudget())

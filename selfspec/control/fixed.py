@@ -1,0 +1,36 @@
+"""The same draft length every round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selfspec.control.base import Control, Controller, check_length
+from selfspec.control.costs import CostsByRows
+
+
+@dataclass(frozen=True)
+class FixedLength(Control):
+    """The same draft length every round.
+
+    Attributes:
+        length: tokens to draft, at least 1.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return FixedController(self.length)
+
+
+class FixedController(Controller):
+    """Decides for `FixedLength`."""
+
+    def __init__(self, length: int) -> None:
+        self.longest = length
+
+    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+        return min(self.longest, remaining - 1)
