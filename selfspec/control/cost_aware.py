@@ -35,9 +35,9 @@ _PROMPT_WEIGHT = 0.25
 class CostAware(Control):
     """Draft as long as one more token promises more than it costs, and not at all where drafting does not pay.
 
-    The chance that a token is accepted is learned during the generation, by the draft's confidence in it. With the costs
-    this is optimal stopping: drafting continues while the chance that the whole draft and the next token are accepted is
-    worth more than a draft step at the speed reached so far.
+    The chance that a token is accepted is learned during the generation, by the draft's confidence in it. With the
+    costs this is optimal stopping: drafting continues while the chance that the whole draft and the next token are
+    accepted is worth more than a draft step at the speed reached so far.
 
     A loss budget, in plain steps, bounds what drafting may cost: a few steps at once (at most 4 % of a short text) and
     one more for each two hundred rounds. When it is spent, the draft length is 0 until there is budget again. The
