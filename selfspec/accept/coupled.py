@@ -9,7 +9,7 @@ from selfspec.accept.token_level import TokenLevel
 
 @dataclass(frozen=True)
 class Coupled(TokenLevel):
-    """Draft and target choose the token of a place with the same noise; the draft stands where they choose alike.
+    """Draft and target choose the token of a place with the same noise; the draft is accepted where they choose alike.
 
     So the output does not depend on the draft at all: with equal seeds it equals plain decoding's, also under
     `accept="coupled"`, token for token where the arithmetic allows (float32, float64). The noise has decided when the

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from selfspec.accept.token_level import unbroken
+
+if TYPE_CHECKING:
+    from selfspec.cache.tree import Tree
+    from selfspec.draft.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -17,21 +22,21 @@ class _Relaxed:
     lossless = False
     couples = False
 
-    def accepted(self, coins: Tensor) -> Tensor:
-        """Number of heads before the first tails, `[batch]`."""
-        return unbroken(coins)
+    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
+        """Place of the last node before the first that is rejected, `[rows]`."""
+        return unbroken(mask)
 
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        """The target's p after the accepted tokens, `[batch, vocab]`."""
-        return p[torch.arange(tokens.shape[0], device=tokens.device), accepted]
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        """The target's p after the accepted tokens, `[rows, vocab]`."""
+        return p[torch.arange(p.shape[0], device=p.device), place]
 
 
 @dataclass(frozen=True)
 class Typical(_Relaxed):
     """Typical acceptance of Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.3.1.
 
-    A draft token x stands if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: almost anything
-    goes where the target is unsure. Greedy decoding has a p without entropy and stays exact.
+    A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: almost
+    anything goes where the target is unsure. Greedy decoding has a p without entropy and stays exact.
 
     Attributes:
         epsilon: what is always likely enough.
@@ -41,21 +46,21 @@ class Typical(_Relaxed):
     epsilon: float = 0.3
     delta: float = 0.09
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
-        """1 where a draft token is typical, else 0, `[batch, drafted]`."""
-        judged = p[:, : tokens.shape[1]]
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        """1 where a draft token is typical, else 0, `[rows, nodes]`."""
+        judged = p[:, : draft.tokens.shape[1]]
         entropy: Tensor = torch.special.entr(judged).sum(-1)
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
-        return (judged.gather(-1, tokens[..., None])[..., 0] > threshold).to(p.dtype)
+        return (judged.gather(-1, draft.tokens[..., None])[..., 0] > threshold).to(p.dtype)
 
 
 @dataclass(frozen=True)
 class TopKTolerance(_Relaxed):
     """Spec-Verification of SpecDec (Xia et al., 2023, arXiv 2203.16487), section 3.2.
 
-    A draft token stands if it is among the target's `top_k` likeliest and its log-likelihood is at most `tolerance`
-    below the likeliest token's. Judged on the target's own logits, before temperature and filters, so it relaxes
-    greedy decoding too.
+    A draft token is accepted if it is among the target's `top_k` likeliest and its log-likelihood is at most
+    `tolerance` below the likeliest token's. Judged on the target's own logits, before temperature and filters, so it
+    relaxes greedy decoding too.
 
     Attributes:
         top_k: how many tokens are good enough (the paper's beta).
@@ -65,10 +70,10 @@ class TopKTolerance(_Relaxed):
     top_k: int = 3
     tolerance: float = 1.0
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
-        """1 where a draft token is tolerable, else 0, `[batch, drafted]`."""
-        judged = logits[:, : tokens.shape[1]]
-        score = judged.gather(-1, tokens[..., None])
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        """1 where a draft token is tolerable, else 0, `[rows, nodes]`."""
+        judged = logits[:, : draft.tokens.shape[1]]
+        score = judged.gather(-1, draft.tokens[..., None])
         rank = (judged > score).sum(-1)
         gap = judged.amax(-1) - score[..., 0]
         return ((rank < self.top_k) & (gap <= self.tolerance)).to(p.dtype)

@@ -1,27 +1,32 @@
-"""What a verification rule is: three pure functions of a draft, its q and the target's p."""
+"""What a verification rule is: three pure functions of a draft and the target's p."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from selfspec.cache.tree import Tree
+    from selfspec.draft.draft import Draft
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """How much of a draft stands, and what the token after it is drawn from.
+    """How much of a draft is accepted, and what the token after it is drawn from.
 
-    A rule throws one coin per draft token. `heads` says how each coin is loaded, `accepted` reads the coins, `next`
-    says what the following token is drawn from. So the distribution of what a rule commits can be summed up exactly,
-    over drafts and coins, with no sampling. Nothing here draws, and nothing waits for the device.
+    A rule gives each node of the draft a chance (`accept_probs`); the loop draws a mask by these chances; `accepted`
+    reads the mask, and `recovery_probs` says what the token after the accepted nodes is drawn from. So the distribution
+    of what a rule commits can be summed up exactly, over drafts and masks, with no sampling. Nothing here draws, and
+    nothing waits for the device.
 
-    Shapes: draft tokens `[batch, drafted]`; q `[batch, drafted, vocab]`, or None for a deterministic draft, whose q is
-    one-hot at its tokens; p `[batch, drafted + 1, vocab]`, one distribution per draft token and one after the last;
-    logits as p, the target's own before temperature and filters.
+    Places: 0 is the last committed token, i + 1 is node i. The target gives p and logits at each of them, for the token
+    that follows: `[rows, nodes + 1, vocab]`; logits are its own, before temperature and filters. In a chain a place is
+    also the number of draft tokens up to there.
 
     Attributes:
         lossless: whether what is committed is distributed exactly as the target's own tokens.
-        couples: whether draft and target choose their tokens with the noise of the place (see `coupling`).
+        couples: whether draft and target choose their tokens with the noise of the place (see `Coupling`).
     """
 
     @property
@@ -30,17 +35,27 @@ class Rule(Protocol):
     @property
     def couples(self) -> bool: ...
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
-        """Probability of heads for each coin, `[batch, drafted]`."""
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        """Chance of each node, given that its parent is accepted and its earlier siblings are not, `[rows, nodes]`."""
         ...
 
-    def accepted(self, coins: Tensor) -> Tensor:
-        """Number of draft tokens that stand, `[batch]`, by the coins: `[batch, drafted]`, True for heads."""
+    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
+        """Place of the deepest accepted node, `[rows]`; 0: no node is.
+
+        Args:
+            mask: whether the draw of each node fell within its chance, `[rows, nodes]`.
+            tree: of the draft.
+        """
         ...
 
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        """Weights of the token after `accepted` draft tokens, `[batch, vocab]`, not normalised.
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        """Weights of the token after the accepted nodes, `[rows, vocab]`, not normalised.
 
-        The residual after a rejection, the target's own p (the bonus token's) after a draft that stands whole.
+        p there, less what its rejected children took; at a leaf p itself, from which the bonus token is drawn.
+
+        Args:
+            draft: the draft.
+            p: the target's, `[rows, nodes + 1, vocab]`.
+            place: of the deepest accepted node, `[rows]`.
         """
         ...

@@ -61,7 +61,7 @@ class State:
 
     def no_draft(self) -> Draft:
         """A draft of no tokens."""
-        return Draft(self.last[:, :0])
+        return Draft.chain(self.last[:, :0])
 
     def index(self, row: int, shortest: int, longest: int) -> SuffixIndex:
         """Where the end of a row's text stood before in it. It takes in what was committed since it was last asked for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -136,14 +136,15 @@ def _accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted
         finite &= logits.amax(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
     decided = torch.where(finite[..., None], sampling.decide(p, state.cache.positions(p.shape[1]) + 1), 0.0)
-    q = None if sampling.decided else draft.q
+    effective = replace(draft, probs=None) if sampling.decided else draft
     noise = torch.rand((len(state.live), draft.length), generator=state.generator, dtype=p.dtype, device=p.device)
     noise = sampling.left(noise)
-    count = rule.accepted(noise < rule.heads(draft.tokens, q, decided, logits))
-    token = sampling.draw(rule.next(draft.tokens, q, decided, count), state.generator)
+    accept_mask = noise < rule.accept_probs(effective, decided, logits)
+    count = rule.accepted(accept_mask, draft.tree)
+    token = sampling.draw(rule.recovery_probs(effective, decided, count), state.generator)
     overlap = torch.zeros_like(noise)
-    if draft.q is not None and sampling.decided:
-        overlap = torch.minimum(p[:, :-1], draft.q).sum(-1)
+    if draft.probs is not None and sampling.decided:
+        overlap = torch.minimum(p[:, :-1], draft.probs).sum(-1)
     return _Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap, logits, scores)
 
 

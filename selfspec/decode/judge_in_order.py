@@ -104,17 +104,18 @@ def _judge_place(state: State, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     positions = state.cache.positions(place + 1)[:, place:] + 1
     decided = torch.where(finite[..., None], sampling.decide(p, positions), 0.0)
     token = draft.tokens[:, place : place + 1]
-    q_token = None if draft.q is None else draft.q[:, place : place + 1]
-    q = None if sampling.decided else q_token
+    probs = None if draft.probs is None else draft.probs[:, place : place + 1]
+    effective = Draft.chain(token, None if sampling.decided else probs)
     # The rule sees a draft of one token, or of none after the last. What would follow that token is never looked at.
     p_rule = decided.expand(-1, token.shape[1] + 1, -1)
     noise = torch.rand((len(state.live), token.shape[1]), generator=state.generator, dtype=p.dtype, device=p.device)
     noise = sampling.left(noise)
-    accepted = rule.accepted(noise < rule.heads(token, q, p_rule, logits[:, place : place + 1 + token.shape[1]]))
-    own = sampling.draw(rule.next(token, q, p_rule, torch.zeros_like(accepted)), state.generator)
+    judged = logits[:, place : place + 1 + token.shape[1]]
+    accepted = rule.accepted(noise < rule.accept_probs(effective, p_rule, judged), effective.tree)
+    own = sampling.draw(rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted)), state.generator)
     overlap = torch.zeros_like(p[:, 0, 0])
-    if q_token is not None and token.shape[1] and sampling.decided:
-        overlap = torch.minimum(p, q_token).sum(-1)[:, 0]
+    if probs is not None and token.shape[1] and sampling.decided:
+        overlap = torch.minimum(p, probs).sum(-1)[:, 0]
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     return _Place(chosen, accepted, finite[:, 0], overlap, scores)
 

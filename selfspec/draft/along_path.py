@@ -79,5 +79,5 @@ class PathDrafter(Drafter):
         state.cache.rollback(len(tokens))
         start, left = path.resume_point, [step for step in states if step is not None]
         resume = None if start is None else Resume(start, ExactStates.concatenated(left))
-        q_all = None if state.sampling.greedy else torch.cat(distributions, 1)
-        return Draft(torch.cat(tokens, 1), q_all, resume, steps=len(tokens))
+        probs = None if state.sampling.greedy else torch.cat(distributions, 1)
+        return Draft.chain(torch.cat(tokens, 1), probs, resume, steps=len(tokens))

@@ -54,6 +54,6 @@ class Cascade(Drafter):
 
     def draft(self, state: State, length: int) -> Draft:
         found = self.look_up.look_up(state, length)
-        if found.length and state.control.prefers(found.match) and state.control.tries(found.match):
+        if found.length and state.control.prefers(found.match_length) and state.control.tries(found.match_length):
             return found
         return self.path.draft(state, length)

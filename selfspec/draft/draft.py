@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from selfspec.cache.tree import Tree
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -32,22 +29,44 @@ class Resume:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens proposed for the target to judge.
+    """Tokens proposed for the target to judge: a tree of them, the same shape in all rows.
 
     Attributes:
-        tokens: `[batch, drafted]`.
-        q: the distribution each token was drawn from, `[batch, drafted, vocab]`; None where the draft is
-            deterministic (q is one-hot at its tokens), as greedy drafts and look-ups are.
+        tokens: of each node, `[rows, nodes]`.
+        tree: which node follows which.
+        probs: the distribution q that each token was drawn from, `[rows, nodes, vocab]`; None where nothing was drawn
+            (q is one-hot at the tokens), as in greedy drafts and look-ups.
         resume: what verification may build on; None where it starts from tokens.
         steps: draft steps it took.
-        match: of a look-up, how many tokens back from its end the text is alike where the draft was found; else 0.
+        match_length: of a look-up, how many tokens back from its end the text is alike where the draft was found;
+            else 0.
+
+    Raises:
+        ValueError: `tokens` has another number of nodes than `tree`.
     """
 
     tokens: Tensor
-    q: Tensor | None = None
+    tree: Tree
+    probs: Tensor | None = None
     resume: Resume | None = None
     steps: int = 0
-    match: int = 0
+    match_length: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape[1] != len(self.tree):
+            raise ValueError(f"a draft of {self.tokens.shape[1]} tokens a row has a tree of {len(self.tree)} nodes")
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: Tensor,
+        probs: Tensor | None = None,
+        resume: Resume | None = None,
+        steps: int = 0,
+        match_length: int = 0,
+    ) -> Draft:
+        """A draft in which each token follows the one before it, `[rows, drafted]`."""
+        return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length)
 
     @property
     def length(self) -> int:

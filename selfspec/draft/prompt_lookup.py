@@ -47,7 +47,7 @@ class PromptLookup(Drafter):
 
     def draft(self, state: State, length: int) -> Draft:
         found = self.look_up(state, length)
-        return found if state.control.tries(found.match) else state.no_draft()
+        return found if state.control.tries(found.match_length) else state.no_draft()
 
     def look_up(self, state: State, length: int) -> Draft:
         """The draft of up to `length` tokens; an empty one where no live row has a match, or too few to pay for all."""
@@ -71,4 +71,4 @@ class PromptLookup(Drafter):
         if most == 0:
             return state.no_draft()
         tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
-        return Draft(torch.tensor(tokens, device=state.last.device), match=least)
+        return Draft.chain(torch.tensor(tokens, device=state.last.device), match_length=least)

@@ -81,7 +81,7 @@ class Given(Drafter):
         return
 
     def draft(self, state: State, length: int) -> Draft:
-        return Draft(state.last.repeat(1, length))
+        return Draft.chain(state.last.repeat(1, length))
 
 
 class Probe(Drafter):
@@ -131,7 +131,7 @@ class Probe(Drafter):
     def _time(self, state: State, name: str, length: int) -> None:
         drafts: list[Draft] = []
         if name == PLAIN:
-            drafts.append(Draft(state.last.repeat(1, length)))
+            drafts.append(Draft.chain(state.last.repeat(1, length)))
         else:
             drafter = self._drafters[name]
             took = self._timer.of(lambda: drafts.append(drafter.draft(state, length)))

@@ -11,6 +11,8 @@ from torch import Tensor
 from helpers.chains import Case, cases
 from helpers.exact import Chain, committed, committed_in_step, committed_when_cut
 from selfspec.accept import Block, Rule, TokenLevel
+from selfspec.cache.tree import Tree
+from selfspec.draft import Draft
 
 RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
 
@@ -57,18 +59,18 @@ def test_two_rows_that_share_the_length_of_their_drafts_are_cut_exactly(
 class ByTheDraftsLength(TokenLevel):
     """Lossless at each length: drafts of two tokens are judged one by one, others as a block."""
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
-        return self._rule(tokens).heads(tokens, q, p, logits)
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        return self._rule(draft.tree).accept_probs(draft, p, logits)
 
-    def accepted(self, coins: Tensor) -> Tensor:
-        return self._rule(coins).accepted(coins)
+    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
+        return self._rule(tree).accepted(mask, tree)
 
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        return self._rule(tokens).next(tokens, q, p, accepted)
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        return self._rule(draft.tree).recovery_probs(draft, p, place)
 
     @staticmethod
-    def _rule(tokens: Tensor) -> Rule:
-        return TokenLevel() if tokens.shape[1] == 2 else Block()
+    def _rule(tree: Tree) -> Rule:
+        return TokenLevel() if len(tree) == 2 else Block()
 
 
 def test_the_proof_sees_a_cut_by_what_the_row_itself_drafted() -> None:

@@ -1,4 +1,4 @@
-"""Many rounds thrown with real coins and draws: what the rules commit in practice is what they commit on paper."""
+"""Many rounds, really drawn: what the rules commit in practice is what they commit on paper."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from helpers.exact import Chain
 from helpers.goodness import p_value
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.decode.sampling import draw
+from selfspec.draft import Draft
 
 VOCAB, DRAFTED = 4, 3
 
@@ -35,9 +36,10 @@ def committed(rule: Rule, p: Chain, q: Chain, rounds: int, seed: int) -> Iterato
     generator = torch.Generator().manual_seed(seed)
     drafts = drawn(q, rounds, DRAFTED, generator)
     p_rows, q_rows = p.along(drafts), q.along(drafts)
-    coins = torch.rand(drafts.shape, generator=generator) < rule.heads(drafts, q_rows, p_rows, p_rows.log())
-    count = rule.accepted(coins)
-    token = draw(rule.next(drafts, q_rows, p_rows, count), generator)
+    draft = Draft.chain(drafts, q_rows)
+    mask = torch.rand(drafts.shape, generator=generator) < rule.accept_probs(draft, p_rows, p_rows.log())
+    count = rule.accepted(mask, draft.tree)
+    token = draw(rule.recovery_probs(draft, p_rows, count), generator)
     for stood in range(DRAFTED + 1):
         rows = count == stood
         tokens = torch.cat([drafts[rows, :stood], token[rows, None]], 1)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.accept import RULES, TopKTolerance, Typical
+from selfspec.draft import Draft
 
 
 def test_only_names_that_say_so_are_not_lossless() -> None:
@@ -23,20 +24,21 @@ def test_typical_acceptance_keeps_what_is_likely_for_the_entropy() -> None:
     entropy = [-sum(x * math.log(x) for x in row.tolist()) for row in p[0]]
     for tokens in ([0, 0], [1, 1], [2, 0], [3, 2]):
         expected = [float(p[0, i, token] > min(0.3, 0.5 * math.exp(-entropy[i]))) for i, token in enumerate(tokens)]
-        assert rule.heads(torch.tensor([tokens]), None, p, p.log()).tolist() == [expected]
+        assert rule.accept_probs(Draft.chain(torch.tensor([tokens])), p, p.log()).tolist() == [expected]
 
 
 def test_top_k_with_tolerance_needs_rank_and_likelihood() -> None:
     logits = torch.tensor([[[3.0, 2.5, 2.0, 1.9], [3.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]]])
     rule = TopKTolerance(top_k=2, tolerance=1.0)
-    assert rule.heads(torch.tensor([[1, 0]]), None, logits, logits).tolist() == [[1.0, 1.0]]
+    assert rule.accept_probs(Draft.chain(torch.tensor([[1, 0]])), logits, logits).tolist() == [[1.0, 1.0]]
     # The third likeliest is out by rank, the second by likelihood.
-    assert rule.heads(torch.tensor([[2, 1]]), None, logits, logits).tolist() == [[0.0, 0.0]]
+    assert rule.accept_probs(Draft.chain(torch.tensor([[2, 1]])), logits, logits).tolist() == [[0.0, 0.0]]
 
 
 def test_a_rejected_token_gives_way_to_the_target_own() -> None:
     p = torch.rand(3, 4, 5).softmax(-1)
-    weights = Typical().next(torch.zeros(3, 3, dtype=torch.long), None, p, torch.tensor([0, 3, 1]))
+    draft = Draft.chain(torch.zeros(3, 3, dtype=torch.long))
+    weights = Typical().recovery_probs(draft, p, torch.tensor([0, 3, 1]))
     assert torch.equal(weights, torch.stack([p[0, 0], p[1, 3], p[2, 1]]))
 
 

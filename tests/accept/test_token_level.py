@@ -11,6 +11,8 @@ from torch import Tensor
 from helpers.chains import Case, cases
 from helpers.exact import Chain, committed
 from selfspec.accept import TokenLevel
+from selfspec.cache.tree import Tree
+from selfspec.draft import Draft
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -40,31 +42,31 @@ def test_accepts_one_minus_total_variation(vocab: int, seed: int) -> None:
 
 
 class SwappedRatio(TokenLevel):
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
-        assert q is not None
-        index = tokens[..., None]
-        ratio = q.gather(-1, index) / p[:, : tokens.shape[1]].gather(-1, index)
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        assert draft.probs is not None
+        index = draft.tokens[..., None]
+        ratio = draft.probs.gather(-1, index) / p[:, : draft.tokens.shape[1]].gather(-1, index)
         return ratio[..., 0].clamp(max=1.0)
 
 
 class ResidualFromP(TokenLevel):
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        return p[torch.arange(len(tokens)), accepted]
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        return p[torch.arange(len(p)), place]
 
 
 class BonusFromQ(TokenLevel):
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        assert q is not None
-        weights = super().next(tokens, q, p, accepted)
-        return torch.where((accepted == tokens.shape[1])[:, None], q[:, -1], weights)
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        assert draft.probs is not None
+        weights = super().recovery_probs(draft, p, place)
+        return torch.where((place == draft.tokens.shape[1])[:, None], draft.probs[:, -1], weights)
 
 
-class EveryHeadCounts(TokenLevel):
-    def accepted(self, coins: Tensor) -> Tensor:
-        return coins.long().sum(-1)
+class EveryDrawCounts(TokenLevel):
+    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
+        return mask.long().sum(-1)
 
 
-@pytest.mark.parametrize("planted", [SwappedRatio(), ResidualFromP(), BonusFromQ(), EveryHeadCounts()])
+@pytest.mark.parametrize("planted", [SwappedRatio(), ResidualFromP(), BonusFromQ(), EveryDrawCounts()])
 def test_the_proof_sees_a_planted_error(planted: TokenLevel) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -83,5 +85,5 @@ def test_the_proof_sees_a_planted_error(planted: TokenLevel) -> None:
 
 def test_equal_p_and_q_that_leave_no_residual_fall_back_to_p() -> None:
     p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
-    weights = TokenLevel().next(torch.tensor([[1]]), p[:, :1], p, torch.tensor([0]))
+    weights = TokenLevel().recovery_probs(Draft.chain(torch.tensor([[1]]), p[:, :1]), p, torch.tensor([0]))
     assert torch.equal(weights, p[:, 0])

@@ -48,7 +48,7 @@ def drafted(controller: Controller, confidences: list[float], remaining: int = 1
 
 def told(controller: Controller, length: int, accepted: int, match: int = 0) -> None:
     """Let a controller learn of a round of one row."""
-    draft = Draft(torch.zeros(1, length, dtype=torch.long), steps=0 if match else length, match=match)
+    draft = Draft.chain(torch.zeros(1, length, dtype=torch.long), steps=0 if match else length, match_length=match)
     controller.learn(draft, [RowOutcome(min(accepted + 1, length), accepted, accepted + 1)])
 
 
@@ -191,7 +191,9 @@ def test_many_useless_sources_lose_no_more_than_one(rows: int) -> None:
     for number in range(1, 401):
         length, match = controller.choose(100, [True] * rows), number % 10
         if controller.tries(match):
-            draft = Draft(torch.zeros(rows, length, dtype=torch.long), steps=0 if match else length, match=match)
+            draft = Draft.chain(
+                torch.zeros(rows, length, dtype=torch.long), steps=0 if match else length, match_length=match
+            )
             controller.learn(draft, [RowOutcome(1, 0, 1)] * rows)
             lost += batch.of_round(draft.steps, length) - 1
         assert lost <= 3 + number / 200 + batch.of_round(4, 4)
@@ -268,7 +270,7 @@ def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cos
 
 
 def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_after_the_trial() -> None:
-    draft = Draft(torch.zeros(2, 4, dtype=torch.long), steps=4)
+    draft = Draft.chain(torch.zeros(2, 4, dtype=torch.long), steps=4)
     for first, goes_on in ((RowOutcome(4, 4, 5), True), (RowOutcome(4, 4, 1, dropped=4), False)):
         # Three tokens a row stand, at 2.6 plain steps.
         controller = CostAware(4).begin(selfspec.Costs(draft=0.4, out_of_step=1.1))
@@ -285,7 +287,7 @@ def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_
 
 
 def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
-    draft = Draft(torch.zeros(2, 4, dtype=torch.long), steps=4)
+    draft = Draft.chain(torch.zeros(2, 4, dtype=torch.long), steps=4)
     rounds = {}
     for turns in (True, False):
         controller = CostAware(4).begin(selfspec.Costs(draft=0.4))
@@ -302,7 +304,7 @@ def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
 
 
 def test_the_end_of_a_row_is_no_gain_and_no_loss() -> None:
-    draft = Draft(torch.zeros(3, 4, dtype=torch.long), steps=4)
+    draft = Draft.chain(torch.zeros(3, 4, dtype=torch.long), steps=4)
     for ended in range(3):
         # A plain step a token, whoever is behind: what is gained then is gained in the rounds that are left.
         controller = CostAware(4).begin(selfspec.Costs(draft=0.0, out_of_step=9.0))
@@ -477,7 +479,7 @@ class Wrong(selfspec.Drafter):
         return
 
     def draft(self, state: Any, length: int) -> Draft:
-        return Draft(torch.full((1, length), 49), steps=length) if state.control.tries(0) else state.no_draft()
+        return Draft.chain(torch.full((1, length), 49), steps=length) if state.control.tries(0) else state.no_draft()
 
     def cost(self, model: Any, adapter: Any) -> float:
         return 0.2
@@ -494,7 +496,7 @@ class Right(selfspec.Drafter):
 
     def draft(self, state: Any, length: int) -> Draft:
         start = state.text.length(0)
-        return Draft(torch.tensor([self.text[start : start + length]]), steps=length)
+        return Draft.chain(torch.tensor([self.text[start : start + length]]), steps=length)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Keeping(Drafter):
 
 def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
     """The joint of drafted texts that the draft itself claims: q of each position given the tokens before it."""
-    assert draft.q is not None
+    assert draft.probs is not None
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for position in range(draft.length):
         rows = {tuple(before): row for row, before in enumerate(draft.tokens[:, :position].tolist())}
@@ -65,7 +65,7 @@ def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
             (*text, token): chance * probability
             for text, chance in texts.items()
             # A text that was never drafted has no q that could be looked at.
-            for token, probability in enumerate(draft.q[rows[text], position].tolist() if text in rows else [1.0])
+            for token, probability in enumerate(draft.probs[rows[text], position].tolist() if text in rows else [1.0])
         }
     return texts
 

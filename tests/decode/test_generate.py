@@ -119,17 +119,17 @@ def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -
     class Mismatched(selfspec.EarlyExit):
         def draft(self, state: Any, length: int) -> selfspec.Draft:
             draft: selfspec.Draft = super().draft(state, length)
-            assert draft.q is not None
-            hotter = draft.q ** (1 / 1.1)
-            return replace(draft, q=hotter / hotter.sum(-1, keepdim=True))
+            assert draft.probs is not None
+            hotter = draft.probs ** (1 / 1.1)
+            return replace(draft, probs=hotter / hotter.sum(-1, keepdim=True))
 
     spec = selfspec.wrap(small(), Mismatched(2), draft_length=2, accept="token")
     assert holm_rejects(p_values(spec, Warp(), batches=80), 0.01)
 
 
 class ResidualFromP(TokenLevel):
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        return p[torch.arange(len(tokens)), accepted]
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        return p[torch.arange(len(p)), place]
 
 
 def test_the_joint_test_sees_a_residual_taken_from_p() -> None:
@@ -367,7 +367,7 @@ class Poison(Drafter):
     def draft(self, state: State, length: int) -> Draft:
         if state.text.length(0) > self.prompt:
             return state.no_draft()
-        return Draft(torch.full((len(state.live), length), self.token))
+        return Draft.chain(torch.full((len(state.live), length), self.token))
 
 
 @pytest.mark.parametrize("runtime", [selfspec.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])

@@ -80,7 +80,7 @@ class OneRow(Drafter):
         right = torch.tensor([row + [0] * (length - len(row)) for row in rows])
         wrong = (right + 1) % tiny.VOCABULARY
         chosen = torch.arange(4) == (starts[0] % 4)
-        return Draft(torch.where(chosen[:, None], right, wrong), steps=length)
+        return Draft.chain(torch.where(chosen[:, None], right, wrong), steps=length)
 
 
 def test_rows_stay_in_step_where_drafts_are_worth_nothing() -> None:

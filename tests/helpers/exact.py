@@ -1,4 +1,4 @@
-"""The exact distribution of what a rule commits: a sum over all drafts and all coins, with no sampling."""
+"""The exact distribution of what a rule commits: a sum over all drafts and all masks, with no sampling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
+from selfspec.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Committed:
 
 
 def committed(rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = None) -> Committed:
-    """Sum over drafts and coins.
+    """Sum over drafts and masks.
 
     Args:
         rule: what judges.
@@ -153,11 +154,12 @@ def _tokens_by_draft(rule: Rule, p: Chain, q: Chain) -> Tensor:
     drafted = len(q.tables)
     drafts = _all_drafts(p.vocab, drafted)
     p_rows = Chain(p.tables[: drafted + 1]).along(drafts)
-    heads = rule.heads(drafts, q.along(drafts), p_rows, p_rows.log())
-    chances = torch.zeros(len(drafts), drafted + 1, dtype=heads.dtype)
+    draft = Draft.chain(drafts, q.along(drafts))
+    probs = rule.accept_probs(draft, p_rows, p_rows.log())
+    chances = torch.zeros(len(drafts), drafted + 1, dtype=probs.dtype)
     for pattern in itertools.product([True, False], repeat=drafted):
-        coins = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
-        chances[:, int(rule.accepted(coins)[0])] += torch.where(coins, heads, 1 - heads).prod(-1)
+        mask = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
+        chances[:, int(rule.accepted(mask, draft.tree)[0])] += torch.where(mask, probs, 1 - probs).prod(-1)
     # A draft that is never made has no chances, and no weight.
     return torch.where((q.joint().flatten() > 0)[:, None], chances, 0.0)
 
@@ -176,14 +178,14 @@ def _summed(
     if not len(drafts):
         return Committed(joint, length)
     p_rows = Chain(p.tables[: drafted + 1]).along(drafts)
-    q_rows = None if q is None else q.along(drafts)
-    heads = rule.heads(drafts, q_rows, p_rows, p_rows.log())
-    assert ((heads >= 0) & (heads <= 1)).all()
+    draft = Draft.chain(drafts, None if q is None else q.along(drafts))
+    probs = rule.accept_probs(draft, p_rows, p_rows.log())
+    assert ((probs >= 0) & (probs <= 1)).all()
     for pattern in itertools.product([True, False], repeat=drafted):
-        coins = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
-        chance = weights * torch.where(coins, heads, 1 - heads).prod(-1)
-        count = rule.accepted(coins)
-        follow = rule.next(drafts, q_rows, p_rows, count)
+        mask = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
+        chance = weights * torch.where(mask, probs, 1 - probs).prod(-1)
+        count = rule.accepted(mask, draft.tree)
+        follow = rule.recovery_probs(draft, p_rows, count)
         possible = chance > 0
         assert (follow[possible].sum(-1) > 0).all()
         follow = torch.where(possible[:, None], follow / follow.sum(-1, keepdim=True), torch.zeros(()).to(follow))

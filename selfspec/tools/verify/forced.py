@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from selfspec.accept.token_level import unbroken
 from selfspec.api import wrap
+from selfspec.cache.tree import Tree
 from selfspec.decode.batch import State
 from selfspec.decode.noise import Coupling
 from selfspec.decode.processors import Warping
@@ -54,7 +55,7 @@ class DictatedDrafter(Drafter):
 
     def draft(self, state: State, length: int) -> Draft:
         draft = self._drafter.draft(replace(state, sampling=self._dictated), length)
-        return Draft(draft.tokens, None, draft.resume)
+        return Draft(draft.tokens, draft.tree, None, draft.resume)
 
 
 class DictatedRule:
@@ -76,25 +77,26 @@ class DictatedRule:
         self._committed = 0
         self._judged: Tensor
 
-    def heads(self, tokens: Tensor, q: Tensor | None, p: Tensor, logits: Tensor) -> Tensor:
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         """1 where a draft token is the text's, else 0, `[1, drafted]`."""
         self._judged = logits[0]
+        tokens = draft.tokens
         expected = self._tokens[self._committed : self._committed + tokens.shape[1]]
         return (tokens == torch.tensor([expected], device=tokens.device, dtype=torch.long)).to(p.dtype)
 
-    def accepted(self, coins: Tensor) -> Tensor:
-        """Number of heads before the first tails, `[1]`."""
-        return unbroken(coins)
+    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
+        """Place of the last node before the first that is rejected, `[1]`."""
+        return unbroken(mask)
 
-    def next(self, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
         """One-hot at the text's token after the accepted ones, `[1, vocab]`."""
-        stands = int(accepted.item())
-        upcoming = self._tokens[self._committed + stands]
+        accepted = int(place.item())
+        upcoming = self._tokens[self._committed + accepted]
         # Without finite logits the loop commits no token here: the next round judges the place again.
-        committed = stands + int(self._judged[stands].amax().isfinite().item())
+        committed = accepted + int(self._judged[accepted].amax().isfinite().item())
         self.logits.append(self._judged[:committed])
         self._committed += committed
-        return torch.zeros_like(p[:, 0]).index_fill_(-1, accepted.new_tensor([upcoming]), 1.0)
+        return torch.zeros_like(p[:, 0]).index_fill_(-1, place.new_tensor([upcoming]), 1.0)
 
 
 def forced_logits(

@@ -60,7 +60,7 @@ def test_a_drafter_that_says_its_own_is_judged_by_the_text(llama: PreTrainedMode
             """Any depth will do."""
 
         def draft(self, state: State, length: int) -> Draft:
-            return Draft(torch.full((1, length), 7))
+            return Draft.chain(torch.full((1, length), 7))
 
     prompt, tokens = tiny.prompt(5), [7, 7, 1, 7, 7, 7, 7, 7, 7, 2]
     wanted = stepwise_logits(llama, prompt, tokens)
