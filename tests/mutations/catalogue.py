@@ -636,14 +636,14 @@ CATALOGUE = (
     # Paths and gates.
     Mutation(
         "an early exit runs one sublayer more",
-        "Path.up_to",
+        "LayerPath.up_to",
         "sublayer >= end",
         "sublayer > end",
         ("test_layer_path.py",),
     ),
     Mutation(
         "verification resumes at the last skipped sublayer, not the first",
-        "Path.resume_point",
+        "LayerPath.resume_point",
         "min(self.skipped, default=None)",
         "max(self.skipped, default=None)",
         (_GREEDY, "test_layer_path.py"),
@@ -771,7 +771,7 @@ CATALOGUE = (
     ),
     Mutation(
         "ended rows have a say in how long drafts are",
-        "_Confident.goes_on",
+        "ConfidentController.goes_on",
         "live and confidence >= self._threshold",
         "confidence >= self._threshold",
         ("test_control.py",),
@@ -968,7 +968,7 @@ CATALOGUE = (
         "logits of a draft are the full model's",
         "draft_logits",
         "draft.path",
-        "Path.full",
+        "LayerPath.full",
         ("test_pruned.py",),
     ),
     Mutation(
