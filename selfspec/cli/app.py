@@ -12,9 +12,10 @@ from selfspec.cli.ablate import ablate
 from selfspec.cli.bench import bench
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.demo import demo
-from selfspec.cli.ending import INTERRUPTED, asks_for_json, report, status_of
-from selfspec.cli.generate import generate
+from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.inspect import inspect
+from selfspec.cli.options import grouped
+from selfspec.cli.outcome import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.search import search
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
@@ -23,10 +24,10 @@ app = typer.Typer(
     name="selfspec",
     help="Self-speculative decoding: one language model drafts for itself; the output is exactly its own.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
+app.command(epilog=EPILOG)(grouped(generate))
 app.command()(inspect)
 app.command()(verify)
 app.command()(calibrate)

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
+from selfspec.cli.outcome import print_json
 from selfspec.errors import BenchError
 from selfspec.files.writing import whole
 from selfspec.tools.bench import figures, plots

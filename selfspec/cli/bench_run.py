@@ -11,10 +11,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from selfspec.cli.bench_report import print_overview, summary, write_report
-from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.ending import FailedRunError
-from selfspec.cli.json_output import print_json
-from selfspec.cli.options import OutputFormat
+from selfspec.cli.options import OutputFormat, read_draft
+from selfspec.cli.outcome import FailedRunError, print_json
 from selfspec.cli.terminal import progress_bar
 from selfspec.draft import Drafter
 from selfspec.errors import DraftConfigError, PromptError
@@ -147,7 +145,7 @@ def _specs(job: Job, place: str, device: torch.device) -> list[ArmSpec]:
     for spec in specs:
         if spec.draft is None:
             continue
-        drafter = parse_draft(spec.draft)
+        drafter = read_draft(spec.draft)
         if isinstance(drafter, Drafter):
             drafter.check(depth)
         if drafter is None:

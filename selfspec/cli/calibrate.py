@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli.calibrate_prompts import read_prompts
-from selfspec.cli.draft_option import parse_drafter
-from selfspec.cli.options import Device, Dtype, Output, Packed, Threads
+from selfspec.cli.options import Device, Dtype, Output, Packed, Threads, read_draft
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def calibrate(
 def _parsed(text: str) -> PathDrafter:
     from selfspec.draft.along_path import PathDrafter
 
-    drafter = parse_drafter(text)
+    drafter = read_draft(text)
     if not isinstance(drafter, PathDrafter):
         raise DraftConfigError(
             f"--draft {text} is no path of the model; look-ups and plain decoding are always considered, so name the "

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers.utils import logging
 
-from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
+from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.control.profile_place import default_file
 from selfspec.control.profile_place import folder as default_folder

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.options import Device, DraftLength, DraftText, Output, Threads
+from selfspec.cli.options import Device, Draft, DraftLength, Output, Threads, read_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 
 
 def demo(
-    draft: DraftText = "lookup+exit:4",
+    draft: Draft = "lookup+exit:4",
     draft_length: DraftLength = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=2, help="Tokens to generate for each text.")
@@ -31,7 +30,7 @@ def demo(
     """
     if not 0 < temperature < math.inf:
         raise UnsupportedOptionError(f"--temperature {temperature:g} does not sample; give one above 0, e.g. 0.8")
-    drafter = parse_draft(draft)
+    drafter = read_draft(draft)
     if drafter is None:
         raise DraftConfigError(
             "the demo compares drafting with plain decoding; give --draft exit:E or --draft skip:..."

@@ -12,11 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
-from selfspec.cli.ending import FailedRunError
-from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
-from selfspec.cli.stats_table import by_position
-from selfspec.cli.terminal import progress_bar
+from selfspec.cli.outcome import FailedRunError, print_json
+from selfspec.cli.terminal import by_position, progress_bar
 from selfspec.cli.text_stream import decoded
 from selfspec.control.plan import Plan
 from selfspec.draft import Drafter

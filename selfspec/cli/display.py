@@ -1,8 +1,8 @@
-"""Showing rounds as they are committed: plain text, coloured by where each token came from, or not at all."""
+"""Show rounds as they are committed: as plain text, or coloured by where each token came from."""
 
 from __future__ import annotations
 
-from typing import IO, Protocol
+from typing import IO
 
 from rich.console import Console
 from rich.style import Style
@@ -15,26 +15,6 @@ from selfspec.decode.output import RowRound
 _ACCEPTED = Style(color="green")
 _OWN = Style(bold=True)
 _REJECTED = Style(color="red", dim=True, strike=True)
-
-
-class Display(Protocol):
-    """Shows one generation."""
-
-    def show(self, committed: RowRound) -> None:
-        """Show a round."""
-
-    def finish(self) -> None:
-        """Show what is left at the end, whatever ended it."""
-
-
-class SilentDisplay:
-    """Shows nothing."""
-
-    def show(self, committed: RowRound) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
 
 
 class PlainDisplay:
@@ -63,7 +43,7 @@ class PlainDisplay:
 
 
 class DraftDisplay:
-    """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in a style of its own.
+    """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in its own style.
 
     Args:
         stream: turns tokens to text.

@@ -2,107 +2,306 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.options import Device, DraftLength, DraftText, Dtype, Output, Packed, Threads
-from selfspec.cli.prompt_option import read_prompt
-from selfspec.cli.sampling_option import read_sampling
-from selfspec.cli.shaping_option import read_shaping
-from selfspec.cli.terminal import require_colours
+from selfspec.cli.options import DraftLength, ModelOptions, Output, read_draft
+from selfspec.cli.outcome import FailedRunError, print_json
+from selfspec.cli.terminal import by_position, console, require_colours, two_digits
+from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec.cli.display import DraftDisplay, PlainDisplay
+    from selfspec.decode.generation import Generation
+    from selfspec.decode.output import RowRound
+    from selfspec.decode.stats import Stats
+    from selfspec.model.checkpoint import Checkpoint
+
+DRAFTS = {
+    "none": "plain decoding",
+    "exit:4": "early exit: the first 4 layers, then the head",
+    "skip:attn=3,5;mlp=4;layers=7-9": "all but these sublayers and layers",
+    "skip-file:skip.json": "the skip set that `selfspec search` found",
+    "head:HEADS": "a trained exit head, by `selfspec train exit`; `head:HEADS@4`: that of layer 4",
+    "exit:4+vocab:v.json": "any of these with fewer rows of the head, by `selfspec train vocabulary`",
+    "lookup": "copy from the text so far",
+    "lookup+exit:4": "copy where the text repeats itself, else draft by any of these",
+    "auto": "the fastest one here, by `selfspec calibrate`",
+    "auto:profile.json": "the same from a file",
+}
+"""Every kind of draft: an example, and what it does."""
+
+EPILOG = "Drafts:\n\n" + "\n".join(f"- `{draft}`: {meaning}" for draft, meaning in DRAFTS.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling."""
+
+    temperature: Annotated[float, typer.Option(min=0, metavar="T", help="0: greedy decoding; above 0: sampling.")] = 0.0
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample from the K likeliest tokens.")] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="P", help="Sample from the likeliest tokens that sum to probability P."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="P", help="Sample from tokens at least P times as likely as the likeliest."),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Repeat a sampled text on this machine; random by default.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "min_p"):
+                if getattr(self, name) is not None:
+                    raise UnsupportedOptionError(
+                        f"--{name.replace('_', '-')} has no effect on greedy decoding; add --temperature 1 to sample, "
+                        "or drop it"
+                    )
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UnsupportedOptionError(f"--seed must be from 0 to 2**63 - 1, got {self.seed}")
+
+    def seeded(self) -> Sampling:
+        """With a fresh seed where one is needed and none is given, so that every sampled text can be repeated."""
+        if self.temperature == 0:
+            return replace(self, seed=None)
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+    def generation_options(self) -> dict[str, Any]:
+        """Keywords of `generate`. Every filter is named, because `transformers` has a top-k of 50 by default."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "min_p": self.min_p,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaping:
+    """Penalties and stop strings."""
+
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="R", help="Above 1: make tokens of the text so far less likely.")
+    ] = 1.0
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Let no run of N tokens come twice; 0: let it.")
+    ] = 0
+    stop_strings: Annotated[
+        list[str] | None, typer.Option("--stop-string", metavar="TEXT", help="Stop after this text; may be repeated.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What is shown."""
+
+    show_drafts: Annotated[
+        bool,
+        typer.Option("--show-drafts", help="Colour accepted, own and rejected tokens; with json, list the rounds."),
+    ] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Print counts and times on stderr.")] = False
+    output: Output = "text"
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Option("--model", help="A folder with config.json, model.safetensors and tokenizer.json; or a hub name."),
-    ],
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
+    model: ModelOptions,
+    sampling: Sampling,
+    shaping: Shaping,
+    shown: Shown,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="A file with the text to continue, less its last line break.")
+        Path | None, typer.Option(metavar="FILE", help="File with the text to continue, less its last line break.")
     ] = None,
-    draft: DraftText = "none",
+    draft: Annotated[str, typer.Option(metavar="DRAFT", help="What drafts: see Drafts below.")] = "none",
     draft_length: DraftLength = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token (greedy).")] = 0.0,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", help="Sample from the likeliest tokens that make up this probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", help="Sample from tokens at least this likely, relative to the likeliest."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1: tokens of the text so far are less likely.")
-    ] = 1.0,
-    no_repeat_ngram_size: Annotated[
-        int, typer.Option("--no-repeat-ngram-size", help="No run of so many tokens comes twice; 0: any may.")
-    ] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End after this string. May be given several times.")
-    ] = None,
     accept: Annotated[
         str | None,
         typer.Option(
-            "--accept",
             metavar="RULE",
-            help="How drafts are judged: token, block, coupled; relaxed-typical and relaxed-top-k are faster, and the "
-            "text is then no longer the model's own. Default: block where tokens are sampled, else token.",
+            help="`token`, `block` or `coupled`; `relaxed-typical` and `relaxed-top-k` are faster and not lossless. "
+            "Default: `block` where tokens are sampled, else `token`.",
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="Repeats a sampled text on the same machine; default: a new one each time."),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    packed: Packed = False,
-    show_drafts: Annotated[
-        bool,
-        typer.Option(
-            "--show-drafts",
-            help="Colour the text by where it came from, rejected draft tokens included; json: list rounds.",
-        ),
-    ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print what was counted, as a table on stderr.")] = False,
-    output: Output = "text",
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Generate at most N tokens.")] = 128,
 ) -> None:
-    """Continue a prompt. Without --prompt and --prompt-file it is read from standard input.
+    """Continue a prompt: --prompt, --prompt-file or standard input.
 
-    Only the new text is printed. The command line alone says how to sample; the checkpoint's own sampling defaults are
-    not used.
+    Prints the new text alone. How to sample is what the options say; the sampling defaults of the checkpoint are not
+    used.
     """
-    sampling = read_sampling(temperature, top_k, top_p, min_p, seed)
-    shaping = read_shaping(repetition_penalty, no_repeat_ngram_size, stop)
-    drafter = parse_draft(draft)
-    text = read_prompt(prompt, prompt_file)
-    if show_drafts and output == "text":
+    drafter = read_draft(draft)
+    text = _read_prompt(prompt, prompt_file)
+    if shown.show_drafts and shown.output == "text":
         require_colours(sys.stdout)
 
-    from selfspec.cli.generate_run import Job, run
+    import torch
+    from transformers import GenerationConfig
 
-    job = Job(
-        model=model,
-        prompt=text,
-        draft=draft.strip(),
-        drafter=drafter,
-        draft_length=draft_length,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        shaping=shaping,
-        accept=accept,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        packed=packed,
-        show_drafts=show_drafts,
-        stats=stats,
-        output=output,
+    from selfspec.accept import find_rule
+    from selfspec.api import wrap
+    from selfspec.decode.option_values import Scope, check_values
+    from selfspec.draft import Drafter
+    from selfspec.environment import versions
+
+    sampling = sampling.seeded()
+    options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}
+    rule = None if accept is None else find_rule(accept)
+    depth = model.prepare()
+    check_values(options.get, Scope(vocabulary=0, rows=1))
+    if isinstance(drafter, Drafter):
+        drafter.check(depth)
+
+    checkpoint = model.load()
+    spec = wrap(checkpoint.model, draft=drafter, draft_length=draft_length, accept=rule)
+    given = spec.model.generation_config
+    # The sampling defaults of the checkpoint are dropped: the options alone say how to sample.
+    spec.model.generation_config = GenerationConfig(
+        bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
     )
-    run(job)
+    ids = checkpoint.encode(text)
+    generation = spec.stream(ids, seed=sampling.seed, tokenizer=checkpoint.tokenizer, **options)
+    rounds: list[RowRound] = []
+    ended_by = _show_rounds(generation, _display(shown, checkpoint, ids), rounds)
+    if not generation.lossless:
+        print(f"note: --accept {accept} is not lossless; this text is not the model's own", file=sys.stderr)
+    if shown.stats:
+        _print_stats(generation.stats)
+    result = {
+        "prompt": text,
+        **_texts(checkpoint, ids, rounds),
+        "settings": {
+            "model": model.model,
+            "draft": draft.strip(),
+            "draft_length": draft_length if drafter else None,
+            "max_new_tokens": max_new_tokens,
+            "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
+            "device": str(checkpoint.model.device),
+            "threads": torch.get_num_threads(),
+            "sampling": asdict(sampling),
+            "shaping": asdict(shaping),
+            "accept": accept,
+        },
+        "lossless": generation.lossless,
+        "stats": generation.stats.to_dict(),
+        "versions": versions(),
+    }
+    if shown.show_drafts:
+        result["rounds"] = [
+            {"draft": list(row.draft), "accepted": row.accepted, "tokens": list(row.tokens)} for row in rounds
+        ]
+    if ended_by is not None:
+        raise FailedRunError(ended_by, result)
+    if shown.output == "json":
+        print_json(result)
+
+
+def _read_prompt(text: str | None, file: Path | None) -> str:
+    """The prompt from its one source; standard input is read only where neither option is given.
+
+    Files and pipes usually end with a line break that is not meant: one is dropped.
+
+    Raises:
+        PromptError: there is none, there are two, it is empty, or it is not UTF-8.
+    """
+    if text is not None and file is not None:
+        raise PromptError("give the prompt once: --prompt or --prompt-file")
+    if text is not None:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise PromptError(f"--prompt is not UTF-8 text ({error}); convert it first") from error
+        return text
+    if file is not None:
+        try:
+            return _decoded(file.read_bytes(), str(file))
+        except OSError as error:
+            raise PromptError(f"--prompt-file {file} cannot be read: {error.strerror or error}") from error
+    if sys.stdin is None or sys.stdin.isatty():
+        raise PromptError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
+    return _decoded(sys.stdin.buffer.read(), "standard input")
+
+
+def _decoded(content: bytes, source: str) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{source} is not UTF-8 text ({error}); convert it first") from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise PromptError(f"{source} is empty; give some text, or --prompt '' to start from the bos token alone")
+    return text
+
+
+def _display(shown: Shown, checkpoint: Checkpoint, prompt: Tensor) -> PlainDisplay | DraftDisplay | None:
+    from selfspec.cli.display import DraftDisplay, PlainDisplay
+    from selfspec.cli.text_stream import TextStream
+
+    if shown.output == "json":
+        return None
+    stream = TextStream(checkpoint.tokenizer, prompt[0].tolist())
+    return DraftDisplay(stream, sys.stdout) if shown.show_drafts else PlainDisplay(stream, sys.stdout)
+
+
+def _show_rounds(
+    generation: Generation, display: PlainDisplay | DraftDisplay | None, rounds: list[RowRound]
+) -> KeyboardInterrupt | NonFiniteLogitsError | None:
+    """Show each round as it comes and keep it in `rounds`; return what ended the run early, if anything."""
+    ended_by: KeyboardInterrupt | NonFiniteLogitsError | None = None
+    try:
+        for committed in generation:
+            rounds.append(committed.rows[0])
+            if display is not None:
+                display.show(committed.rows[0])
+    except (KeyboardInterrupt, NonFiniteLogitsError) as error:
+        ended_by = error
+    generation.close()
+    if display is not None:
+        display.finish()
+    return ended_by
+
+
+def _texts(checkpoint: Checkpoint, prompt: Tensor, rounds: list[RowRound]) -> dict[str, Any]:
+    from selfspec.cli.text_stream import continuation
+
+    prompt_ids: list[int] = prompt[0].tolist()
+    new_ids = [token for committed in rounds for token in committed.tokens]
+    return {
+        "prompt_token_ids": prompt_ids,
+        "token_ids": new_ids,
+        "sequence": prompt_ids + new_ids,
+        "text": continuation(checkpoint.tokenizer, prompt_ids, new_ids),
+    }
+
+
+def _print_stats(stats: Stats) -> None:
+    from rich.table import Table
+
+    table = Table("count", "value", box=None, show_header=False, pad_edge=False)
+    seconds = sum(stats.seconds.values())
+    rate = f", {stats.new_tokens / seconds:.1f} tokens/s" if seconds else ""
+    table.add_row("new tokens", f"{stats.new_tokens} in {seconds:.2f} s{rate}")
+    table.add_row("rounds", str(stats.rounds))
+    table.add_row("mean accepted length", two_digits(stats.mean_accepted_length))
+    if stats.drafted:
+        table.add_row(
+            "acceptance rate", f"{two_digits(stats.acceptance_rate)} of {stats.judged} judged, {stats.drafted} drafted"
+        )
+        table.add_row("acceptance by position", by_position(stats.accepted_per_position, stats.judged_per_position))
+    else:
+        table.add_row("drafted", "nothing")
+    table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))
+    table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
+    console(stderr=True).print(table)

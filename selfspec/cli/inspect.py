@@ -1,47 +1,109 @@
-"""`selfspec inspect`: what a model is made of, and what drafting from each of its exits would read."""
+"""`selfspec inspect`: the parts of a model, and what a draft from each of its exits would read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import Output
+from selfspec.cli.options import Model, Output, model_place, prepare_process
+from selfspec.cli.outcome import print_json
+from selfspec.cli.terminal import console, figures_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from selfspec.model.summary import ExitSummary, LayerSummary, ModelSummary, Weights
 
 
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help="A folder with config.json, model.safetensors and tokenizer.json; or a hub name.")
-    ],
+    model: Model,
     draft_vocabulary: Annotated[
-        int | None,
-        typer.Option(
-            "--draft-vocabulary", min=1, help="Also what drafts cost that read only this many rows of the head."
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Show also the cost of drafts that read N rows of the head.")
     ] = None,
     output: Output = "text",
 ) -> None:
     """Describe a model by its parts, without loading its weights or running it.
 
-    The draft cost ratio c is what one draft step reads by what one target step reads, head included.
+    The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
-    from transformers.utils import logging
-
-    from selfspec.cli.json_output import print_json
-    from selfspec.cli.summary_tables import print_anatomy, print_exits
     from selfspec.environment import versions
     from selfspec.measure.draft_cost import exits_reading
     from selfspec.model.checkpoint import read_config
     from selfspec.model.summary import describe_config
 
-    logging.set_verbosity_error()
-    anatomy = describe_config(read_config(model))
-    reduced = None if draft_vocabulary is None else exits_reading(anatomy, draft_vocabulary)
+    prepare_process(threads=None)
+    summary = describe_config(read_config(model_place(model)))
+    reduced = None if draft_vocabulary is None else exits_reading(summary, draft_vocabulary)
     if output == "json":
         fewer = {} if reduced is None else {"exits_with_draft_vocabulary": [asdict(choice) for choice in reduced]}
-        print_json({"checkpoint": model, **anatomy.to_dict(), **fewer, "versions": versions()})
+        print_json({"checkpoint": model, **summary.to_dict(), **fewer, "versions": versions()})
         return
-    print_anatomy(model, anatomy)
+    exits = _exits("Draft cost of each exit, by weights read (head included)", summary.exits)
+    exits.add_section()
+    exits.add_row("target", f"{summary.target_bytes_read:,}", "1.000")
+    console().print(_overview(model, summary), "", _parts(summary), "", exits, sep="\n")
     if reduced is not None:
-        print_exits(f"Draft cost of each exit with {draft_vocabulary} rows of the head", reduced)
+        console().print(
+            "", _exits(f"Draft cost of each exit with {draft_vocabulary} rows of the head", reduced), sep="\n"
+        )
+
+
+def _overview(name: str, summary: ModelSummary) -> Table:
+    from rich.table import Table
+
+    cache = summary.cache
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row("checkpoint", name)
+    table.add_row("model", f"{summary.model} ({summary.model_type}), {summary.dtype}")
+    table.add_row(
+        "shape",
+        f"{len(summary.layers)} layers, width {summary.width}, vocabulary {summary.vocabulary}, "
+        f"context {summary.context or 'unlimited'}",
+    )
+    pairs = {(part.attribute, part.module) for layer in summary.layers for part in (layer.attention, layer.mlp)}
+    table.add_row("sublayers", "; ".join(f"{name}: {module}" for name, module in sorted(pairs) if name))
+    windows = f", {cache.sliding_layers} layers with a sliding window, kept in full" if cache.sliding_layers else ""
+    table.add_row(
+        "KV cache",
+        f"{cache.bytes_per_token:,} bytes a token ({cache.heads} heads of {cache.head_dim} a layer){windows}",
+    )
+    if cache.recurrent_layers:
+        table.add_row("states", f"{cache.recurrent_layers} layers, copied at each token of a round")
+    return table
+
+
+def _parts(summary: ModelSummary) -> Table:
+    table = figures_table("Weights", ["part"], ["parameters", "bytes"])
+
+    def add(part: str, weights: Weights) -> None:
+        table.add_row(part, f"{weights.parameters:,}", f"{weights.bytes:,}")
+
+    add("embedding", summary.embedding)
+    for numbers, layer in _equal_layers(summary.layers):
+        window = f", window {layer.window}" if layer.window else ""
+        add(f"layer {numbers}, each: attention{window}", layer.attention.weights)
+        add(f"layer {numbers}, each: MLP", layer.mlp.weights)
+        add(f"layer {numbers}, each: norms", layer.norms)
+    add("final norm", summary.final_norm)
+    add("head, tied to the embedding" if summary.tied else "head", summary.head)
+    table.add_section()
+    add("total, tied weights once" if summary.tied else "total", summary.total)
+    return table
+
+
+def _exits(title: str, exits: Sequence[ExitSummary]) -> Table:
+    table = figures_table(title, ["draft"], ["bytes a step", "cost ratio c"])
+    for choice in exits:
+        table.add_row(f"exit:{choice.layer}", f"{choice.bytes_read:,}", f"{choice.cost_ratio:.3f}")
+    return table
+
+
+def _equal_layers(layers: Sequence[LayerSummary]) -> Iterator[tuple[str, LayerSummary]]:
+    """Runs of equal layers, named by their numbers: deep models have few kinds."""
+    for layer, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
+        numbers = [number for number, _ in run]
+        yield (f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"), layer

@@ -1,46 +1,199 @@
-"""Options that several commands share."""
+"""Options that commands share, each written once, and groups of options as dataclasses."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer.models import OptionInfo
+
+from selfspec.errors import DraftConfigError
+
+if TYPE_CHECKING:
+    from selfspec.control.profile import Profile
+    from selfspec.draft import Drafter
+    from selfspec.model.checkpoint import Checkpoint
+
+DEMO = "demo"
+"""What every command calls the embedded model."""
 
 OutputFormat = Literal["text", "json"]
-"""What a command prints."""
+DtypeOption = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 Output = Annotated[
-    OutputFormat, typer.Option("--output", help="What to print; with json, stdout is one JSON object and nothing else.")
+    OutputFormat,
+    typer.Option(metavar="FORMAT", help="`text`, or `json`: one object on stdout, all else on stderr."),
+]
+Model = Annotated[
+    str,
+    typer.Argument(help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model."),
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "float64", "bfloat16", "float16"],
-    typer.Option("--dtype", help="What to compute in; auto: as the checkpoint says."),
+    DtypeOption,
+    typer.Option(
+        metavar="DTYPE",
+        help="Compute in `float32`, `float64`, `bfloat16` or `float16`; `auto`: as the checkpoint says.",
+    ),
 ]
 Device = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto: a CUDA GPU where there is one, else the CPU.")
+    str, typer.Option(metavar="DEVICE", help="`cpu`, `cuda`, `cuda:1`, ...; `auto`: a CUDA GPU if there is one.")
 ]
-Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads of torch; default: as many as torch chooses.")
-]
+Threads = Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads; by default torch chooses.")]
 Packed = Annotated[
     bool,
-    typer.Option(
-        "--packed",
-        help="Lay weights out for oneDNN, in place of the plain ones: faster on CPUs with AVX-512, in bfloat16 most.",
-    ),
+    typer.Option("--packed", help="Pack the weights for oneDNN: faster on CPUs with AVX-512, in bfloat16 most."),
 ]
-DraftText = Annotated[
-    str,
-    typer.Option(
-        "--draft",
-        metavar="DRAFT",
-        help="What drafts: `exit:4` (layers 0..3, then the head), `head:FOLDER` (a trained exit "
-        "head), `skip:attn=3,5;mlp=4;layers=7-9` (all but these), `auto` (what `selfspec calibrate` found), or `none` "
-        "(plain decoding); `+vocab:FILE` behind it: from a reduced vocabulary.",
-    ),
+Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspec generate --help` lists every kind.")]
+Drafts = Annotated[
+    list[str] | None, typer.Option("--draft", metavar="DRAFT", help="A draft; may be repeated. Default: see above.")
 ]
-FixedDraftLength = Annotated[int, typer.Option("--draft-length", min=1, help="Tokens drafted each round.")]
 DraftLength = Annotated[
     int | None,
-    typer.Option("--draft-length", min=1, help="Tokens drafted each round; default: as many as pay, or none."),
+    typer.Option(min=1, metavar="N", help="Draft N tokens a round; by default as many as pay, or none."),
 ]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all random draws.")]
+Temperature = Annotated[float, typer.Option(metavar="T", help="Temperature of sampling, above 0.")]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model, device and dtype."""
+
+    model: Model
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    packed: Packed = False
+
+    @property
+    def place(self) -> str:
+        """The folder or hub name."""
+        return model_place(self.model)
+
+    def prepare(self) -> int:
+        """Check device and configuration, since weights may take minutes to load; return the number of layers.
+
+        Raises:
+            SelfSpecError: the device or the checkpoint cannot be used.
+        """
+        from selfspec.model.checkpoint import find_device, read_config
+
+        prepare_process(self.threads)
+        find_device(self.device)
+        depth: int = read_config(self.place).get_text_config(decoder=True).num_hidden_layers
+        return depth
+
+    def load(self) -> Checkpoint:
+        """Load the model and its tokenizer.
+
+        Raises:
+            SelfSpecError: the checkpoint cannot be used.
+        """
+        from selfspec.model.checkpoint import load_checkpoint
+        from selfspec.runtime.kernels.packed import pack
+
+        checkpoint = load_checkpoint(self.place, self.dtype, self.device)
+        if self.packed:
+            pack(checkpoint.model)
+        return checkpoint
+
+
+def model_place(model: str) -> str:
+    """The folder or hub name of a model as commands name it."""
+    from selfspec.measure.embedded import checkpoint_folder
+
+    return str(checkpoint_folder()) if model == DEMO else model
+
+
+def prepare_process(threads: int | None) -> None:
+    """Quiet `transformers`, and set the number of threads."""
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def read_draft(text: str) -> Drafter | Profile | str | None:
+    """The draft that `text` names, as `selfspec.wrap` takes it; None for plain decoding.
+
+    `auto` stays a name: which profile fits is known once there is a model.
+
+    Raises:
+        DraftConfigError: the name does not follow the grammar.
+        ExitHeadError, ProfileError: the file or folder it names cannot be used.
+    """
+    from selfspec.draft.named import AUTO, parse_draft
+
+    name = text.strip()
+    if name == AUTO:
+        return AUTO
+    if name.startswith(AUTO + ":"):
+        from selfspec.control.profile import Profile
+
+        return Profile.load(name.removeprefix(AUTO + ":"))
+    try:
+        return parse_draft(text)
+    except DraftConfigError as error:
+        raise DraftConfigError(re.sub("^draft ", "--draft ", str(error))) from error
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the dataclasses among a command's parameters into options.
+
+    Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring
+    titles. The command gets the dataclasses.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        group = groups.get(parameter.name)
+        if group is None:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=Parameter.KEYWORD_ONLY))
+        else:
+            parameters += _options(group)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _options(group: type) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    title = (group.__doc__ or "").partition("\n")[0].removesuffix(".")
+    parameters = []
+    for field in fields(group):
+        hint = hints[field.name]
+        info = copy(hint.__metadata__[0])
+        if isinstance(info, OptionInfo):
+            info.rich_help_panel = title
+        annotation = Annotated[hint.__origin__, info]
+        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation))
+    return parameters
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return Parameter.empty if field.default is MISSING else field.default

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.cli.ablate_run import prepare, shown_progress
-from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
+from selfspec.cli.outcome import print_json
 from selfspec.environment import versions
 from selfspec.files.writing import check_output_file, check_output_folder
 from selfspec.tools.studies.journal import open_storage

@@ -1,13 +1,35 @@
-"""What the terminal can show."""
+"""Tables, progress bars and numbers on the terminal."""
 
 from __future__ import annotations
 
-from typing import IO
+import math
+from collections.abc import Iterable, Sequence
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from selfspec.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+
+def console(stderr: bool = False) -> Console:
+    """Standard output or standard error, written to as given: no markup, no highlighting."""
+    return Console(stderr=stderr, highlight=False, markup=False)
+
+
+def figures_table(title: str | None, names: Iterable[str], figures: Iterable[str]) -> Table:
+    """An empty table with columns of names, to the left, and of figures, to the right."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name)
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    return table
 
 
 def require_colours(stream: IO[str]) -> None:
@@ -27,21 +49,21 @@ class StepBar:
     """Shows the steps of work in stages; a stage begins the bar anew.
 
     Args:
-        progress: where it is shown.
+        progress: shows it.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._task: TaskID = progress.add_task("", total=None)
+        self._task = progress.add_task("", total=None)
         self._begun = 0
 
     def begin(self, steps: int) -> None:
-        """Show how far the stage is to go."""
+        """Begin a stage of `steps` steps."""
         self._begun = 0
         self._progress.reset(self._task, total=steps)
 
     def step(self, what: str) -> None:
-        """Show what is done now; what was done before is over."""
+        """End the step before, if any, and begin `what`."""
         self._progress.update(self._task, description=what, completed=self._begun)
         self._begun += 1
 
@@ -50,9 +72,11 @@ def progress_bar(verb: str) -> Progress:
     """A bar on standard error for work of more than a few seconds, gone when done; nothing where that is no terminal.
 
     Args:
-        verb: what is being done. What a task's description says stands behind the bar.
+        verb: what is being done. The description of a task is shown behind the bar.
     """
-    console = Console(stderr=True)
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    stderr = Console(stderr=True)
     return Progress(
         TextColumn(verb),
         BarColumn(),
@@ -60,7 +84,18 @@ def progress_bar(verb: str) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
-        console=console,
+        console=stderr,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not stderr.is_terminal,
     )
+
+
+def by_position(accepted: Sequence[int], judged: Sequence[int]) -> str:
+    """The acceptance rate at each position of the draft."""
+    rates = (two_digits(a / j if j else math.nan) for a, j in zip(accepted, judged, strict=True))
+    return " ".join(rates) or "-"
+
+
+def two_digits(value: float) -> str:
+    """A number with two digits behind the point; `-` for NaN."""
+    return "-" if math.isnan(value) else f"{value:.2f}"

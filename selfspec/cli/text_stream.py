@@ -76,3 +76,8 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
+
+
+def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text of `new` after `prompt`: cut from the whole, since a text decoded alone may lose its first space."""
+    return decoded(tokenizer, [*prompt, *new])[len(decoded(tokenizer, prompt)) :]

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
+from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import progress_bar
 from selfspec.environment import versions
 from selfspec.model.checkpoint import load_tokenizer, read_config

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.draft_option import parse_draft
-from selfspec.cli.options import Device, Dtype, FixedDraftLength, Output, Packed, Threads
+from selfspec.cli.options import Device, Dtype, Output, Packed, Threads, read_draft
 from selfspec.cli.verify_prompts import read_prompts
 from selfspec.errors import DraftConfigError
 
@@ -46,7 +45,7 @@ def verify(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=2, help="Length of each text, in tokens.")
     ] = 64,
-    draft_length: FixedDraftLength = 4,
+    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="Draft N tokens a round.")] = 4,
     samples: Annotated[
         int, typer.Option("--samples", min=100, help="Texts drawn for each test of what is sampled; more see more.")
     ] = 400,
@@ -80,7 +79,7 @@ def verify(
 
 
 def _parsed(text: str) -> Drafter | Profile | str:
-    drafter = parse_draft(text)
+    drafter = read_draft(text)
     if drafter is None:
         raise DraftConfigError("plain decoding is always verified; give --draft exit:E or --draft skip:...")
     return drafter

@@ -12,9 +12,8 @@ import typer
 from torch import Tensor
 from transformers.utils import logging
 
-from selfspec.cli.ending import FAILED
-from selfspec.cli.json_output import print_json
 from selfspec.cli.options import OutputFormat
+from selfspec.cli.outcome import FAILED, print_json
 from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.cli.verify_tables import print_report
 from selfspec.control.auto import named_draft

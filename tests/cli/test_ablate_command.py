@@ -75,9 +75,9 @@ def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: 
     found = json.loads(invoke(*words, "--output", "json").stdout)
     assert found["evaluations"] == 8
     assert found["best"]["attention"] == json.loads(file.read_text())["attention"]
-    plain = ("generate", "--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
+    plain = ("generate", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
     drafted = invoke(*plain, "--draft", f"skip-file:{file}")
     assert drafted.stdout == invoke(*plain).stdout
-    other = invoke("generate", "--model", str(demo_folder()), "--prompt", "x", "--draft", f"skip-file:{file}")
+    other = invoke("generate", str(demo_folder()), "--prompt", "x", "--draft", f"skip-file:{file}")
     assert other.status == 2
     assert "found for other weights" in other.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 import selfspec
 from helpers.running import Invoke
+from selfspec.cli.generate import DRAFTS
 
 
 def test_version(invoke: Invoke) -> None:
@@ -17,11 +19,31 @@ def test_version(invoke: Invoke) -> None:
     assert (ending.status, ending.stdout) == (0, f"selfspec {selfspec.__version__}\n")
 
 
-@pytest.mark.parametrize("words", [[], ["generate"], ["inspect"], ["demo"], ["bench"]])
+COMMANDS = ("generate", "inspect", "verify", "calibrate", "demo", "bench", "ablate", "search", "train")
+TRAININGS = ("layerskip", "plain", "exit", "average", "vocabulary")
+
+
+@pytest.mark.parametrize(
+    "words", [[], *([command] for command in COMMANDS), *(["train", training] for training in TRAININGS)], ids=" ".join
+)
 def test_every_command_has_help(invoke: Invoke, words: list[str]) -> None:
-    ending = invoke(*words, "--help")
+    ending = invoke(*words, "-h")
     assert (ending.status, ending.stderr) == (0, "")
-    assert "Usage: selfspec" in ending.stdout
+    assert f"Usage: {' '.join(['selfspec', *words])}" in ending.stdout
+    if words not in ([], ["train"]):
+        assert "--output" in ending.stdout
+
+
+def test_help_of_generate_lists_every_kind_of_draft(invoke: Invoke) -> None:
+    shown = invoke("generate", "--help").stdout
+    assert all(draft in shown for draft in DRAFTS)
+
+
+def test_a_shell_can_complete_commands() -> None:
+    environment = {**os.environ, "_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec ge", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "selfspec"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert ended.stdout.split() == ["generate"]
 
 
 def test_an_unknown_command(invoke: Invoke) -> None:

@@ -43,7 +43,7 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
     assert result["setting"]["threads"] == 1
     assert result["report"]["settings"]["prompts"] == 2
 
-    words = ("generate", "--model", folder, "--prompt", "Once", "--max-new-tokens", "12", "--threads", "1")
+    words = ("generate", folder, "--prompt", "Once", "--max-new-tokens", "12", "--threads", "1")
     auto = invoke(*words, "--draft", "auto", "--output", "json")
     plain = invoke(*words, "--output", "json")
     assert auto.status == plain.status == 0, auto.stderr
@@ -124,9 +124,9 @@ def test_prompts_that_are_none_are_refused(invoke: Invoke, folder: str, tmp_path
 
 
 def test_auto_without_a_profile_names_the_command(invoke: Invoke, folder: str, profiles: Path) -> None:
-    ending = invoke("generate", "--model", folder, "--prompt", "Once", "--draft", "auto")
+    ending = invoke("generate", folder, "--prompt", "Once", "--draft", "auto")
     assert ending.status == 2
     assert "selfspec calibrate MODEL --dtype float32 --threads" in ending.stderr
-    missing = invoke("generate", "--model", folder, "--prompt", "Once", "--draft", f"auto:{profiles}/none.json")
+    missing = invoke("generate", folder, "--prompt", "Once", "--draft", f"auto:{profiles}/none.json")
     assert missing.status == 2
     assert "selfspec calibrate" in missing.stderr

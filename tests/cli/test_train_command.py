@@ -30,7 +30,7 @@ def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, t
     assert report["recipe"]["exits"] == [2, 3]
     assert report["before"].keys() == report["after"].keys() >= {"held_out_loss", "agreement_2", "alpha_3", "speedup_3"}
     assert "step 3/3" in ending.stderr
-    drafted = invoke("generate", "--model", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
+    drafted = invoke("generate", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
     assert (drafted.status, drafted.stderr) == (0, "")
 
 
@@ -39,7 +39,7 @@ def test_a_checkpoint_is_averaged_with_its_base(invoke: Invoke, folder: str, tex
     ending = invoke("train", "average", folder, folder, "--to", to, "--held-out", text, "--length", "16")
     assert ending.status == 0, ending.stderr
     assert "held_out_loss" in ending.stdout
-    drafted = invoke("generate", "--model", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
+    drafted = invoke("generate", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
     assert drafted.status == 0
     again = invoke("train", "average", folder, folder, "--to", to)
     assert (again.status, "finished training" in again.stderr) == (2, True)
@@ -56,7 +56,7 @@ def test_exit_heads_draft_for_their_base_alone(invoke: Invoke, folder: str, text
     ending = invoke("train", "exit", folder, "--text", text, "--to", to, "--exits", "2,3", "--rank", "8", *_QUICK)
     assert ending.status == 0, ending.stderr
     assert "alpha_2" in ending.stdout
-    words = ("generate", "--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
+    words = ("generate", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
     plain = invoke(*words).stdout
     assert invoke(*words, "--draft", f"head:{to}").stdout == plain
     assert invoke(*words, "--draft", f"head:{to}@2").stdout == plain
@@ -114,6 +114,6 @@ def test_what_cannot_be_done_is_said_at_once(
 
 
 def test_an_exit_head_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    ending = invoke("generate", "--model", folder, "--prompt", "Once", "--draft", f"head:{tmp_path / 'none'}")
+    ending = invoke("generate", folder, "--prompt", "Once", "--draft", f"head:{tmp_path / 'none'}")
     assert ending.status == 2
     assert "exit_head.json" in ending.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import selfspec
-from selfspec.cli.draft_option import parse_draft
+from selfspec.cli.options import read_draft
 from selfspec.decode.batch import State
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_path import PathDrafter
@@ -33,7 +33,7 @@ def test_the_spread_covers_every_kind_of_resuming() -> None:
 
 @pytest.mark.parametrize("text", ["exit:4", "skip:attn=3,5;mlp=4;layers=7,8", "skip:mlp=0", "none"])
 def test_names_are_those_of_the_command_line(text: str) -> None:
-    assert draft_name(parse_draft(text)) == text  # type: ignore[arg-type]
+    assert draft_name(read_draft(text)) == text  # type: ignore[arg-type]
 
 
 def test_other_drafters_are_called_what_they_say() -> None:

@@ -1,7 +1,8 @@
-"""How a command ends when it does not end well: what is printed where, and the exit status."""
+"""How a command ends: JSON on stdout, a line on stderr for an error, and the exit status."""
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import typer
 
-from selfspec.cli.json_output import print_json
 from selfspec.errors import NonFiniteLogitsError, SelfSpecError, StorageError
 
 FAILED = 1
@@ -23,7 +23,7 @@ class FailedRunError(Exception):
 
     Attributes:
         cause: what ended it.
-        result: what a whole run would have printed as JSON, as far as it came.
+        result: the results so far, as JSON prints them.
     """
 
     def __init__(self, cause: BaseException, result: Mapping[str, Any]) -> None:
@@ -32,8 +32,15 @@ class FailedRunError(Exception):
         self.result = result
 
 
+def print_json(content: Mapping[str, Any]) -> None:
+    """Print one JSON object on one line."""
+    # ASCII survives every encoding of a terminal or pipe.
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
 def asks_for_json(words: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, as far as can be told when it could not be parsed."""
+    """Whether a command line asks for JSON; read from its words, since it may not parse."""
     return "--output=json" in words or ("--output", "json") in pairwise(words)
 
 
@@ -51,13 +58,13 @@ def status_of(error: BaseException) -> int:
 
 
 def report(error: BaseException, as_json: bool) -> None:
-    """Say what ended a command: a line on stderr and, where JSON was asked for, an object with `error` on stdout."""
+    """Print one line on stderr and, for JSON, an object with `error` on stdout."""
     cause = error.cause if isinstance(error, FailedRunError) else error
     result = error.result if isinstance(error, FailedRunError) else {}
     message = _message(cause)
     if as_json:
         print_json({**result, "error": {"type": type(cause).__name__, "message": message}})
-    # Without any words typer shows the help and has nothing to say.
+    # Without any words typer shows the help, and there is no message.
     if message:
         print(message if isinstance(cause, KeyboardInterrupt) else f"error: {message}", file=sys.stderr)
 
@@ -71,6 +78,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({str(error).splitlines()[0]}); try --dtype bfloat16, fewer new tokens or --device cpu"
-    # Anything else is a mistake of ours, and whoever mends it needs to see where it happened.
+    # Any other error is a bug of selfspec, and whoever fixes it needs its place.
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"

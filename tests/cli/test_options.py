@@ -1,0 +1,104 @@
+"""What `--draft` means, and how groups of options become options."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecError
+from selfspec.cli.generate import DRAFTS
+from selfspec.cli.options import DEMO, grouped, model_place, read_draft
+from selfspec.tools.demo import checkpoint_folder
+
+
+@pytest.mark.parametrize(
+    ("text", "drafter"),
+    [
+        ("none", None),
+        ("exit:4", EarlyExit(layer=4)),
+        (" exit:12 ", EarlyExit(layer=12)),
+        ("skip:attn=3,5;mlp=4;layers=2", LayerSkip(attention=[3, 5], mlp=[4], layers=[2])),
+        ("skip:layers=3-5", LayerSkip(layers=[3, 4, 5])),
+        ("skip: mlp=1, 7-8 ; attn=0", LayerSkip(attention=[0], mlp=[1, 7, 8])),
+    ],
+)
+def test_grammar(text: str, drafter: Drafter | None) -> None:
+    assert read_draft(text) == drafter
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "None",
+        "exit",
+        "exit:",
+        "exit:-1",
+        "exit:4.0",
+        "exit:4,5",
+        "exit:٣",
+        "skip",
+        "skip:",
+        "skip:3",
+        "skip:attn",
+        "skip:attn=",
+        "skip:attn=1,",
+        "skip:attn=5-3",
+        "skip:attn=1--3",
+        "skip:attn=0-99999999999",
+        "skip:heads=1",
+        "skip:attn=1;attn=2",
+        "skip:attn=1;",
+        "automatic",
+    ],
+)
+def test_anything_else_is_refused_with_the_grammar(text: str) -> None:
+    with pytest.raises(DraftConfigError, match=r"--draft .* is not understood; write exit:E"):
+        read_draft(text)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_drafts_that_help_lists_are_of_the_grammar(draft: str) -> None:
+    message = ""
+    try:
+        read_draft(draft)
+    except SelfSpecError as error:
+        message = str(error)
+    # The files of the examples are not there.
+    assert "not understood" not in message
+    assert not message.startswith("--")
+
+
+def test_the_embedded_model_has_a_name() -> None:
+    assert model_place(DEMO) == str(checkpoint_folder())
+    assert model_place("./demo") == "./demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """Numbers to add."""
+
+    first: Annotated[int, typer.Option(help="Comes first.")]
+    more: Annotated[list[int], typer.Option("--another")] = field(default_factory=lambda: [3, 4])
+
+
+def test_a_dataclass_becomes_a_panel_of_options() -> None:
+    seen = []
+
+    def add(name: Annotated[str, typer.Argument()], numbers: Numbers, twice: bool = False) -> None:
+        """Add."""
+        seen.append((name, asdict(numbers), twice))
+
+    app = typer.Typer()
+    app.command()(grouped(add))
+    assert CliRunner().invoke(app, ["a", "--first", "1", "--twice"]).exit_code == 0
+    assert CliRunner().invoke(app, ["b", "--first", "1", "--another", "5"]).exit_code == 0
+    assert seen == [("a", {"first": 1, "more": [3, 4]}, True), ("b", {"first": 1, "more": [5]}, False)]
+    assert "Numbers to add" in CliRunner().invoke(app, ["--help"]).stdout
+    assert CliRunner().invoke(app, ["c"]).exit_code == 2
+    assert inspect.getdoc(grouped(add)) == "Add."
