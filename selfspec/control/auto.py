@@ -1,4 +1,4 @@
-"""What a draft's name stands for once there is a model: `auto`, `auto:FILE`, or any drafter by name."""
+"""Drafts by name for a given model: `auto`, `auto:FILE`, or any drafter's name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from selfspec.draft.named import AUTO, parse_draft
 
 
 def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
-    """The drafter of a name; the profile that fits the model for `auto`; None for plain decoding.
+    """Find the drafter of a name; the profile that fits the model for `auto`; None for plain decoding.
 
     Raises:
         DraftConfigError: the name is not of the grammar.
-        ProfileError: there is no profile that fits.
-        ExitHeadError: what the name says of the disk cannot be used.
+        ProfileError: no profile fits.
+        ExitHeadError: a file that the name points to cannot be used.
     """
     given = name.strip()
     if given == AUTO:

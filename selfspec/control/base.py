@@ -1,8 +1,8 @@
-"""What a control is: it says how long drafts are, and whether to draft at all.
+"""What a control is: it decides how long drafts are, and whether to draft at all.
 
-A control is configuration. What it begins decides for one generation, from what the draft itself shows (its scores up
-to the last token drafted) and from rounds that are over, never from the verdict on the draft in hand and never from a
-clock: so the output stays exact, and a seed gives the same tokens again.
+A control is configuration; its controller decides for one generation. It decides from the draft's own scores up to the
+last token drafted and from earlier rounds, never from the verdict on the current draft and never from a clock. So the
+output stays exact, and a seed gives the same tokens again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Controller(ABC):
     """Decides for one generation.
 
     Attributes:
-        longest: the most tokens that are ever drafted in a round; slots of the cache are kept for them.
-        judges_prompt: whether it wants to know what the draft is worth on the prompt.
+        longest: the most tokens drafted in a round; the cache keeps slots for them.
+        judges_prompt: whether it learns from the draft's acceptance on the prompt.
     """
 
     longest: int
@@ -53,63 +53,62 @@ class Controller(ABC):
 
     @abstractmethod
     def choose(self, remaining: int, live: Sequence[bool]) -> int:
-        """The most tokens to draft in the round that begins; 0: none.
+        """Choose the most tokens to draft in the next round; 0: none.
 
         One token of every round is the target's own, so more than `remaining` - 1 are never of use.
 
         Args:
             remaining: tokens still wanted, at least 1.
-            live: of each row that runs, whether it goes on.
+            live: whether each running row is unfinished.
         """
 
     def tries(self, match: int) -> bool:
-        """Whether a draft of some source is worth a round.
+        """Whether a source may draft in this round.
 
         Args:
-            match: 0: the model drafts; else a look-up does, with a match of so many tokens.
+            match: tokens that a look-up matched; 0: the model drafts.
         """
         return True
 
     def prefers(self, match: int) -> bool:
-        """Whether a look-up with a match of so many tokens promises more than drafting with the model."""
+        """Whether a look-up that matched `match` tokens promises more than drafting with the model."""
         return True
 
     def look_up_length(self, share: float) -> int:
-        """The most tokens worth looking up at once in the round that begins; 0: none.
+        """The most tokens worth looking up in this round; 0: none.
 
         Args:
-            share: of the rows that are furthest behind, that has a match.
+            share: the share of the slowest rows that have a match.
         """
         return self.longest
 
     def goes_on(self, scores: Tensor) -> bool:
-        """Whether to draft another token after the one just drafted, which is kept in any case.
+        """Whether to draft another token after the last one, which is kept in any case.
 
-        Dropping a token for what it is would bias the output; deciding after it whether to draft on does not.
+        Dropping a token because of its score would bias the output; ending the draft after it does not.
 
         Args:
-            scores: what that token was drawn from, `[rows, 1, vocab]`.
+            scores: that token was drawn from their softmax, `[rows, 1, vocab]`.
         """
         return True
 
     def keeps_step(self) -> bool:
-        """Whether rows that stand alike are to stay so in the round at hand: all then commit as many as the worst.
+        """Whether rows at one place stay in lockstep in this round: all then commit as many tokens as the slowest.
 
-        Asked in every round whose rows stand alike, before its verdict is told: the answer must depend neither on that
-        nor on the draft in hand.
+        The answer must not depend on the current draft or on its verdict.
         """
         return False
 
     def learn_prompt(self, evidence: Evidence) -> None:
-        """Take in what the draft is worth on the prompt, before the first round."""
+        """Learn from the draft's acceptance on the prompt, before the first round."""
         return
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
-        """Take in what became of a round.
+        """Learn from a round.
 
         Args:
             draft: of the round.
-            rows: what became of it in each row that ran; None for a row that had ended.
+            rows: the outcome for each running row; None for a row that was finished.
         """
         return
 
@@ -119,7 +118,7 @@ class Control(ABC):
 
     @abstractmethod
     def begin(self, costs: CostsByRows) -> Controller:
-        """The controller of one generation.
+        """Make the controller of one generation.
 
         Args:
             costs: measured or estimated for model and draft.

@@ -1,4 +1,4 @@
-"""How far drafts take a batch, whose end is that of its slowest row."""
+"""How far drafts advance a batch, which ends when its slowest row ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class BatchProgress:
-    """How far drafts take a batch, whose end is that of its slowest row.
+    """How far drafts advance a batch, which ends when its slowest row ends.
 
-    Rows may be alike, and the slowest of a few rounds catch up; or one may loop and another not, and it falls behind
-    for good. So what each row has gained is drawn towards the mean of all, the less the more rounds there have been.
+    Rows may be alike, and the slowest of a few rounds catches up; or one row loops and another does not and falls
+    behind for good. So the progress of the slowest row is shrunk towards the mean, less and less with more rounds.
     """
 
     _PRIOR = 8.0  # rounds
@@ -19,10 +19,10 @@ class BatchProgress:
         self._rounds = 0
 
     def after(self, tokens: Sequence[int | None]) -> float:
-        """By how many tokens the batch is further after a round with a draft. Others take all rows equally far.
+        """Count a round with a draft; returns the tokens by which the batch has advanced.
 
         Args:
-            tokens: that each row gained; None for a row that had ended. At least one had not.
+            tokens: that each row gained; None for a finished row. At least one row is unfinished.
         """
         if len(tokens) != len(self._gained):
             self._gained, self._rounds = [0] * len(tokens), 0

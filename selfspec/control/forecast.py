@@ -1,4 +1,4 @@
-"""What an acceptance rate is worth: the speed-up that the cost model predicts from it."""
+"""The speed-up that the cost model predicts from an acceptance rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from selfspec.control.costs import Costs
 
 @dataclass(frozen=True)
 class Forecast:
-    """The best that can be predicted of a draft.
+    """The best predicted speed-up of a draft.
 
     Attributes:
         draft_length: gamma of the highest speed-up.
@@ -21,7 +21,7 @@ class Forecast:
 
 
 def speedup(alpha: float, draft_length: int, costs: Costs) -> float:
-    """(1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + V(gamma+1) + o)), after Leviathan et al. (2023).
+    """Predict (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + V(gamma+1) + o)), after Leviathan et al. (2023).
 
     Args:
         alpha: acceptance rate, in 0..1.
@@ -33,7 +33,7 @@ def speedup(alpha: float, draft_length: int, costs: Costs) -> float:
 
 
 def forecast(alpha: float, costs: Costs, longest: int = 8) -> Forecast:
-    """The draft length up to `longest` that promises most, and what it promises.
+    """Find the draft length up to `longest` with the highest predicted speed-up.
 
     Args:
         alpha: acceptance rate, in 0..1.

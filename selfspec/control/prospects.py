@@ -1,30 +1,26 @@
-"""What the costs of a batch let a draft hope for."""
+"""The best speed-up that the costs of a batch allow a draft."""
 
 from __future__ import annotations
 
 from selfspec.control.costs import Costs
 
-# What a draft has to promise on the prompt, in plain decoding's speed, to be tried at once.
+# The speed-up that a draft must promise on the prompt to be tried at once.
 _WORTH_TRYING = 1.02
-
-
-# How often tokens of a good draft are accepted; and a length beyond which more of them gain a billionth of a token.
+# Acceptance rate of a good draft, and a length beyond which it gains less than a billionth of a token.
 _GOOD = 0.85
-
-
 _LONG_DRAFT = 128
 
 
 class Prospects:
-    """What the costs of a batch let a draft hope for, good as it may be.
+    """The best speed-up that the costs of a batch allow.
 
     Args:
         costs: of the batch.
         longest: the most tokens of a draft.
 
     Attributes:
-        of_model: what the shortest round loses if nothing stands, in plain steps; 0 where a good draft would pay.
-        of_look_up: the same where drafts are looked up.
+        of_model: plain steps that the shortest round loses if nothing is accepted; 0 where a good draft would pay.
+        of_look_up: the same for look-ups.
     """
 
     def __init__(self, costs: Costs, longest: int) -> None:
@@ -34,13 +30,13 @@ class Prospects:
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
     def pays(self, chance: float) -> bool:
-        """Whether a draft of the model gains whose tokens are accepted with this chance."""
+        """Whether a draft of the model with this acceptance rate gains."""
         return any(self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths)
 
     def look_up_length(self, share: float) -> int:
-        """Tokens to look up at once where a share of the slowest rows has a match; 0: they would not pay for all.
+        """Tokens to look up where a share of the slowest rows has a match; 0: look-ups would not pay for the batch.
 
-        One row looks up all it may, for next to nothing; each token is one more in every row of a batch.
+        In a single row a look-up costs next to nothing; in a batch each token is one more in every row.
         """
         if self._costs.rows == 1:
             return self._longest
@@ -52,14 +48,14 @@ class Prospects:
         return 0.0 if pays else self._costs.of_round(steps, 1) - 1
 
     def _speed(self, steps: int, length: int, share: float = 1.0, chance: float = _GOOD) -> float:
-        """Tokens per plain step, of a row on average."""
+        """Tokens of a row per plain step, on average."""
         rows, cost = self._costs.rows, self._costs.of_round(steps * length, length)
         apart = (1 + share * (_expected(chance, length) - 1)) / (cost * (self._costs.out_of_step if rows > 1 else 1.0))
-        # In step only what stands in every row counts.
+        # In lockstep only tokens accepted in every row count.
         together = _expected(chance**rows if share == 1 else 0.0, length) / cost
         return max(apart, together)
 
 
 def _expected(chance: float, length: int) -> float:
-    """Tokens that a round commits on average if each token drafted stands with the same chance."""
+    """Tokens that a round commits on average if each draft token is accepted with the same chance."""
     return sum(chance**place for place in range(length + 1))
