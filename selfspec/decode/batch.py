@@ -1,4 +1,4 @@
-"""The state of one generation, which every step of the loop reads and the commit moves on."""
+"""The batch of one generation: every step of the loop reads it, and commit moves it on."""
 
 from __future__ import annotations
 
@@ -13,93 +13,108 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.control import Controller
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.score_record import Record
-from selfspec.decode.sequences import Text
+from selfspec.decode.sequences import Sequences
 from selfspec.draft.draft import Draft
 from selfspec.draft.suffix_index import SuffixIndex
 from selfspec.model.runner import ModelRunner
 
 
 @dataclass
-class State:
-    """One generation under way.
+class Batch:
+    """The rows of one generation.
 
     Attributes:
-        passes: runs the model over the cache.
+        runner: runs the model over the cache.
         cache: keys and values of all committed tokens but each row's last, which no pass has read yet.
-        sampling: logits to probabilities, the same for p and q.
-        generator: the one source of randomness.
-        control: decides how long drafts are.
-        last: the last committed token of each row that passes run, `[rows, 1]`.
-        text: prompts, and the new tokens of each row, final.
-        scores: keeps the scores of committed tokens; None: nobody asked for them.
-        logits: the same of the target's own logits.
-        past: gets the keys and values when the generation ends; None: they go with it.
-        opening: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads in place of `last`;
-            None: prompts are tokens, or the first round has begun.
-        lockstep: whether processors or stopping criteria need all unfinished rows at one length in every round.
-        doubted: numbers of rows whose logits were not finite in the last round, behind a draft. A draft token's keys
-            and values may have done that, so they get a round without a draft before they are given up.
-        indexes: of the text of each row that a look-up has asked for.
-        failed: numbers of rows that ended because the target's logits were not finite.
+        sampling: turns logits into probabilities, in the same way for p and q.
+        generator: the source of all randomness.
+        controller: chooses draft lengths.
+        last_tokens: the last committed token of each running row, `[rows, 1]`.
+        sequences: prompts and committed tokens.
+        scores: keeps the scores of committed tokens; None: the caller did not ask for them.
+        logits: keeps the target's logits of committed tokens; None: the caller did not ask for them.
+        past: receives keys and values when the generation ends; None: they are dropped.
+        first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads in place
+            of `last_tokens`; None: prompts are token ids, or the first round has begun.
+        needs_lockstep: whether processors or stopping criteria need all unfinished rows at one length in every round.
+        nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
+            and values of that token may be the cause, so these rows get a round without a draft before they are ended.
+        failed: numbers of the rows that ended because the target's logits were not finite.
+        indexes: of the rows that a look-up has searched.
     """
 
     runner: ModelRunner
     cache: SharedCache
     sampling: Sampling
     generator: torch.Generator
-    control: Controller
-    last: Tensor
-    text: Text
+    controller: Controller
+    last_tokens: Tensor
+    sequences: Sequences
     scores: Record | None = None
     logits: Record | None = None
     past: Cache | None = None
-    opening: Tensor | None = None
-    lockstep: bool = False
-    doubted: list[int] = field(default_factory=list)
+    first_embeddings: Tensor | None = None
+    needs_lockstep: bool = False
+    nonfinite_rows: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     indexes: dict[int, SuffixIndex] = field(default_factory=dict)
 
-    def no_draft(self) -> Draft:
-        """A draft of no tokens."""
-        return Draft.chain(self.last[:, :0])
-
-    def index(self, row: int, shortest: int, longest: int) -> SuffixIndex:
-        """Where the end of a row's text stood before in it. It takes in what was committed since it was last asked for.
-
-        Args:
-            row: number of the row.
-            shortest: tokens of the shortest match.
-            longest: tokens of the longest that is indexed.
-        """
-        if row not in self.indexes:
-            self.indexes[row] = SuffixIndex(shortest, longest)
-        index = self.indexes[row]
-        index.extend(self.text.tokens_from(row, len(index)))
-        return index
+    @property
+    def size(self) -> int:
+        """Rows of the whole batch, finished ones included."""
+        return len(self.sequences.committed)
 
     @property
     def committed(self) -> list[list[int]]:
         """The new tokens of each row, final."""
-        return self.text.committed
+        return self.sequences.committed
 
     @property
-    def live(self) -> list[bool]:
-        """Whether each row goes on."""
-        return self.text.live
+    def unfinished(self) -> set[int]:
+        """Numbers of the rows that have not ended."""
+        return self.sequences.unfinished
 
-    def leave_out_ended(self) -> None:
-        """Run ended rows no more, once half of those that run have ended: so all copies together cost less than two.
+    @property
+    def running(self) -> list[int]:
+        """Numbers of the rows that passes run, in the order in which tensors hold them."""
+        return self.sequences.running
+
+    @property
+    def longest(self) -> int:
+        """The largest committed length of any row, prompt included."""
+        return max(self.cache.lengths) + 1
+
+    def no_draft(self) -> Draft:
+        """Return a draft of no tokens."""
+        return Draft.chain(self.last_tokens[:, :0])
+
+    def index(self, row: int, shortest: int, longest: int) -> SuffixIndex:
+        """Return the index of a row's n-grams, brought up to date with what was committed.
+
+        Args:
+            row: number of the row.
+            shortest: tokens of the shortest match.
+            longest: tokens of the longest n-gram that is indexed.
+        """
+        if row not in self.indexes:
+            self.indexes[row] = SuffixIndex(shortest, longest)
+        index = self.indexes[row]
+        index.extend(self.sequences.tokens_from(row, len(index)))
+        return index
+
+    def drop_finished(self) -> None:
+        """Drop finished rows once half of the running rows are finished: all copies together then cost less than two.
 
         A cache that is to be returned needs all its rows.
         """
-        running = self.text.rows
-        kept = [index for index, row in enumerate(running) if self.live[row]]
+        running = self.running
+        kept = [index for index, row in enumerate(running) if row in self.unfinished]
         if self.past is not None or not kept or 2 * len(kept) > len(running):
             return
-        self.text.rows = [running[index] for index in kept]
+        self.sequences.running = [running[index] for index in kept]
         self.cache.narrow(kept)
-        self.last = self.last[kept]
-        self.sampling = self.sampling.narrowed(self.text.rows, len(self.live))
+        self.last_tokens = self.last_tokens[kept]
+        self.sampling = self.sampling.narrowed(self.running, self.size)
 
     def record(
         self, scores: Tensor, logits: Tensor, starts: Sequence[int], counts: Sequence[int]
@@ -107,7 +122,7 @@ class State:
         """Keep scores and logits of tokens about to be committed, as far as the caller asked for them.
 
         Args:
-            scores: `[rows, places, vocab]`, of the rows that passes run.
+            scores: `[rows, places, vocab]`, of the running rows.
             logits: the same before processors and warpers.
             starts: new tokens that each row of the batch has before the first place.
             counts: places of each row of the batch to keep, from the first.
@@ -116,13 +131,8 @@ class State:
             The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
         """
         if self.logits is not None:
-            self.logits.keep(logits, self.text.rows, starts, counts)
+            self.logits.keep(logits, self.running, starts, counts)
         if self.scores is None:
             return None
-        self.scores.keep(scores, self.text.rows, starts, counts)
+        self.scores.keep(scores, self.running, starts, counts)
         return self.scores.steps
-
-    @property
-    def longest(self) -> int:
-        """The largest committed length of any row, prompt included."""
-        return max(self.cache.lengths) + 1

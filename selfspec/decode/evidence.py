@@ -18,7 +18,7 @@ from selfspec.decode.sequences import Prefixes
 from selfspec.model.layer_path import LayerPath
 
 if TYPE_CHECKING:
-    from selfspec.decode.batch import State
+    from selfspec.decode.batch import Batch
     from selfspec.draft.drafter import Drafter
 
 # Tokens of the prompt that are looked at, and the fewest that say anything.
@@ -39,40 +39,40 @@ class Evidence:
     chances: tuple[float, ...]
 
 
-def can_show(state: State, drafter: Drafter, unread: Sequence[int]) -> bool:
+def can_show(batch: Batch, drafter: Drafter, unread: Sequence[int]) -> bool:
     """Whether a prefill of so many tokens of each row can show what the draft is worth, and the control asks for it."""
     return (
-        state.control.judges_prompt
-        and drafter.exit_path(state.runner.depth) is not None
-        and not state.sampling.reads_prefixes
-        and state.cache.rolls_back_by_cursor
+        batch.controller.judges_prompt
+        and drafter.exit_path(batch.runner.depth) is not None
+        and not batch.sampling.reads_prefixes
+        and batch.cache.rolls_back_by_cursor
         and len(set(unread)) == 1
         and unread[0] >= _FEWEST
-        and (unread[0] <= _MOST or state.runner.keeps_last_logits)
+        and (unread[0] <= _MOST or batch.runner.keeps_last_logits)
     )
 
 
-def prefill_with_evidence(state: State, drafter: Drafter, prompts: Tensor) -> Evidence:
+def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Evidence:
     """Read tokens of prompts for what they leave in the cache, and compare the draft with the target on the way.
 
     Args:
-        state: with empty slots for the tokens.
+        batch: with empty slots for the tokens.
         drafter: leaves the network early.
         prompts: `[rows, tokens]`.
 
     Returns:
         What was seen. The cursors stay where they are.
     """
-    exit_path = drafter.exit_path(state.runner.depth)
+    exit_path = drafter.exit_path(batch.runner.depth)
     assert exit_path is not None
     path, start, head = exit_path.path, exit_path.start, exit_path.head
-    drafted = state.runner.last_logits(path, prompts, _MOST, head=head)
+    drafted = batch.runner.last_logits(path, prompts, _MOST, head=head)
     assert drafted.states is not None
-    target = LayerPath.full(state.runner.depth).resumed_at(start)
-    logits = state.runner.last_logits(target, prompts, _MOST, entering=drafted.states).logits
-    q, p = (state.sampling.scores(each, Prefixes(state.text)).softmax(-1) for each in (drafted.logits, logits))
+    target = LayerPath.full(batch.runner.depth).resumed_at(start)
+    logits = batch.runner.last_logits(target, prompts, _MOST, entering=drafted.states).logits
+    q, p = (batch.sampling.scores(each, Prefixes(batch.sequences)).softmax(-1) for each in (drafted.logits, logits))
     chances = torch.minimum(p, q).sum(-1)
-    if state.sampling.greedy:
+    if batch.sampling.greedy:
         # Of few tokens, how far two distributions overlap says as much as whether their best tokens are the same.
         chances = (chances + (p.argmax(-1) == q.argmax(-1))) / 2
     table = torch.stack([q.amax(-1), chances]).nan_to_num(0.0).flatten(1).tolist()

@@ -12,12 +12,12 @@ from selfspec.accept import Rule
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.cache.transfer import check_kinds, is_callers
 from selfspec.control import Controller
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.loop import rounds
 from selfspec.decode.output import GenerateOutput, Round
 from selfspec.decode.request import Request
 from selfspec.decode.score_record import Record
-from selfspec.decode.sequences import Text
+from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import Stats
 from selfspec.decode.streaming import streamed
 from selfspec.draft import Drafter
@@ -49,10 +49,10 @@ class Generation(Iterator[Round]):
         programs: GraphCache | None = None,
     ) -> None:
         device = _device(model, request)
-        batch = request.input_ids.shape[0]
+        rows = request.input_ids.shape[0]
         cache = SharedCache(
             depth=len(adapter.decoder_layers(model)),
-            batch=batch,
+            batch=rows,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
             # No draft is longer than what is left to generate, whatever the control allows.
             slack=min(control.longest, request.stopping.max_new_tokens),
@@ -68,26 +68,28 @@ class Generation(Iterator[Round]):
         self.stats = Stats()
         self._request = request
         self.lossless = rule.lossless
-        state = State(
+        batch = Batch(
             runner=ModelRunner(model, adapter, cache, programs),
             cache=cache,
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,
-            control=control,
+            controller=control,
             # No token stands at the end of embeddings; the first round reads these, and no id.
-            last=(torch.zeros(batch, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(device),
-            text=Text(request.input_ids, request.pad),
+            last_tokens=(torch.zeros(rows, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(
+                device
+            ),
+            sequences=Sequences(request.input_ids, request.pad),
             scores=Record(request.pad) if request.returned.scores else None,
             logits=Record(request.pad) if request.returned.logits else None,
             past=_past_to_fill(request, cache),
-            opening=request.read[:, -1:].to(device) if request.embeddings else None,
-            lockstep=request.sampling.in_order or request.stopping.stateful,
+            first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
+            needs_lockstep=request.sampling.in_order or request.stopping.stateful,
         )
-        # The state, and with it the cache, belongs to the rounds alone: its memory goes when they end.
-        self._committed, self._failed = state.committed, state.failed
-        self._scores, self._logits = state.scores, state.logits
-        self._live, self._past = state.live, state.past
-        self._rounds = rounds(state, request, draft, rule, self.stats)
+        # The batch, and with it the cache, belongs to the rounds alone: its memory goes when they end.
+        self._committed, self._failed = batch.committed, batch.failed
+        self._scores, self._logits = batch.scores, batch.logits
+        self._unfinished, self._past = batch.unfinished, batch.past
+        self._rounds = rounds(batch, request, draft, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
 
@@ -146,7 +148,7 @@ class Generation(Iterator[Round]):
             lossless=self.lossless,
             scores=None if self._scores is None else self._scores.padded(lengths),
             logits=None if self._logits is None else self._logits.padded(lengths),
-            past_key_values=self._past if self._past and not any(self._live) else None,
+            past_key_values=self._past if self._past and not self._unfinished else None,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.sequences import Prefixes
 from selfspec.decode.stopping import Stopping
@@ -66,25 +66,25 @@ class Verdict:
     last: Tensor
 
 
-def judge_together(state: State, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+def judge_together(batch: Batch, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge all places of a draft at once, and then wait for the device: the round's one synchronisation.
 
     Args:
-        state: before the round is committed.
+        batch: before the round is committed.
         stopping: where rows end.
         draft: of the round.
         logits: the target's own, `[rows, drafted + 1, vocab]`.
         rule: judges the draft.
     """
-    accepted = _accept(state, draft, logits, rule)
-    judged = _on_host(state, draft, accepted)
-    most = lockstep_limit(state, draft, [row.run for row in judged.values()])
-    runs = [judged[row].run if row in judged else [] for row in range(len(state.live))]
-    runs = stopping.shortened(state.text, runs)
+    accepted = _accept(batch, draft, logits, rule)
+    judged = _on_host(batch, draft, accepted)
+    most = lockstep_limit(batch, draft, [row.run for row in judged.values()])
+    runs = [judged[row].run if row in judged else [] for row in range(batch.size)]
+    runs = stopping.shortened(batch.sequences, runs)
     cut = [run[:most] for run in runs]
-    starts = [len(tokens) for tokens in state.committed]
-    scores = state.record(accepted.scores, accepted.logits, starts, [len(run) for run in cut])
-    ends = stopping.judged(state.text, cut, scores)
+    starts = [len(tokens) for tokens in batch.committed]
+    scores = batch.record(accepted.scores, accepted.logits, starts, [len(run) for run in cut])
+    ends = stopping.judged(batch.sequences, cut, scores)
     rows = {}
     for row, found in judged.items():
         end = ends[row]
@@ -99,7 +99,7 @@ def judge_together(state: State, stopping: Stopping, draft: Draft, logits: Tenso
         )
     # A row without finite logits has no token of the target's own, nor has a row that was cut.
     own = accepted.finite & (accepted.count < most)
-    block = torch.cat([state.last, draft.tokens], 1)
+    block = torch.cat([batch.last_tokens, draft.tokens], 1)
     last = block.gather(1, accepted.count.clamp(max=most)[:, None])
     return Verdict(rows, torch.where(own[:, None], accepted.token[:, None], last))
 
@@ -125,23 +125,23 @@ class _Accepted:
     scores: Tensor
 
 
-def _accept(state: State, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
+def _accept(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
     """Judge the draft and draw the token after it. Nothing waits for the device here."""
-    sampling = state.sampling
-    scores = sampling.scores(logits, Prefixes(state.text, [draft.tokens]))
+    sampling = batch.sampling
+    scores = sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # A draft token may have spoiled the logits; processors that mend them are asked without a draft.
     if draft.length or not sampling.mends:
         finite &= logits.amax(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
-    decided = torch.where(finite[..., None], sampling.decide(p, state.cache.positions(p.shape[1]) + 1), 0.0)
+    decided = torch.where(finite[..., None], sampling.decide(p, batch.cache.positions(p.shape[1]) + 1), 0.0)
     effective = replace(draft, probs=None) if sampling.decided else draft
-    noise = torch.rand((len(state.live), draft.length), generator=state.generator, dtype=p.dtype, device=p.device)
+    noise = torch.rand((batch.size, draft.length), generator=batch.generator, dtype=p.dtype, device=p.device)
     noise = sampling.left(noise)
     accept_mask = noise < rule.accept_probs(effective, decided, logits)
     count = rule.accepted(accept_mask, draft.tree)
-    token = sampling.draw(rule.recovery_probs(effective, decided, count), state.generator)
+    token = sampling.draw(rule.recovery_probs(effective, decided, count), batch.generator)
     overlap = torch.zeros_like(noise)
     if draft.probs is not None and sampling.decided:
         overlap = torch.minimum(p[:, :-1], draft.probs).sum(-1)
@@ -164,13 +164,13 @@ class _Judged:
         return self.drafted[: self.accepted] + [self.token] * self.finite
 
 
-def _on_host(state: State, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
+def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
     verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
     # As doubles, which hold every token id exactly, all of it comes over at once.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
     judged = {}
-    for row, numbers in zip(state.text.rows, table, strict=True):
-        if state.live[row]:
+    for row, numbers in zip(batch.running, table, strict=True):
+        if row in batch.unfinished:
             token, count, finite, *drafted = (int(number) for number in numbers[: 3 + draft.length])
             judged[row] = _Judged(token, count, bool(finite), drafted, numbers[3 + draft.length :])
     return judged

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.judge import RowVerdict, Verdict
 from selfspec.decode.stopping import Stopping
 from selfspec.draft import Draft
@@ -35,44 +35,44 @@ class _Row:
         return RowVerdict(self.drafted, self.accepted, self.tokens, 0, self.ended, self.finite, self.overlap)
 
 
-def judge_in_order(state: State, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+def judge_in_order(batch: Batch, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge a draft place by place: processors, rule, then stopping criteria, as plain decoding asks them.
 
     Waits for the device at each place. Arguments as in `judge_together`.
     """
-    state.sampling.forget_draft()
-    text = state.text
+    batch.sampling.forget_draft()
+    sequences = batch.sequences
     drafted = draft.tokens.tolist()
-    rows = {row: _Row(drafted[index]) for index, row in enumerate(text.rows) if text.live[row]}
+    rows = {row: _Row(drafted[index]) for index, row in enumerate(sequences.running) if row in sequences.unfinished}
     finite = logits.amax(-1).isfinite().tolist()
     for place in range(draft.length + 1):
-        going = [index for index, row in enumerate(text.rows) if row in rows and not rows[row].ended]
+        going = [index for index, row in enumerate(sequences.running) if row in rows and not rows[row].ended]
         broken = [index for index in going if not finite[index][place]]
         if draft.length and broken:
             # A draft token may have spoiled the logits: the place is judged again without a draft.
             for index in broken:
-                rows[text.rows[index]].finite = False
+                rows[sequences.running[index]].finite = False
             break
-        ids = text.followed_by(_runs(state, rows))
-        judged = _judge_place(state, draft, logits, rule, ids, place)
+        ids = sequences.followed_by(_runs(batch, rows))
+        judged = _judge_place(batch, draft, logits, rule, ids, place)
         columns = [judged.token, judged.accepted, judged.finite, judged.overlap]
         # As doubles, which hold every token id exactly, all of it comes over at once.
         numbers = torch.stack([column.double() for column in columns], 1).tolist()
         for index in going:
             token, accepted, is_finite, overlap = numbers[index]
-            row = rows[text.rows[index]]
-            row.finite = bool(is_finite) and (state.sampling.mends or index not in broken)
+            row = rows[sequences.running[index]]
+            row.finite = bool(is_finite) and (batch.sampling.mends or index not in broken)
             row.ended = not row.finite
             if row.finite:
                 row.tokens.append(int(token))
                 row.accepted += int(accepted)
                 row.overlap.append(overlap)
-        _stop(state, stopping, rows, judged.scores, logits[:, place : place + 1])
+        _stop(batch, stopping, rows, judged.scores, logits[:, place : place + 1])
         if not all(row.ended or row.accepted > place for row in rows.values()):
             break
         if all(row.ended for row in rows.values()):
             break
-    return Verdict({number: row.verdict() for number, row in rows.items()}, _last(state, rows))
+    return Verdict({number: row.verdict() for number, row in rows.items()}, _last(batch, rows))
 
 
 @dataclass(frozen=True)
@@ -94,25 +94,25 @@ class _Place:
     scores: Tensor
 
 
-def _judge_place(state: State, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int) -> _Place:
-    sampling, running = state.sampling, state.text.rows
-    whole = torch.zeros(len(state.live), logits.shape[-1], device=logits.device)
+def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int) -> _Place:
+    sampling, running = batch.sampling, batch.running
+    whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
     whole[running] = logits[:, place].float()
     scores = sampling.next_scores(ids, whole)[running][:, None]
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
-    positions = state.cache.positions(place + 1)[:, place:] + 1
+    positions = batch.cache.positions(place + 1)[:, place:] + 1
     decided = torch.where(finite[..., None], sampling.decide(p, positions), 0.0)
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
     effective = Draft.chain(token, None if sampling.decided else probs)
     # The rule sees a draft of one token, or of none after the last. What would follow that token is never looked at.
     p_rule = decided.expand(-1, token.shape[1] + 1, -1)
-    noise = torch.rand((len(state.live), token.shape[1]), generator=state.generator, dtype=p.dtype, device=p.device)
+    noise = torch.rand((batch.size, token.shape[1]), generator=batch.generator, dtype=p.dtype, device=p.device)
     noise = sampling.left(noise)
     judged = logits[:, place : place + 1 + token.shape[1]]
     accepted = rule.accepted(noise < rule.accept_probs(effective, p_rule, judged), effective.tree)
-    own = sampling.draw(rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted)), state.generator)
+    own = sampling.draw(rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted)), batch.generator)
     overlap = torch.zeros_like(p[:, 0, 0])
     if probs is not None and token.shape[1] and sampling.decided:
         overlap = torch.minimum(p, probs).sum(-1)[:, 0]
@@ -120,28 +120,28 @@ def _judge_place(state: State, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     return _Place(chosen, accepted, finite[:, 0], overlap, scores)
 
 
-def _stop(state: State, stopping: Stopping, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
+def _stop(batch: Batch, stopping: Stopping, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
     """Keep the scores of the place just judged, and end the rows that end there."""
     grown = {number: row for number, row in rows.items() if not row.ended}
-    starts = [len(tokens) for tokens in state.committed]
+    starts = [len(tokens) for tokens in batch.committed]
     for number, row in rows.items():
         starts[number] += len(row.tokens) - (number in grown)
-    kept = state.record(scores, logits, starts, [int(number in grown) for number in range(len(starts))])
+    kept = batch.record(scores, logits, starts, [int(number in grown) for number in range(len(starts))])
     for number, row in grown.items():
         row.ended = stopping.ends(starts[number] + 1, row.tokens[-1])
     if stopping.criteria and grown:
-        verdicts = stopping.criteria(state.text.followed_by(_runs(state, rows)), kept).tolist()
+        verdicts = stopping.criteria(batch.sequences.followed_by(_runs(batch, rows)), kept).tolist()
         for number, row in grown.items():
             row.ended = row.ended or bool(verdicts[number])
 
 
-def _runs(state: State, rows: dict[int, _Row]) -> list[list[int]]:
-    return [rows[number].tokens if number in rows else [] for number in range(len(state.live))]
+def _runs(batch: Batch, rows: dict[int, _Row]) -> list[list[int]]:
+    return [rows[number].tokens if number in rows else [] for number in range(batch.size)]
 
 
-def _last(state: State, rows: dict[int, _Row]) -> Tensor:
+def _last(batch: Batch, rows: dict[int, _Row]) -> Tensor:
     """The last token of each row that passes run, `[rows, 1]`."""
-    before = state.last[:, 0].tolist()
-    tokens = [rows[row].tokens if row in rows else [] for row in state.text.rows]
+    before = batch.last_tokens[:, 0].tolist()
+    tokens = [rows[row].tokens if row in rows else [] for row in batch.running]
     last = [run[-1] if run else token for run, token in zip(tokens, before, strict=True)]
-    return torch.tensor(last, device=state.last.device)[:, None]
+    return torch.tensor(last, device=batch.last_tokens.device)[:, None]

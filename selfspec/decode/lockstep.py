@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.draft import Draft
 
 
-def lockstep_limit(state: State, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
+def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
     """The most tokens that a row commits of this round.
 
     Processors and stopping criteria with memory need all unfinished rows at one length, in every round
-    (`State.lockstep`). Otherwise lockstep is the control's choice, where all rows are at one place: a pass over rows at
+    (`Batch.lockstep`). Otherwise lockstep is the control's choice, where all rows are at one place: a pass over rows at
     different places needs a mask and scattered writes.
 
     That leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M what the other
@@ -24,15 +24,15 @@ def lockstep_limit(state: State, draft: Draft, runs: Sequence[Sequence[int]]) ->
     for what was accepted in their own row, would bias the output.
 
     Args:
-        state: before the round is committed.
+        batch: before the round is committed.
         draft: of the round.
         runs: of each unfinished row, the accepted tokens and the target's own after them. A row whose logits are not
             finite may have none; if the control chose lockstep, it does not hold up the others.
     """
     whole = draft.length + 1
-    if state.lockstep:
+    if batch.needs_lockstep:
         return min((len(run) for run in runs), default=whole)
-    places = {place for row, place in zip(state.text.rows, state.cache.lengths, strict=True) if state.live[row]}
-    if len(places) > 1 or not state.control.keeps_step():
+    places = {place for row, place in zip(batch.running, batch.cache.lengths, strict=True) if row in batch.unfinished}
+    if len(places) > 1 or not batch.controller.keeps_step():
         return whole
     return min((len(run) for run in runs if run), default=whole)

@@ -38,7 +38,7 @@ from transformers.generation import (
 )
 
 from selfspec.arguments import check_scores
-from selfspec.decode.sequences import Prefixes
+from selfspec.decode.sequences import Prefixes, first_end
 from selfspec.errors import UnsupportedOptionError
 
 
@@ -111,18 +111,18 @@ class PrefixProcessing:
         """Place by place, each with its whole prefix."""
         scores = logits.float()
         runs = prefixes.runs()
-        ids = prefixes.text.followed_by(runs)
+        ids = prefixes.sequences.followed_by(runs)
         # The first place of the block comes before the last `places - 1` tokens of the draft.
         skipped = prefixes.length + 1 - logits.shape[1]
-        first = [prefixes.text.length(row) + skipped for row in range(len(runs))]
-        last = [prefixes.text.length(row) + self._before_end(run) for row, run in enumerate(runs)]
-        running = prefixes.text.rows
+        first = [prefixes.sequences.length(row) + skipped for row in range(len(runs))]
+        last = [prefixes.sequences.length(row) + first_end(run, self.eos) for row, run in enumerate(runs)]
+        running = prefixes.sequences.running
         processed = scores.clone()
         for length in range(min(first), min(max(last), self.limit - 1) + 1):
             asked = [
                 index
                 for index, row in enumerate(running)
-                if prefixes.text.live[row] and first[row] <= length <= last[row]
+                if row in prefixes.sequences.unfinished and first[row] <= length <= last[row]
             ]
             if not asked:
                 continue
@@ -132,10 +132,6 @@ class PrefixProcessing:
             found = called(self.processors, ids[:, :length], whole)
             processed[asked, [places[index] for index in asked]] = found[[running[index] for index in asked]]
         return processed
-
-    def _before_end(self, run: list[int]) -> int:
-        """How many tokens of a run stand before anything that ends the row."""
-        return next((index for index, token in enumerate(run) if token in self.eos), len(run))
 
 
 @dataclass(frozen=True)
@@ -194,17 +190,19 @@ class RollbackProcessing:
         There is none once all rows have ended in the draft, or one has no token left to choose.
         """
         scores = logits.float()
-        text = prefixes.text
-        runs = [self._to_end(run) for run in prefixes.runs()]
-        going = [row for row, run in enumerate(runs) if text.live[row] and not self._has_ended(run)]
+        sequences = prefixes.sequences
+        drafted = prefixes.runs()
+        ends = [first_end(run, self._eos) for run in drafted]
+        runs = [run[: end + 1] for run, end in zip(drafted, ends, strict=True)]
+        going = [row for row in range(len(runs)) if row in sequences.unfinished and ends[row] == len(drafted[row])]
         if self._stuck or not going:
             return scores
         whole = scores.new_zeros(len(runs), scores.shape[-1])
-        whole[text.rows] = scores[:, 0]
+        whole[sequences.running] = scores[:, 0]
         self._calls += 1
-        found = called(self.processors, text.followed_by(runs), whole)
+        found = called(self.processors, sequences.followed_by(runs), whole)
         self._stuck = not bool(found[going].amax(-1).isfinite().all())
-        return found[text.rows][:, None]
+        return found[sequences.running][:, None]
 
     def roll_back(self) -> None:
         """Undo all calls since the last time."""
@@ -212,12 +210,6 @@ class RollbackProcessing:
         for processor in self.processors:
             if calls and _can_roll_back(processor):
                 processor.rollback(calls)
-
-    def _to_end(self, run: list[int]) -> list[int]:
-        return run[: next((index + 1 for index, token in enumerate(run) if token in self._eos), len(run))]
-
-    def _has_ended(self, run: list[int]) -> bool:
-        return bool(run) and run[-1] in self._eos
 
 
 def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:

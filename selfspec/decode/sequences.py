@@ -1,56 +1,58 @@
-"""The text of every row as `transformers` would hold it: the prompt with its padding, then what was committed."""
+"""Each row as `transformers` would hold it: the prompt with its padding, and then what was committed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Text:
+class Sequences:
     """Prompts and the tokens committed after them.
 
-    Every row's prefix is what `transformers` hands to logits processors and stopping criteria: the row as it was
-    given, left padding included, and then its own tokens. Rows may differ in length by what was accepted of them.
+    Logits processors and stopping criteria of `transformers` see a row as it was given, left padding included, and then
+    its new tokens. Rows differ in length by how many of their draft tokens were accepted.
 
     Args:
-        prompts: as given, left-padded, `[batch, prompt]`. Everything is handed out on their device.
-        pad: stands after rows that are shorter than others.
+        prompts: as given, left-padded, `[batch, prompt]`. All ids are returned on their device.
+        pad: fills rows that are shorter than others.
 
     Attributes:
-        committed: the new tokens of each row, final. Append to them; nothing else is to be done.
-        live: whether each row goes on.
-        rows: numbers of the rows that passes still run; a row that has ended may be left out.
+        committed: the new tokens of each row, final. Append to them; change nothing else.
+        unfinished: numbers of the rows that have not ended.
+        running: numbers of the rows that passes run, in the order in which tensors hold them. All unfinished rows are
+            among them; a finished row is until it is dropped.
         width: length of the prompts, padding included.
-        pad: stands after rows that are shorter than others.
+        pad: fills rows that are shorter than others.
     """
 
     def __init__(self, prompts: Tensor, pad: int) -> None:
-        self.committed: list[list[int]] = [[] for _ in range(prompts.shape[0])]
-        self.live = [True] * prompts.shape[0]
-        self.rows = list(range(prompts.shape[0]))
+        rows = range(prompts.shape[0])
+        self.committed: list[list[int]] = [[] for _ in rows]
+        self.unfinished = set(rows)
+        self.running = list(rows)
         self.width = prompts.shape[1]
         self.pad = pad
         self._prompts = prompts
 
     def length(self, row: int) -> int:
-        """Tokens of a row so far, prompt and padding included."""
+        """Count the tokens of a row, prompt and padding included."""
         return self.width + len(self.committed[row])
 
     def tokens_from(self, row: int, start: int) -> list[int]:
-        """The tokens of a row from position `start` on, padding counted and included."""
+        """Return the tokens of a row from position `start` on, padding counted and included."""
         if start >= self.width:
             return self.committed[row][start - self.width :]
         prompt: list[int] = self._prompts[row, start:].tolist()
         return prompt + self.committed[row]
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
-        """The ids of all rows with a run of tokens after each, padded on the right to the longest, `[batch, length]`.
+        """Return the ids of all rows with a run of tokens after each, padded right to the longest, `[batch, length]`.
 
         Args:
-            runs: for each row, tokens that are not committed.
+            runs: for each row of the batch, tokens that are not committed.
         """
         new = [[*tokens, *run] for tokens, run in zip(self.committed, runs, strict=True)]
         longest = max(map(len, new))
@@ -61,18 +63,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands before each place of a block: the committed text, and the draft tokens up to there.
+    """What comes before each place of a block: the committed tokens, and the draft tokens up to the place.
 
-    A block over m places belongs to the last m places of text and draft: to the one after each of the last m - 1 draft
-    tokens, and to the one before these.
+    A block of m places belongs to the last m places of sequence and draft: one after each of the last m - 1 draft
+    tokens, and one before them.
 
     Attributes:
-        text: committed.
-        drafted: pieces of the draft so far, in order, each `[rows, tokens]`, of the rows that passes run. Only looked
-            at by processors that read prefixes.
+        sequences: committed.
+        drafted: pieces of the draft, in order, `[rows, tokens]` each, of the running rows. Only processors that depend
+            on the prefix read them.
     """
 
-    text: Text
+    sequences: Sequences
     drafted: Sequence[Tensor] = ()
 
     @property
@@ -81,9 +83,20 @@ class Prefixes:
         return sum(piece.shape[1] for piece in self.drafted)
 
     def runs(self) -> list[list[int]]:
-        """The draft tokens of each row, none for rows that have ended. Waits for the device."""
-        runs: list[list[int]] = [[] for _ in self.text.committed]
+        """Return the draft tokens of each row of the batch, none for finished rows. Waits for the device."""
+        runs: list[list[int]] = [[] for _ in self.sequences.committed]
         if self.drafted:
-            for row, run in zip(self.text.rows, torch.cat(list(self.drafted), 1).tolist(), strict=True):
-                runs[row] = run if self.text.live[row] else []
+            drafted = torch.cat(list(self.drafted), 1).tolist()
+            for row, run in zip(self.sequences.running, drafted, strict=True):
+                runs[row] = run if row in self.sequences.unfinished else []
         return runs
+
+
+def first_end(run: Sequence[int], eos: Collection[int]) -> int:
+    """Return where a run of tokens has its first end-of-sequence token; its length where it has none.
+
+    Args:
+        run: tokens.
+        eos: token ids that end a row.
+    """
+    return next((index for index, token in enumerate(run) if token in eos), len(run))

@@ -16,7 +16,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from selfspec.decode.sequences import Text
+from selfspec.decode.sequences import Sequences, first_end
 from selfspec.errors import UnsupportedOptionError
 
 
@@ -45,55 +45,54 @@ class Stopping:
         """Whether a row ends with its `count`-th new token, criteria aside."""
         return count >= self.max_new_tokens or last in self.eos
 
-    def shortened(self, text: Text, runs: Sequence[Sequence[int]]) -> list[list[int]]:
+    def shortened(self, sequences: Sequences, runs: Sequence[Sequence[int]]) -> list[list[int]]:
         """Each row's run up to the first end-of-sequence token, and no longer than there is room for.
 
         Args:
-            text: what was committed before.
+            sequences: what was committed before.
             runs: accepted tokens of each row; empty for rows that have ended.
         """
         return [
-            list(run[: min(self._first_eos(run), self.max_new_tokens - len(tokens))])
-            for run, tokens in zip(runs, text.committed, strict=True)
+            list(run[: min(first_end(run, self.eos) + 1, self.max_new_tokens - len(tokens))])
+            for run, tokens in zip(runs, sequences.committed, strict=True)
         ]
 
-    def judged(self, text: Text, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None) -> list[int | None]:
+    def judged(
+        self, sequences: Sequences, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
+    ) -> list[int | None]:
         """How many tokens of each shortened run stand when its row ends there; None for rows that go on.
 
         Args:
-            text: what was committed before.
+            sequences: what was committed before.
             runs: as `shortened` leaves them.
             scores: one tensor `[batch, vocab]` for each new token, those of the runs included; None: not kept.
         """
         ends = [
             len(run) if run and self.ends(len(tokens) + len(run), run[-1]) else None
-            for run, tokens in zip(runs, text.committed, strict=True)
+            for run, tokens in zip(runs, sequences.committed, strict=True)
         ]
         if not self.criteria:
             return ends
-        sooner = self._by_criteria(text, runs, scores)
+        sooner = self._by_criteria(sequences, runs, scores)
         return [sooner.get(row, end) for row, end in enumerate(ends)]
 
-    def _first_eos(self, run: Sequence[int]) -> int:
-        return next((index + 1 for index, token in enumerate(run) if token in self.eos), len(run))
-
     def _by_criteria(
-        self, text: Text, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
+        self, sequences: Sequences, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
     ) -> dict[int, int]:
-        ids = text.followed_by(runs)
+        ids = sequences.followed_by(runs)
         ends: dict[int, int] = {}
-        starts = [text.length(row) for row in range(len(runs))]
+        starts = [sequences.length(row) for row in range(len(runs))]
         for length in range(min(starts) + 1, ids.shape[1] + 1):
             grown = [row for row, run in enumerate(runs) if starts[row] < length <= starts[row] + len(run)]
             rows = [row for row in grown if row not in ends]
             if not rows:
                 continue
-            so_far = None if scores is None else scores[: length - text.width]
+            so_far = None if scores is None else scores[: length - sequences.width]
             verdicts = self.criteria(ids[:, :length].contiguous(), so_far).tolist()
             for row in rows:
                 if verdicts[row]:
                     ends[row] = length - starts[row]
-                    ids[row, length:] = text.pad
+                    ids[row, length:] = sequences.pad
         return ends
 
 

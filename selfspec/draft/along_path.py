@@ -20,7 +20,7 @@ from selfspec.model.layer_path import LayerPath, sublayers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.decode.batch import State
+    from selfspec.decode.batch import Batch
     from selfspec.model.adapter import Adapter
 
 
@@ -57,27 +57,27 @@ class PathDrafter(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
-    def draft(self, state: State, length: int) -> Draft:
-        if not state.control.tries(match=0):
-            return state.no_draft()
-        path = self.path(state.runner.depth)
-        token = state.last
+    def draft(self, batch: Batch, length: int) -> Draft:
+        if not batch.controller.tries(match=0):
+            return batch.no_draft()
+        path = self.path(batch.runner.depth)
+        token = batch.last_tokens
         tokens: list[Tensor] = []
         distributions, states = [], []
         for _ in range(length):
-            step = state.runner.logits(path, token, head=self.head)
-            scores = state.sampling.scores(step.logits, Prefixes(state.text, tokens))
-            q = proper(state.sampling.probabilities(scores))
-            decided = state.sampling.decide(q, state.cache.positions(1) + 1)
-            token = state.sampling.draw(decided, state.generator)
+            step = batch.runner.logits(path, token, head=self.head)
+            scores = batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))
+            q = proper(batch.sampling.probabilities(scores))
+            decided = batch.sampling.decide(q, batch.cache.positions(1) + 1)
+            token = batch.sampling.draw(decided, batch.generator)
             tokens.append(token)
             distributions.append(q)
             states.append(step.states)
-            state.cache.advance(1)
-            if len(tokens) < length and not state.control.goes_on(scores):
+            batch.cache.advance(1)
+            if len(tokens) < length and not batch.controller.goes_on(scores):
                 break
-        state.cache.rollback(len(tokens))
+        batch.cache.rollback(len(tokens))
         start, left = path.resume_point, [step for step in states if step is not None]
         resume = None if start is None else Resume(start, ExactStates.concatenated(left))
-        probs = None if state.sampling.greedy else torch.cat(distributions, 1)
+        probs = None if batch.sampling.greedy else torch.cat(distributions, 1)
         return Draft.chain(torch.cat(tokens, 1), probs, resume, steps=len(tokens))

@@ -14,7 +14,7 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.decode.batch import State
+    from selfspec.decode.batch import Batch
     from selfspec.model.adapter import Adapter
 
 
@@ -52,8 +52,8 @@ class Cascade(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)
 
-    def draft(self, state: State, length: int) -> Draft:
-        found = self.look_up.look_up(state, length)
-        if found.length and state.control.prefers(found.match_length) and state.control.tries(found.match_length):
+    def draft(self, batch: Batch, length: int) -> Draft:
+        found = self.look_up.look_up(batch, length)
+        if found.length and batch.controller.prefers(found.match_length) and batch.controller.tries(found.match_length):
             return found
-        return self.path.draft(state, length)
+        return self.path.draft(batch, length)

@@ -12,7 +12,7 @@ from selfspec.model.layer_path import LayerPath, Sublayer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfspec.decode.batch import State
+    from selfspec.decode.batch import Batch
     from selfspec.model.adapter import Adapter
     from selfspec.model.early_head import DraftHead
 
@@ -59,8 +59,8 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def draft(self, state: State, length: int) -> Draft:
-        """Propose up to `length` >= 1 tokens for each row, as many for each; fewer or none if `state.control` says so.
+    def draft(self, batch: Batch, length: int) -> Draft:
+        """Propose up to `length` >= 1 tokens for each row, the same number for all; fewer if the controller says so.
 
         Leaves the cursors of the cache where they were.
         """

@@ -12,7 +12,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.decode.batch import State
+    from selfspec.decode.batch import Batch
 
 # The index of a text takes memory in proportion to the square of this.
 _LONGEST = 64
@@ -45,30 +45,30 @@ class PromptLookup(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, state: State, length: int) -> Draft:
-        found = self.look_up(state, length)
-        return found if state.control.tries(found.match_length) else state.no_draft()
+    def draft(self, batch: Batch, length: int) -> Draft:
+        found = self.look_up(batch, length)
+        return found if batch.controller.tries(found.match_length) else batch.no_draft()
 
-    def look_up(self, state: State, length: int) -> Draft:
+    def look_up(self, batch: Batch, length: int) -> Draft:
         """The draft of up to `length` tokens; an empty one where no live row has a match, or too few to pay for all."""
-        hindmost = min(len(state.committed[row]) for row in state.text.rows if state.live[row])
+        hindmost = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
         rows: list[list[int]] = []
         # Of the rows that hold the batch up: what the others gain does not end it sooner.
         behind: list[int] = []
-        for row in state.text.rows:
-            index = state.index(row, self.shortest, self.longest)
-            match = index.find() if state.live[row] else None
-            if state.live[row] and len(state.committed[row]) == hindmost:
+        for row in batch.running:
+            index = batch.index(row, self.shortest, self.longest)
+            match = index.find() if row in batch.unfinished else None
+            if row in batch.unfinished and len(batch.committed[row]) == hindmost:
                 behind.append(0 if match is None else match.length)
             rows.append([] if match is None else list(index.after(match, length)))
         if not any(rows):
-            return state.no_draft()
-        last = state.last[:, 0].tolist()
+            return batch.no_draft()
+        last = batch.last_tokens[:, 0].tolist()
         share = sum(match > 0 for match in behind) / len(behind)
         # What a batch can hope for is set by the row with least to go by.
         least = max(min(behind), self.shortest)
-        most = min(length, state.control.look_up_length(share))
+        most = min(length, batch.controller.look_up_length(share))
         if most == 0:
-            return state.no_draft()
+            return batch.no_draft()
         tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
-        return Draft.chain(torch.tensor(tokens, device=state.last.device), match_length=least)
+        return Draft.chain(torch.tensor(tokens, device=batch.last_tokens.device), match_length=least)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.loop import verify
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_path import PathDrafter
@@ -80,8 +80,8 @@ class Given(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, state: State, length: int) -> Draft:
-        return Draft.chain(state.last.repeat(1, length))
+    def draft(self, batch: Batch, length: int) -> Draft:
+        return Draft.chain(batch.last_tokens.repeat(1, length))
 
 
 class Probe(Drafter):
@@ -112,7 +112,7 @@ class Probe(Drafter):
         for drafter in self._drafters.values():
             drafter.check_model(model, adapter)
 
-    def draft(self, state: State, length: int) -> Draft:
+    def draft(self, batch: Batch, length: int) -> Draft:
         names = [PLAIN, *self._drafters]
         self.sample = Sample(draft={name: {} for name in self._drafters}, verify={name: {} for name in names})
         jobs = [(PLAIN, width - 1) for width in self._widths]
@@ -123,20 +123,20 @@ class Probe(Drafter):
         start = self._turn * 7 % len(jobs)
         began = self._timer.now()
         for job in [*jobs[start:], *jobs[:start]]:
-            self._time(state, *job)
+            self._time(batch, *job)
         probing = self._timer.now() - began
         self.sample = replace(self.sample, probing=probing)
-        return state.no_draft()
+        return batch.no_draft()
 
-    def _time(self, state: State, name: str, length: int) -> None:
+    def _time(self, batch: Batch, name: str, length: int) -> None:
         drafts: list[Draft] = []
         if name == PLAIN:
-            drafts.append(Draft.chain(state.last.repeat(1, length)))
+            drafts.append(Draft.chain(batch.last_tokens.repeat(1, length)))
         else:
             drafter = self._drafters[name]
-            took = self._timer.of(lambda: drafts.append(drafter.draft(state, length)))
+            took = self._timer.of(lambda: drafts.append(drafter.draft(batch, length)))
             self.sample.draft[name][length] = took
-        took = self._timer.of(lambda: verify(state, drafts[0]))
+        took = self._timer.of(lambda: verify(batch, drafts[0]))
         if length == 0:
             self.sample.units.append(took)
         else:

@@ -478,8 +478,8 @@ class Wrong(selfspec.Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, state: Any, length: int) -> Draft:
-        return Draft.chain(torch.full((1, length), 49), steps=length) if state.control.tries(0) else state.no_draft()
+    def draft(self, batch: Any, length: int) -> Draft:
+        return Draft.chain(torch.full((1, length), 49), steps=length) if batch.controller.tries(0) else batch.no_draft()
 
     def cost(self, model: Any, adapter: Any) -> float:
         return 0.2
@@ -494,8 +494,8 @@ class Right(selfspec.Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, state: Any, length: int) -> Draft:
-        start = state.text.length(0)
+    def draft(self, batch: Any, length: int) -> Draft:
+        start = batch.sequences.length(0)
         return Draft.chain(torch.tensor([self.text[start : start + length]]), steps=length)
 
 

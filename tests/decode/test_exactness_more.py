@@ -50,8 +50,8 @@ class Keeping(Drafter):
     def check(self, depth: int) -> None:
         self.drafter.check(depth)
 
-    def draft(self, state: Any, length: int) -> Draft:
-        self.kept.append(self.drafter.draft(state, length))
+    def draft(self, batch: Any, length: int) -> Draft:
+        self.kept.append(self.drafter.draft(batch, length))
         return self.kept[-1]
 
 

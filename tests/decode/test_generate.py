@@ -30,7 +30,7 @@ from helpers.joints import (
     small,
 )
 from selfspec.accept import TokenLevel
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.sequences import Prefixes
 from selfspec.draft import Draft, Drafter
@@ -117,8 +117,8 @@ def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: st
 @pytest.mark.slow
 def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
     class Mismatched(selfspec.EarlyExit):
-        def draft(self, state: Any, length: int) -> selfspec.Draft:
-            draft: selfspec.Draft = super().draft(state, length)
+        def draft(self, batch: Any, length: int) -> selfspec.Draft:
+            draft: selfspec.Draft = super().draft(batch, length)
             assert draft.probs is not None
             hotter = draft.probs ** (1 / 1.1)
             return replace(draft, probs=hotter / hotter.sum(-1, keepdim=True))
@@ -364,10 +364,10 @@ class Poison(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, state: State, length: int) -> Draft:
-        if state.text.length(0) > self.prompt:
-            return state.no_draft()
-        return Draft.chain(torch.full((len(state.live), length), self.token))
+    def draft(self, batch: Batch, length: int) -> Draft:
+        if batch.sequences.length(0) > self.prompt:
+            return batch.no_draft()
+        return Draft.chain(torch.full((batch.size, length), self.token))
 
 
 @pytest.mark.parametrize("runtime", [selfspec.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])
@@ -394,9 +394,9 @@ def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
     drafting = []
 
     class Overflowing(selfspec.EarlyExit):
-        def draft(self, state: Any, length: int) -> selfspec.Draft:
+        def draft(self, batch: Any, length: int) -> selfspec.Draft:
             drafting.append(True)
-            draft = super().draft(state, length)
+            draft = super().draft(batch, length)
             drafting.clear()
             return draft
 
@@ -441,8 +441,8 @@ def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter
         model.model.embed_tokens.weight[poison] = float("nan")
 
     class Poisoning(type(draft)):  # type: ignore[misc]
-        def draft(self, state: Any, length: int) -> selfspec.Draft:
-            made: selfspec.Draft = super().draft(state, length)
+        def draft(self, batch: Any, length: int) -> selfspec.Draft:
+            made: selfspec.Draft = super().draft(batch, length)
             made.tokens[:, -1] = poison
             return made
 

@@ -131,14 +131,14 @@ def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(
     class Loud(selfspec.LayerSkip):
         """Drafts with scores that the processor refuses."""
 
-        def draft(self, state: Any, length: int) -> selfspec.Draft:
-            passes = state.runner.logits
+        def draft(self, batch: Any, length: int) -> selfspec.Draft:
+            passes = batch.runner.logits
             try:
-                state.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
-                drafted: selfspec.Draft = super().draft(state, length)
+                batch.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
+                drafted: selfspec.Draft = super().draft(batch, length)
                 return drafted
             finally:
-                state.runner.logits = passes
+                batch.runner.logits = passes
 
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
     wanted = llama.generate(tiny.prompt(5), logits_processor=[Dead()], **options)
@@ -249,8 +249,8 @@ def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> Non
         llama.model.embed_tokens.weight[poison] = torch.nan
 
     class Poisoning(selfspec.LayerSkip):
-        def draft(self, state: Any, length: int) -> selfspec.Draft:
-            made: selfspec.Draft = super().draft(state, length)
+        def draft(self, batch: Any, length: int) -> selfspec.Draft:
+            made: selfspec.Draft = super().draft(batch, length)
             made.tokens[0, -1] = poison
             return made
 

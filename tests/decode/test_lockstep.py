@@ -17,7 +17,7 @@ from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.output import Round
 from selfspec.draft import Draft, Drafter
 
@@ -72,10 +72,10 @@ class OneRow(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, state: State, length: int) -> Draft:
-        if not state.control.tries(0):
-            return state.no_draft()
-        starts = [state.text.length(row) for row in range(4)]
+    def draft(self, batch: Batch, length: int) -> Draft:
+        if not batch.controller.tries(0):
+            return batch.no_draft()
+        starts = [batch.sequences.length(row) for row in range(4)]
         rows = [self.text[row, start : start + length].tolist() for row, start in enumerate(starts)]
         right = torch.tensor([row + [0] * (length - len(row)) for row in rows])
         wrong = (right + 1) % tiny.VOCABULARY
@@ -131,10 +131,10 @@ def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> N
     cursors: list[set[int]] = []
 
     class Noting(selfspec.LayerSkip):
-        def draft(self, state: Any, length: int) -> Draft:
-            lengths = zip(state.text.rows, state.cache.lengths, strict=True)
-            cursors.append({length for row, length in lengths if state.live[row]})
-            made: Draft = super().draft(state, length)
+        def draft(self, batch: Any, length: int) -> Draft:
+            lengths = zip(batch.running, batch.cache.lengths, strict=True)
+            cursors.append({length for row, length in lengths if row in batch.unfinished})
+            made: Draft = super().draft(batch, length)
             return made
 
     spec = selfspec.wrap(model, Noting(mlp=[3]), draft_length=InStep(4))
@@ -263,8 +263,8 @@ def test_a_row_that_is_not_finite_does_not_stall_the_others() -> None:
     rounds: list[int] = []
 
     class Poisoning(selfspec.EarlyExit):
-        def draft(self, state: Any, length: int) -> Draft:
-            made: Draft = super().draft(state, length)
+        def draft(self, batch: Any, length: int) -> Draft:
+            made: Draft = super().draft(batch, length)
             rounds.append(length)
             if len(rounds) == 3:
                 made.tokens[0, -1] = poison

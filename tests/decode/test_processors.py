@@ -16,7 +16,7 @@ import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
-from selfspec.decode.sequences import Prefixes, Text
+from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.draft import Drafter
 
 WIDTH, NEW = 10, 20
@@ -228,8 +228,8 @@ class Witness(LogitsProcessor):
 class Unable(selfspec.EarlyExit):
     """Drafts the same token over and over, so that much is rejected."""
 
-    def draft(self, state: Any, length: int) -> selfspec.Draft:
-        draft: selfspec.Draft = super().draft(state, length)
+    def draft(self, batch: Any, length: int) -> selfspec.Draft:
+        draft: selfspec.Draft = super().draft(batch, length)
         draft.tokens.fill_(11)
         return draft
 
@@ -286,7 +286,7 @@ def test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefix
         assert len(ids) == len(scores) == 2
         return scores + ids.shape[1] * 100 + ids[:, -1:]
 
-    text = Text(torch.tensor([[1, 2], [3, 4]]), pad=0)
+    text = Sequences(torch.tensor([[1, 2], [3, 4]]), pad=0)
     text.committed[0] += [5, 6]
     processing = PrefixProcessing(LogitsProcessorList([lengths_and_last]), frozenset(), limit=99)
     drafted = [torch.tensor([[7], [8]]), torch.tensor([[9], [10]])]

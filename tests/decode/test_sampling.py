@@ -18,9 +18,9 @@ from transformers import (
 from helpers.goodness import p_value
 from selfspec.decode.processors import Warping
 from selfspec.decode.sampling import Sampling, draw, drawn_by_inversion, drawn_by_race, proper
-from selfspec.decode.sequences import Prefixes, Text
+from selfspec.decode.sequences import Prefixes, Sequences
 
-NOTHING_BEFORE = Prefixes(Text(torch.empty(1, 0, dtype=torch.long), pad=0))
+NOTHING_BEFORE = Prefixes(Sequences(torch.empty(1, 0, dtype=torch.long), pad=0))
 
 
 def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:

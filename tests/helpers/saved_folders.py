@@ -8,7 +8,7 @@ import pytest
 from transformers import dynamic_module_utils
 
 import selfspec
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.draft import Draft
 from selfspec.draft.along_path import PathDrafter
 
@@ -29,9 +29,9 @@ def rounds(monkeypatch: pytest.MonkeyPatch, kind: type[PathDrafter] = selfspec.E
     drafted: list[int] = []
     right = kind.draft
 
-    def counted(self: PathDrafter, state: State, length: int) -> Draft:
+    def counted(self: PathDrafter, batch: Batch, length: int) -> Draft:
         drafted.append(length)
-        return right(self, state, length)
+        return right(self, batch, length)
 
     monkeypatch.setattr(kind, "draft", counted)
     return drafted

@@ -14,7 +14,7 @@ from helpers import tiny
 from selfspec import Draft, DraftConfigError, EarlyExit, LayerSkip
 from selfspec.control.costs import Costs
 from selfspec.decode import loop, stats
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge_together
 from selfspec.decode.stopping import Stopping
 from selfspec.measure.costs import MeasuredCosts, measure_costs
@@ -133,9 +133,9 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
     judging = {True: 0.7, False: 0.3}
     judge = judge_together
 
-    def slow(state: State, stopping: Stopping, draft: Draft, *others: Any) -> Any:
+    def slow(batch: Batch, stopping: Stopping, draft: Draft, *others: Any) -> Any:
         clock.now += judging[draft.length > 0]
-        return judge(state, stopping, draft, *others)
+        return judge(batch, stopping, draft, *others)
 
     monkeypatch.setattr(loop, "judge_together", slow)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=clock))

@@ -157,22 +157,22 @@ CATALOGUE = (
     Mutation(
         "an argmax draft scored with a softmax q",
         "PathDrafter.draft",
-        "state.sampling.draw(decided, state.generator)",
+        "batch.sampling.draw(decided, batch.generator)",
         "decided.argmax(-1)",
         (_OWN_Q,),
     ),
     Mutation(
         "draft tokens drawn at a temperature 10 % off the one they are scored with",
         "PathDrafter.draft",
-        "state.sampling.draw(decided, state.generator)",
-        "state.sampling.draw(decided**1.1, state.generator)",
+        "batch.sampling.draw(decided, batch.generator)",
+        "batch.sampling.draw(decided**1.1, batch.generator)",
         (_OWN_Q,),
     ),
     Mutation(
         "a draft that overflowed is scored with NaN",
         "PathDrafter.draft",
-        "proper(state.sampling.probabilities(scores))",
-        "state.sampling.probabilities(scores)",
+        "proper(batch.sampling.probabilities(scores))",
+        "batch.sampling.probabilities(scores)",
         ("test_generate.py", "-k", "not_finite"),
     ),
     Mutation(
@@ -185,8 +185,8 @@ CATALOGUE = (
     Mutation(
         "a coupled draft takes its noise from the place before",
         "PathDrafter.draft",
-        "state.cache.positions(1) + 1",
-        "state.cache.positions(1)",
+        "batch.cache.positions(1) + 1",
+        "batch.cache.positions(1)",
         (_COUPLED,),
     ),
     # What p is and what is drawn from it.
@@ -200,9 +200,9 @@ CATALOGUE = (
     Mutation(
         "filters applied again to the residual",
         "_accept",
-        "sampling.draw(_1, state.generator)",
-        "sampling.draw(sampling.probabilities(sampling.scores(_1.log()[:, None], Prefixes(state.text)))[:, "
-        "0], state.generator)",
+        "sampling.draw(_1, batch.generator)",
+        "sampling.draw(sampling.probabilities(sampling.scores(_1.log()[:, None], Prefixes(batch.sequences)))[:, "
+        "0], batch.generator)",
         (_JOINT,),
     ),
     Mutation(
@@ -215,22 +215,22 @@ CATALOGUE = (
     Mutation(
         "off by one row of logits: every draft token judged by the row after its own",
         "verify",
-        "state.runner.logits(target.resumed_at(_1), _2, _3).logits",
-        "state.runner.logits(target.resumed_at(_1), _2, _3).logits.roll(-1, 1)",
+        "batch.runner.logits(target.resumed_at(_1), _2, _3).logits",
+        "batch.runner.logits(target.resumed_at(_1), _2, _3).logits.roll(-1, 1)",
         (_GREEDY,),
     ),
     Mutation(
         "acceptance and residual share their noise",
         "_accept",
-        "torch.rand((_1, _2), generator=state.generator, dtype=_3, device=_4)",
+        "torch.rand((_1, _2), generator=batch.generator, dtype=_3, device=_4)",
         # In float64 the generator gives uniform numbers and exponential ones of the same bits.
-        "torch.rand((_1, p.shape[-1]), generator=state.generator.clone_state(), dtype=torch.float64)[:, :_2].to(_3)",
+        "torch.rand((_1, p.shape[-1]), generator=batch.generator.clone_state(), dtype=torch.float64)[:, :_2].to(_3)",
         (_JOINT, _MANY),
     ),
     Mutation(
         "every round draws the same acceptance",
         "_accept",
-        "torch.rand(_1, generator=state.generator, dtype=_2, device=_3)",
+        "torch.rand(_1, generator=batch.generator, dtype=_2, device=_3)",
         "torch.rand(_1, generator=torch.Generator().manual_seed(0), dtype=_2, device=_3)",
         (_JOINT, _MANY),
     ),
@@ -286,23 +286,23 @@ CATALOGUE = (
     # Where text ends.
     Mutation(
         "an end-of-sequence token inside an accepted run is not seen",
-        "Stopping._first_eos",
-        "next((index + 1 for index, token in enumerate(run) if token in self.eos), len(run))",
+        "Stopping.shortened",
+        "first_end(run, self.eos)",
         "len(run)",
         (_EOS,),
     ),
     Mutation(
         "the end-of-sequence token itself is dropped",
-        "Stopping._first_eos",
-        "index + 1",
-        "index",
+        "Stopping.shortened",
+        "first_end(run, self.eos) + 1",
+        "first_end(run, self.eos)",
         (_EOS,),
     ),
     Mutation(
         "an accepted run overshoots max_new_tokens",
         "Stopping.shortened",
-        "min(self._first_eos(run), self.max_new_tokens - len(tokens))",
-        "self._first_eos(run)",
+        "min(first_end(run, self.eos) + 1, self.max_new_tokens - len(tokens))",
+        "first_end(run, self.eos) + 1",
         (_EXACT_LENGTH, "test_generate.py", "test_request.py"),
     ),
     Mutation(
@@ -365,21 +365,21 @@ CATALOGUE = (
     Mutation(
         "a draft step's processors do not see the draft so far",
         "PathDrafter.draft",
-        "Prefixes(state.text, tokens)",
-        "Prefixes(state.text)",
+        "Prefixes(batch.sequences, tokens)",
+        "Prefixes(batch.sequences)",
         (_AS_GOOD,),
     ),
     Mutation(
         "drafts are not processed at all",
         "PathDrafter.draft",
-        "state.sampling.scores(step.logits, Prefixes(state.text, tokens))",
+        "batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))",
         "step.logits.float()",
         (_AS_GOOD,),
     ),
     Mutation(
         "a draft goes on after the end of the text, and processors see it",
-        "PrefixProcessing._before_end",
-        "next((index for index, token in enumerate(run) if token in self.eos), len(run))",
+        "PrefixProcessing.scores",
+        "first_end(run, self.eos)",
         "len(run)",
         ("test_processors.py", "-k", "beyond"),
     ),
@@ -407,9 +407,9 @@ CATALOGUE = (
     ),
     Mutation(
         "scores are returned as logits",
-        "State.record",
-        "self.logits.keep(logits, self.text.rows, starts, counts)",
-        "self.logits.keep(scores, self.text.rows, starts, counts)",
+        "Batch.record",
+        "self.logits.keep(logits, self.running, starts, counts)",
+        "self.logits.keep(scores, self.running, starts, counts)",
         ("test_score_record.py",),
     ),
     # Keys and values of an earlier turn.
@@ -424,7 +424,7 @@ CATALOGUE = (
         "the last run of a row is missing from the cache that is returned",
         "commit",
         "len(rows[row].tokens)",
-        "len(rows[row].tokens) * state.live[row]",
+        "len(rows[row].tokens) * (row in batch.unfinished)",
         ("test_transfer.py",),
     ),
     # Rows that have ended.
@@ -437,14 +437,14 @@ CATALOGUE = (
     ),
     Mutation(
         "the cache keeps its first rows in place of those that are left",
-        "State.leave_out_ended",
+        "Batch.drop_finished",
         "self.cache.narrow(kept)",
         "self.cache.narrow(range(len(kept)))",
         (_ENDED,),
     ),
     Mutation(
         "ended rows are run to the last",
-        "State.leave_out_ended",
+        "Batch.drop_finished",
         "2 * len(kept) > len(running)",
         "True",
         (_ENDED,),
@@ -453,8 +453,8 @@ CATALOGUE = (
     Mutation(
         "the draft's tokens are not all rolled back",
         "PathDrafter.draft",
-        "state.cache.rollback(len(tokens))",
-        "state.cache.rollback(len(tokens) - 1)",
+        "batch.cache.rollback(len(tokens))",
+        "batch.cache.rollback(len(tokens) - 1)",
         (_GREEDY,),
     ),
     Mutation(
@@ -607,7 +607,7 @@ CATALOGUE = (
     Mutation(
         "NaN that a draft token left in the cache stays there",
         "rounds",
-        "state.cache.scrub(_1)",
+        "batch.cache.scrub(_1)",
         "pass",
         ("test_generate.py", "-k", "spoils"),
     ),
@@ -680,8 +680,8 @@ CATALOGUE = (
     Mutation(
         "cursors stay ahead where a draft ends early",
         "PathDrafter.draft",
-        "state.cache.rollback(len(tokens))",
-        "state.cache.rollback(len(tokens) - (len(tokens) < length))",
+        "batch.cache.rollback(len(tokens))",
+        "batch.cache.rollback(len(tokens) - (len(tokens) < length))",
         (_CONTROLLED,),
     ),
     Mutation(
@@ -785,9 +785,9 @@ CATALOGUE = (
     ),
     Mutation(
         "a look-up takes in what was generated only once",
-        "State.index",
-        "self.text.tokens_from(row, len(index))",
-        "self.text.tokens_from(row, 0) if len(index) == 0 else ()",
+        "Batch.index",
+        "self.sequences.tokens_from(row, len(index))",
+        "self.sequences.tokens_from(row, 0) if len(index) == 0 else ()",
         ("test_prompt_lookup.py",),
     ),
     # Linears of few rows.

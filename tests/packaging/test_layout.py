@@ -162,7 +162,7 @@ def test_no_two_modules_import_each_other() -> None:
         ("selfspec.draft.early_exit", "from .. import cli"),
         ("selfspec.draft.early_exit", "from ..tools.train import course"),
         ("selfspec.draft.early_exit", "def late():\n    from selfspec.measure.costs import anything"),
-        ("selfspec.model.view", "from selfspec.decode.batch import State"),
+        ("selfspec.model.view", "from selfspec.decode.batch import Batch"),
         ("selfspec.cache.masks", "from selfspec.draft import Drafter"),
         ("selfspec.measure.costs", "from selfspec.tools.bench import anything"),
         ("selfspec.tools.bench.arm", "from selfspec.tools.verify.run import verify"),

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from selfspec.accept.token_level import unbroken
 from selfspec.api import wrap
 from selfspec.cache.tree import Tree
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.decode.noise import Coupling
 from selfspec.decode.processors import Warping
 from selfspec.decode.sampling import Sampling
@@ -53,8 +53,8 @@ class DictatedDrafter(Drafter):
     def check(self, depth: int) -> None:
         self._drafter.check(depth)
 
-    def draft(self, state: State, length: int) -> Draft:
-        draft = self._drafter.draft(replace(state, sampling=self._dictated), length)
+    def draft(self, batch: Batch, length: int) -> Draft:
+        draft = self._drafter.draft(replace(batch, sampling=self._dictated), length)
         return Draft(draft.tokens, draft.tree, None, draft.resume)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import selfspec
 from selfspec.cli.options import read_draft
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_path import PathDrafter
 from selfspec.model.layer_path import Part
@@ -41,7 +41,7 @@ def test_other_drafters_are_called_what_they_say() -> None:
         def check(self, depth: int) -> None:
             """Any depth will do."""
 
-        def draft(self, state: State, length: int) -> Draft:
+        def draft(self, batch: Batch, length: int) -> Draft:
             raise NotImplementedError
 
         def __repr__(self) -> str:

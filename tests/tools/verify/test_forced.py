@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
-from selfspec.decode.batch import State
+from selfspec.decode.batch import Batch
 from selfspec.draft import Draft, Drafter
 from selfspec.measure.rounding import RoundingMeter, largest_difference, tie_gap
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
@@ -44,9 +44,9 @@ def test_drafts_are_as_long_as_in_the_loop(llama: PreTrainedModel, monkeypatch: 
     drafted = []
     draft = selfspec.EarlyExit.draft
 
-    def watched(self: selfspec.EarlyExit, state: State, length: int) -> Draft:
+    def watched(self: selfspec.EarlyExit, batch: Batch, length: int) -> Draft:
         drafted.append(length)
-        return draft(self, state, length)
+        return draft(self, batch, length)
 
     monkeypatch.setattr(selfspec.EarlyExit, "draft", watched)
     forced(llama, selfspec.EarlyExit(2), tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist())
@@ -59,7 +59,7 @@ def test_a_drafter_that_says_its_own_is_judged_by_the_text(llama: PreTrainedMode
         def check(self, depth: int) -> None:
             """Any depth will do."""
 
-        def draft(self, state: State, length: int) -> Draft:
+        def draft(self, batch: Batch, length: int) -> Draft:
             return Draft.chain(torch.full((1, length), 7))
 
     prompt, tokens = tiny.prompt(5), [7, 7, 1, 7, 7, 7, 7, 7, 7, 2]
