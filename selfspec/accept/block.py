@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from selfspec.errors import UnsupportedOptionError
+
 if TYPE_CHECKING:
     from selfspec.cache.tree import Tree
     from selfspec.draft.draft import Draft
@@ -19,14 +21,22 @@ class Block:
 
     With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), the draft is accepted up to the last i whose draw falls
     within its chance, and the token after it is drawn from max(P_i p - q, 0). The committed tokens are distributed
-    exactly as draws from p, and no lossless rule commits more of a draft in expectation.
+    exactly as draws from p, and no lossless rule commits more of a draft in expectation. It judges chains alone.
     """
 
     lossless = True
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Chance that the draft is accepted at least up to each node, were it the last, `[rows, nodes]`."""
+        """Chance that the draft is accepted at least up to each node, were it the last, `[rows, nodes]`.
+
+        Raises:
+            UnsupportedOptionError: the draft is no chain.
+        """
+        if not draft.tree.is_chain:
+            raise UnsupportedOptionError(
+                "block verification judges chains, and this drafter drafts trees; use accept='token'"
+            )
         q = _dense(draft, p)
         weights = _prefix_weights(draft.tokens, q, p)[:, 1:]
         if draft.tokens.shape[1] == 0:

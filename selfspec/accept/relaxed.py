@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.accept.token_level import unbroken
+from selfspec.accept.paths import at_parents, longest_path
 
 if TYPE_CHECKING:
     from selfspec.cache.tree import Tree
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Relaxed:
-    """Accept by a threshold; where a draft token falls below it, take the target's own token in its place."""
+    """Accept by a threshold; where a draft token falls below it, take the target's own token in its place.
+
+    Of a tree the longest path above the threshold is accepted.
+    """
 
     lossless = False
     couples = False
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the last node before the first that is rejected, `[rows]`."""
-        return unbroken(mask)
+        """Place of the deepest node that is accepted with all its ancestors, `[rows]`."""
+        return longest_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
         """The target's p after the accepted tokens, `[rows, vocab]`."""
@@ -48,7 +51,7 @@ class Typical(_Relaxed):
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         """1 where a draft token is typical, else 0, `[rows, nodes]`."""
-        judged = p[:, : draft.tokens.shape[1]]
+        judged = at_parents(p, draft.tree)
         entropy: Tensor = torch.special.entr(judged).sum(-1)
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
         return (judged.gather(-1, draft.tokens[..., None])[..., 0] > threshold).to(p.dtype)
@@ -72,7 +75,7 @@ class TopKTolerance(_Relaxed):
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         """1 where a draft token is tolerable, else 0, `[rows, nodes]`."""
-        judged = logits[:, : draft.tokens.shape[1]]
+        judged = at_parents(logits, draft.tree)
         score = judged.gather(-1, draft.tokens[..., None])
         rank = (judged > score).sum(-1)
         gap = judged.amax(-1) - score[..., 0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from selfspec.accept.paths import first_path, tree_tables
 
 if TYPE_CHECKING:
     from selfspec.cache.tree import Tree
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 class TokenLevel:
     """Speculative sampling of Leviathan et al. (2023), algorithm 1, and Chen et al. (2023), algorithm 2.
 
+    Over a tree it is recursive rejection sampling (Miao et al., 2024, arXiv 2305.09781; Jeon et al., 2024, arXiv
+    2402.14160): siblings are judged in turn, each against what its rejected siblings left of p.
+
     The committed tokens are distributed exactly as draws from p. Greedy decoding is the case of a one-hot p: a draft
     token is accepted if it is the target's choice, and the residual is that choice.
     """
@@ -25,38 +31,69 @@ class TokenLevel:
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """min(1, p/q) of each draft token, `[rows, nodes]`."""
-        index = draft.tokens[..., None]
-        p_token = p[:, : index.shape[1]].gather(-1, index)[..., 0]
-        if draft.probs is None:
-            return p_token
-        return (p_token / draft.probs.gather(-1, index)[..., 0]).clamp(max=1.0)
+        """min(1, p/q) of each node, with p less what its earlier siblings took, `[rows, nodes]`."""
+        tokens, probs = draft.tokens, draft.probs
+        if draft.tree.is_chain:
+            return _chances(p[:, :-1], tokens, probs)
+        chances = torch.empty_like(tokens, dtype=p.dtype)
+        left = p
+        for rank in tree_tables(draft.tree, p.device).ranks:
+            left = left[:, rank.before]
+            if rank.siblings is not None:
+                residual = _less_q(left, tokens[:, rank.siblings], _of(probs, rank.siblings))
+                left = _normalised(torch.where(_is_empty(residual), left, residual))
+            chances[:, rank.nodes] = _chances(left, tokens[:, rank.nodes], _of(probs, rank.nodes))
+        return chances
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the last node before the first that is rejected, `[rows]`."""
-        return unbroken(mask)
+        """Place of the last node on the path of first accepted children, `[rows]`."""
+        return first_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """max(p - q, 0) before the first rejected token, p after the last draft token; `[rows, vocab]`.
+        """max(p - q, 0) with q of each rejected child in turn, p at a leaf; `[rows, vocab]`.
 
-        Where rounding leaves nothing of the residual (p and q equal but for the last bits), p itself.
+        Where rounding leaves nothing of a residual (p and q equal but for the last bits), what it was taken from.
         """
-        tokens = draft.tokens
-        drafted = tokens.shape[1]
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        p_next = p[rows, place]
-        if drafted == 0:
-            return p_next
-        rejected = place.clamp(max=drafted - 1)
-        if draft.probs is None:
-            q_next = torch.zeros_like(p_next).scatter_(-1, tokens[rows, rejected][:, None], 1.0)
-        else:
-            q_next = draft.probs[rows, rejected]
-        residual = (p_next - q_next).clamp_min(0.0)
-        keep_p = (place == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)
-        return torch.where(keep_p, p_next, residual)
+        rows = torch.arange(place.shape[0], device=place.device)
+        left = p[rows, place]
+        for rank, (child, missing) in enumerate(_children(draft.tree, place)):
+            left = _normalised(left) if rank else left
+            probs = None if draft.probs is None else draft.probs[rows, child]
+            residual = _less_q(left, draft.tokens[rows, child], probs)
+            left = torch.where(missing[:, None] | _is_empty(residual), left, residual)
+        return left
 
 
-def unbroken(mask: Tensor) -> Tensor:
-    """Number of accepted tokens before the first rejected one, `[rows]`, in a mask `[rows, drafted]`."""
-    return mask.long().cumprod(-1).sum(-1)
+def _chances(p: Tensor, tokens: Tensor, probs: Tensor | None) -> Tensor:
+    index = tokens[..., None]
+    p_token = p.gather(-1, index)[..., 0]
+    if probs is None:
+        return p_token
+    return (p_token / probs.gather(-1, index)[..., 0]).clamp(max=1.0)
+
+
+def _less_q(p: Tensor, tokens: Tensor, probs: Tensor | None) -> Tensor:
+    q = torch.zeros_like(p).scatter_(-1, tokens[..., None], 1.0) if probs is None else probs
+    return (p - q).clamp_min(0.0)
+
+
+def _is_empty(residual: Tensor) -> Tensor:
+    return residual.sum(-1, keepdim=True) == 0
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    # Where the target gives no distribution (its logits were not finite) zeros stay zeros.
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def _of(probs: Tensor | None, nodes: Tensor) -> Tensor | None:
+    return None if probs is None else probs[:, nodes]
+
+
+def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The children of a place of each row, in order, and whether a row has none of that number; each `[rows]`."""
+    if not tree.is_chain:
+        for child in tree_tables(tree, place.device).children[place].unbind(-1):
+            yield child.clamp(min=0), child < 0
+    elif len(tree):
+        yield place.clamp(max=len(tree) - 1), place == len(tree)

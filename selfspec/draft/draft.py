@@ -31,11 +31,15 @@ class Resume:
 class Draft:
     """Tokens proposed for the target to judge: a tree of them, the same shape in all rows.
 
+    Siblings may be drawn in any way, with replacement or without, as long as `probs` says what each was really drawn
+    from, given all nodes before it. A node that was drawn must not be left out for its score: that biases the output.
+
     Attributes:
         tokens: of each node, `[rows, nodes]`.
         tree: which node follows which.
-        probs: the distribution q that each token was drawn from, `[rows, nodes, vocab]`; None where nothing was drawn
-            (q is one-hot at the tokens), as in greedy drafts and look-ups.
+        probs: the distribution q that each token was drawn from, `[rows, nodes, vocab]`: drawn without replacement, the
+            later of two siblings has 0 at the earlier one's token, and the rest normalised. None where nothing was
+            drawn (q is one-hot at the tokens), as in greedy drafts, the likeliest tokens of a place, and look-ups.
         resume: what verification may build on; None where it starts from tokens.
         steps: draft steps it took.
         match_length: of a look-up, how many tokens back from its end the text is alike where the draft was found;
@@ -70,5 +74,5 @@ class Draft:
 
     @property
     def length(self) -> int:
-        """Draft length: tokens drafted for each row."""
-        return self.tokens.shape[1]
+        """Draft length: the most tokens that a row can accept, the depth of the tree."""
+        return self.tree.depth

@@ -1,4 +1,4 @@
-"""Chains for hypothesis: zeros, disjoint supports, p = q, one-hot, near-ties, in float32 and float64."""
+"""Chains and trees for hypothesis: zeros, disjoint supports, p = q, one-hot, near-ties, in float32 and float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.exact import Chain
+from helpers.exact import Chain, all_drafts
+from selfspec.cache.tree import Tree
 
 _KINDS = ("dense", "peaked", "sparse", "one-hot", "near-tie")
 
@@ -67,3 +68,58 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         Chain(tuple(table.to(dtype) for table in p)), Chain(tuple(table.to(dtype) for table in q[: max(drafted, 1)]))
     )
+
+
+@dataclass(frozen=True)
+class TreeCase:
+    """A tree, the target over its paths, and the draft distribution over its nodes in order."""
+
+    tree: Tree
+    p: Chain
+    q: Chain
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 6) -> Tree:
+    """Trees of 1 to `most` nodes, of any shape."""
+    return Tree(tuple(draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(1, most)))))
+
+
+@st.composite
+def tree_cases(draw: st.DrawFn, most: int = 6) -> TreeCase:
+    """Trees whose siblings are drawn with replacement, without it, or by whatever all nodes before them say."""
+    tree = draw(trees(most))
+    vocab = draw(st.integers(2, {1: 8, 2: 5, 3: 4, 4: 3, 5: 3, 6: 2}[len(tree)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    p = [_rows(draw(st.sampled_from(_KINDS)), [vocab] * (depth + 1), generator) for depth in range(tree.depth + 1)]
+    # At each place what its children are drawn from if they are siblings in the usual sense.
+    common = []
+    for depth in (0, *tree.depths):
+        table, relation = p[depth], draw(st.sampled_from(["independent", "independent", "equal", "last bits"]))
+        if relation == "independent":
+            table = _rows(draw(st.sampled_from(_KINDS)), [vocab] * (depth + 1), generator)
+        elif relation == "last bits":
+            table = table * (1 + 1e-7 * torch.rand(table.shape, generator=generator, dtype=torch.float64))
+        common.append(table / table.sum(-1, keepdim=True))
+    drawn = draw(st.sampled_from(["with replacement", "without replacement", "anyhow"]))
+    q = []
+    for node, path in enumerate(tree.paths):
+        if drawn == "anyhow":
+            q.append(_rows(draw(st.sampled_from(_KINDS)), [vocab] * (node + 1), generator))
+            continue
+        parent = tree.parents[node]
+        earlier = [sibling for sibling in tree.children[parent + 1] if sibling < node]
+        before = all_drafts(vocab, node)
+        table = common[parent + 1][tuple(before[:, list(path[:-1])].T)].expand(len(before), -1)
+        if drawn == "without replacement":
+            table = without(table, before[:, earlier])
+        q.append(table.reshape([vocab] * (node + 1)))
+    return TreeCase(tree, Chain(tuple(p)), Chain(tuple(q)))
+
+
+def without(q: Tensor, drawn: Tensor) -> Tensor:
+    """Of q `[rows, vocab]` what the next draw without replacement is from, after the tokens drawn, `[rows, tokens]`."""
+    left = q.scatter(-1, drawn, 0.0) if drawn.shape[1] else q
+    # Where all that q can draw has been drawn, the next sibling may be anything.
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, torch.ones_like(left))
+    return left / left.sum(-1, keepdim=True)

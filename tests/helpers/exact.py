@@ -1,4 +1,8 @@
-"""The exact distribution of what a rule commits: a sum over all drafts and all masks, with no sampling."""
+"""The exact distribution of what a rule commits: a sum over all drafts and all masks, with no sampling.
+
+Drafts are trees, chains where no tree is given. The draft's q is a `Chain` over the nodes in order: the conditional of
+a node may depend on all nodes before it. The target's p is one over the tokens of a path.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
+from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 
 
@@ -42,7 +47,7 @@ class Committed:
     """What a rule commits, summed up exactly.
 
     Attributes:
-        joint: probability of every sequence of `drafted + 1` tokens, where a round that commits fewer is followed by
+        joint: probability of every sequence of `len(p.tables)` tokens, where a round that commits fewer is followed by
             draws from p, as the rounds after it would be.
         length: expected number of committed draft tokens.
     """
@@ -56,151 +61,167 @@ class Committed:
         return cls(torch.stack([part.joint for part in parts]).sum(0), sum(part.length for part in parts))
 
 
-def committed(rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = None) -> Committed:
+def committed(
+    rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = None, tree: Tree | None = None
+) -> Committed:
     """Sum over drafts and masks.
 
     Args:
         rule: what judges.
-        p: the target, with one conditional more than the draft has tokens.
+        p: the target, with one conditional more than the draft is deep.
         q: the draft's distribution; None for a deterministic draft.
-        drafts: the one draft of a deterministic drafter, `[1, drafted]`.
+        drafts: the one draft of a deterministic drafter, `[1, nodes]`.
+        tree: of the draft; None: a chain.
     """
-    drafted = len(p.tables) - 1
+    tree = tree or Tree.chain(len(p.tables) - 1)
     if q is None:
         assert drafts is not None
         weights = torch.ones(1, dtype=p.tables[0].dtype)
-    elif drafted == 0:
+    elif not len(tree):
         drafts, weights, q = torch.empty(1, 0, dtype=torch.long), torch.ones(1, dtype=p.tables[0].dtype), None
     else:
         weights = q.joint().flatten()
-        drafts = _all_drafts(p.vocab, drafted)
-    return _summed(rule, p, q, drafts, weights)
+        drafts = all_drafts(p.vocab, len(tree))
+    return _summed(rule, p, q, tree, drafts, weights)
 
 
-def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor) -> Committed:
+def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor, tree: Tree | None = None) -> Committed:
     """The same where a round commits no more tokens than a number that is drawn on its own.
 
     Args:
         rule: what judges.
-        p: the target, with one conditional more than the draft has tokens, of which there is at least one.
+        p: the target, with one conditional more than the draft is deep.
         q: the draft's distribution.
-        chances: of each number and of each draft: of 1, 2, ... `drafted + 1` tokens, `[vocab ** drafted, drafted + 1]`.
+        chances: of each number and of each draft: of 1, 2, ... `depth + 1` tokens, `[vocab ** nodes, depth + 1]`.
             They must be alike for all drafts, or the cut is not independent of the draft.
+        tree: of the draft, at least one node; None: a chain.
     """
-    drafts, weights = _all_drafts(p.vocab, len(p.tables) - 1), q.joint().flatten()
+    tree = tree or Tree.chain(len(p.tables) - 1)
+    drafts, weights = all_drafts(p.vocab, len(tree)), q.joint().flatten()
     return Committed.of_parts(
-        [_summed(rule, p, q, drafts, weights * chance, most) for most, chance in enumerate(chances.unbind(-1), 1)]
+        [_summed(rule, p, q, tree, drafts, weights * chance, most) for most, chance in enumerate(chances.unbind(-1), 1)]
     )
 
 
 def committed_in_step(
-    rule: Rule, row: tuple[Chain, Chain], beside: tuple[Chain, Chain], goes_on: Sequence[Tensor]
+    rule: Rule,
+    row: tuple[Chain, Chain],
+    beside: tuple[Chain, Chain],
+    goes_on: Sequence[Tensor],
+    tree: Tree | None = None,
 ) -> Committed:
-    """What a row commits that is cut to what the row beside it would commit, where the two share the draft's length.
+    """What a row commits that is cut to what the row beside it would commit, where the two share the draft's shape.
 
     Args:
         rule: what judges.
         row: p and q of the row.
         beside: p and q of the row beside it.
-        goes_on: whether drafts go on after each pair of their beginnings of 1, 2, ... tokens, as the tokens of both
-            rows decide, `[vocab ** tokens, vocab beside ** tokens]`.
+        goes_on: whether drafts go on after each pair of their beginnings of 1, 2, ... nodes, as the tokens of both rows
+            decide, `[vocab ** nodes, vocab beside ** nodes]`.
+        tree: of the largest draft; None: a chain.
     """
     (p, q), (p_beside, q_beside) = row, beside
-    longest, parts = len(p.tables) - 1, []
-    for drafted in range(1, longest + 1):
-        ours, theirs = Chain(q.tables[:drafted]), Chain(q_beside.tables[:drafted])
+    tree = tree or Tree.chain(len(p.tables) - 1)
+    largest, parts = len(tree), []
+    for nodes in range(1, largest + 1):
+        ours, theirs, shape = Chain(q.tables[:nodes]), Chain(q_beside.tables[:nodes]), Tree(tree.parents[:nodes])
         weights = ours.joint().flatten()[:, None] * theirs.joint().flatten()
-        for earlier in range(1, min(drafted + 1, longest)):
-            later = drafted - earlier
+        for earlier in range(1, min(nodes + 1, largest)):
+            later = nodes - earlier
             decided = goes_on[earlier - 1] if later else ~goes_on[earlier - 1]
-            # Drafts are in the order of their tokens, so those with one beginning stand together.
+            # Drafts are in the order of their tokens, so those with one beginning are next to each other.
             decided = decided.repeat_interleave(p.vocab**later, 0)
             weights = weights * decided.repeat_interleave(p_beside.vocab**later, 1)
-        chances = weights @ _tokens_by_draft(rule, p_beside, theirs)
-        drafts = _all_drafts(p.vocab, drafted)
-        parts += [_summed(rule, p, ours, drafts, chance, most) for most, chance in enumerate(chances.unbind(-1), 1)]
+        chances = weights @ _tokens_by_draft(rule, p_beside, theirs, shape)
+        drafts = all_drafts(p.vocab, nodes)
+        parts += [
+            _summed(rule, p, ours, shape, drafts, chance, most) for most, chance in enumerate(chances.unbind(-1), 1)
+        ]
     return Committed.of_parts(parts)
 
 
-def committed_with_stops(rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor]) -> Committed:
+def committed_with_stops(
+    rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor], tree: Tree | None = None
+) -> Committed:
     """The same for drafts that end early, as the tokens drafted so far decide.
 
     Args:
         rule: what judges.
-        p: the target, with one conditional more than the longest draft has tokens.
+        p: the target, with one conditional more than the largest draft is deep.
         q: the draft's distribution.
-        goes_on: whether a draft goes on after each of its beginnings of 1, 2, ... tokens, `[vocab] * tokens`.
+        goes_on: whether a draft goes on after each of its beginnings of 1, 2, ... nodes, `[vocab] * nodes`.
+        tree: of the largest draft, at least one node; None: a chain.
     """
-    longest = len(p.tables) - 1
-    parts = []
-    for drafted in range(1, longest + 1):
-        drafts = _all_drafts(p.vocab, drafted)
-        weights = Chain(q.tables[:drafted]).joint().flatten()
-        for earlier in range(1, drafted):
+    tree = tree or Tree.chain(len(p.tables) - 1)
+    largest, parts = len(tree), []
+    for nodes in range(1, largest + 1):
+        drafts = all_drafts(p.vocab, nodes)
+        weights = Chain(q.tables[:nodes]).joint().flatten()
+        for earlier in range(1, nodes):
             weights = weights * goes_on[earlier - 1][tuple(drafts[:, :earlier].T)]
-        if drafted < longest:
-            weights = weights * ~goes_on[drafted - 1][tuple(drafts.T)]
-        parts.append(_summed(rule, p, Chain(q.tables[:drafted]), drafts, weights))
+        if nodes < largest:
+            weights = weights * ~goes_on[nodes - 1][tuple(drafts.T)]
+        parts.append(_summed(rule, p, Chain(q.tables[:nodes]), Tree(tree.parents[:nodes]), drafts, weights))
     return Committed.of_parts(parts)
 
 
-def _all_drafts(vocab: int, drafted: int) -> Tensor:
-    """Every draft of so many tokens, in the order of its tokens, `[vocab ** drafted, drafted]`."""
-    return torch.tensor(list(itertools.product(range(vocab), repeat=drafted)))
+def all_drafts(vocab: int, nodes: int) -> Tensor:
+    """Every draft of that many nodes, in the order of its tokens, `[vocab ** nodes, nodes]`."""
+    return torch.tensor(list(itertools.product(range(vocab), repeat=nodes)), dtype=torch.long)
 
 
-def _tokens_by_draft(rule: Rule, p: Chain, q: Chain) -> Tensor:
-    """The chance of each draft that 1, 2, ... tokens of a round stand, `[drafts, drafted + 1]`."""
-    drafted = len(q.tables)
-    drafts = _all_drafts(p.vocab, drafted)
-    p_rows = Chain(p.tables[: drafted + 1]).along(drafts)
-    draft = Draft.chain(drafts, q.along(drafts))
-    probs = rule.accept_probs(draft, p_rows, p_rows.log())
-    chances = torch.zeros(len(drafts), drafted + 1, dtype=probs.dtype)
-    for pattern in itertools.product([True, False], repeat=drafted):
-        mask = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
-        chances[:, int(rule.accepted(mask, draft.tree)[0])] += torch.where(mask, probs, 1 - probs).prod(-1)
-    # A draft that is never made has no chances, and no weight.
-    return torch.where((q.joint().flatten() > 0)[:, None], chances, 0.0)
+def _at_places(p: Chain, tree: Tree, drafts: Tensor) -> Tensor:
+    """The target's conditional at each place of each draft, `[drafts, nodes + 1, vocab]`."""
+    paths = [drafts[:, list(path)] for path in ((), *tree.paths)]
+    return torch.stack([p.tables[path.shape[1]][tuple(path.T)].expand(len(drafts), -1) for path in paths], 1)
+
+
+def _by_place(rule: Rule, draft: Draft, p_places: Tensor) -> Tensor:
+    """The chance of each draft that each place is the last accepted one, `[drafts, nodes + 1]`."""
+    probs = rule.accept_probs(draft, p_places, p_places.log())
+    assert ((probs >= 0) & (probs <= 1)).all()
+    masks = torch.tensor(list(itertools.product([True, False], repeat=len(draft.tree))), dtype=torch.bool)
+    chances = torch.where(masks, probs[:, None], 1 - probs[:, None]).prod(-1)
+    return torch.zeros_like(p_places[..., 0]).index_add_(1, rule.accepted(masks, draft.tree), chances)
+
+
+def _tokens_by_draft(rule: Rule, p: Chain, q: Chain, tree: Tree) -> Tensor:
+    """The chance of each draft that a round commits 1, 2, ... tokens, `[drafts, depth + 1]`; 0 if it is never made."""
+    drafts, made = all_drafts(p.vocab, len(tree)), q.joint().flatten() > 0
+    draft = Draft(drafts[made], tree, q.along(drafts[made]))
+    chances = _by_place(rule, draft, _at_places(p, tree, drafts[made]))
+    tokens = torch.zeros(len(drafts), tree.depth + 1, dtype=chances.dtype)
+    tokens[made] = tokens[made].index_add_(1, torch.tensor((0, *tree.depths)), chances)
+    return tokens
 
 
 def _summed(
-    rule: Rule, p: Chain, q: Chain | None, drafts: Tensor, weights: Tensor, most: int | None = None
+    rule: Rule, p: Chain, q: Chain | None, tree: Tree, drafts: Tensor, weights: Tensor, most: int | None = None
 ) -> Committed:
-    """The part of the sum that belongs to some drafts of one length, each with its weight.
+    """The part of the sum that belongs to some drafts of one shape, each with its weight.
 
-    Of a run of more than `most` tokens the first so many are committed; draws from p follow.
+    Of a run of more than `most` tokens the first `most` are committed; draws from p follow.
     """
     drafts, weights = drafts[weights > 0], weights[weights > 0]
-    drafted, vocab = drafts.shape[1], p.vocab
-    joint = torch.zeros([vocab] * len(p.tables), dtype=weights.dtype)
+    joint = torch.zeros([p.vocab] * len(p.tables), dtype=weights.dtype)
     length = 0.0
     if not len(drafts):
         return Committed(joint, length)
-    p_rows = Chain(p.tables[: drafted + 1]).along(drafts)
-    draft = Draft.chain(drafts, None if q is None else q.along(drafts))
-    probs = rule.accept_probs(draft, p_rows, p_rows.log())
-    assert ((probs >= 0) & (probs <= 1)).all()
-    for pattern in itertools.product([True, False], repeat=drafted):
-        mask = torch.tensor(pattern, dtype=torch.bool).expand(len(drafts), drafted)
-        chance = weights * torch.where(mask, probs, 1 - probs).prod(-1)
-        count = rule.accepted(mask, draft.tree)
-        follow = rule.recovery_probs(draft, p_rows, count)
+    p_places = _at_places(p, tree, drafts)
+    draft = Draft(drafts, tree, None if q is None else q.along(drafts))
+    chances = weights[:, None] * _by_place(rule, draft, p_places)
+    for place, path in enumerate(((), *tree.paths)):
+        chance = chances[:, place]
+        follow = rule.recovery_probs(draft, p_places, torch.full((len(drafts),), place))
         possible = chance > 0
         assert (follow[possible].sum(-1) > 0).all()
         follow = torch.where(possible[:, None], follow / follow.sum(-1, keepdim=True), torch.zeros(()).to(follow))
-        stood = int(count[0])
-        cut = most is not None and most <= stood
-        if cut:
-            assert most is not None
-            stood = most
-        length += stood * float(chance.sum())
-        part = torch.zeros([vocab] * (stood + (not cut)), dtype=weights.dtype)
-        index = tuple(drafts[:, :stood].T) if stood else ()
-        if cut:
-            part.index_put_(index, chance, accumulate=True)
-        elif stood:
-            part.index_put_(index, chance[:, None] * follow, accumulate=True)
+        cut = most is not None and most <= len(path)
+        tokens = drafts[:, list(path[:most])]
+        length += tokens.shape[1] * float(chance.sum())
+        part = torch.zeros([p.vocab] * (tokens.shape[1] + (not cut)), dtype=weights.dtype)
+        if tokens.shape[1]:
+            part.index_put_(tuple(tokens.T), chance if cut else chance[:, None] * follow, accumulate=True)
         else:
             part += (chance[:, None] * follow).sum(0)
         for table in p.tables[part.dim() :]:

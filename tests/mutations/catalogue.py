@@ -51,57 +51,115 @@ _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
 _IN_STEP = "test_lockstep.py"
 _TOKEN_PROOF = "test_token_level.py"
 _BLOCK_PROOF = "test_block.py"
+_TREE_PROOF = "test_trees.py"
 
 CATALOGUE = (
     # Acceptance, token by token.
     Mutation(
-        "swapped ratio: a draft token stands with chance q/p",
-        "TokenLevel.accept_probs",
-        "p_token / draft.probs.gather(-1, index)[..., 0]",
-        "draft.probs.gather(-1, index)[..., 0] / p_token",
+        "swapped ratio: a draft token is accepted with chance q/p",
+        "_chances",
+        "p_token / probs.gather(-1, index)[..., 0]",
+        "probs.gather(-1, index)[..., 0] / p_token",
         (_TOKEN_PROOF,),
     ),
     Mutation(
         "residual taken from p",
-        "TokenLevel.recovery_probs",
-        "(p_next - q_next).clamp_min(0.0)",
-        "p_next",
+        "_less_q",
+        "(p - q).clamp_min(0.0)",
+        "p",
         (_TOKEN_PROOF,),
     ),
     Mutation(
         "residual with the absolute difference",
-        "TokenLevel.recovery_probs",
-        "(p_next - q_next).clamp_min(0.0)",
-        "(p_next - q_next).abs()",
+        "_less_q",
+        "(p - q).clamp_min(0.0)",
+        "(p - q).abs()",
         (_TOKEN_PROOF,),
     ),
     Mutation(
         "bonus token drawn from the residual of the last draft token",
         "TokenLevel.recovery_probs",
-        "(place == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)",
-        "residual.sum(-1, keepdim=True) == 0",
+        "missing[:, None] | _is_empty(residual)",
+        "_is_empty(residual)",
         (_TOKEN_PROOF,),
     ),
     Mutation(
         "a residual that sums to 0 where p equals q is drawn from",
         "TokenLevel.recovery_probs",
-        "(place == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)",
-        "(place == drafted)[:, None]",
+        "missing[:, None] | _is_empty(residual)",
+        "missing[:, None]",
         (_TOKEN_PROOF,),
     ),
     Mutation(
         "tokens after a rejected one are accepted",
-        "unbroken",
+        "first_path",
         "mask.long().cumprod(-1)",
         "mask.long()",
         (_TOKEN_PROOF,),
     ),
     Mutation(
         "the residual at the place before the rejected token",
-        "TokenLevel.recovery_probs",
-        "place.clamp(max=drafted - 1)",
+        "_children",
+        "place.clamp(max=len(tree) - 1)",
         "(place - 1).clamp(min=0)",
         (_TOKEN_PROOF,),
+    ),
+    # Over trees.
+    Mutation(
+        "a sibling is judged by p, not by what its earlier siblings left",
+        "TokenLevel.accept_probs",
+        "_normalised(torch.where(_1, left, residual))",
+        "left",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "the recovered token forgets all rejected siblings but the last",
+        "TokenLevel.recovery_probs",
+        "_normalised(left) if rank else left",
+        "p[rows, place]",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "a sibling is judged by what itself would leave, not its earlier sibling",
+        "TokenLevel.accept_probs",
+        "_less_q(left, tokens[:, rank.siblings], _of(probs, rank.siblings))",
+        "_less_q(left, tokens[:, rank.nodes], _of(probs, rank.nodes))",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "a residual is judged by without being normalised",
+        "TokenLevel.accept_probs",
+        "_normalised(torch.where(_1, left, residual))",
+        "torch.where(_1, left, residual)",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "the next sibling's q is taken from a residual that was not normalised",
+        "TokenLevel.recovery_probs",
+        "_normalised(left) if rank else left",
+        "left",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "a node is accepted though its parent is not",
+        "first_path",
+        "_reached(taken, tables)",
+        "taken",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "a later sibling is accepted beside an earlier one",
+        "first_path",
+        "mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)",
+        "mask",
+        (_TREE_PROOF,),
+    ),
+    Mutation(
+        "a child is judged by the place of its own number, not its parent's",
+        "tree_tables",
+        "[parent + 1 for parent in tree.parents]",
+        "list(range(len(tree)))",
+        (_TREE_PROOF,),
     ),
     # Acceptance of the block.
     Mutation(

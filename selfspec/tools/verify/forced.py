@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from selfspec.accept.token_level import unbroken
+from selfspec.accept.paths import first_path
 from selfspec.api import wrap
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
@@ -85,8 +85,8 @@ class DictatedRule:
         return (tokens == torch.tensor([expected], device=tokens.device, dtype=torch.long)).to(p.dtype)
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the last node before the first that is rejected, `[1]`."""
-        return unbroken(mask)
+        """Place of the last node on the path of first accepted children, `[1]`."""
+        return first_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
         """One-hot at the text's token after the accepted ones, `[1, vocab]`."""

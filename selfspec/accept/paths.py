@@ -1,0 +1,126 @@
+"""Paths of a tree on the device: which nodes a mask accepts, and what lies along the way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from selfspec.cache.tree import Tree
+
+
+def first_path(mask: Tensor, tree: Tree) -> Tensor:
+    """Place of the deepest node on the path that takes, at each place, the first child within its chance.
+
+    Args:
+        mask: whether the draw of each node fell within its chance, `[rows, nodes]`.
+        tree: of the draft.
+
+    Returns:
+        `[rows]`; 0: no node. In a chain that is the number of nodes before the first that is rejected.
+    """
+    if tree.is_chain:
+        return mask.long().cumprod(-1).sum(-1)
+    tables = tree_tables(tree, mask.device)
+    taken = mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)
+    # A node comes after its ancestors, so of the nodes of one path the last is the deepest.
+    return (_reached(taken, tables) * tables.places[1:]).amax(-1)
+
+
+def longest_path(mask: Tensor, tree: Tree) -> Tensor:
+    """Place of the deepest node whose path lies within its chances, the first of several; shapes as `first_path`."""
+    if tree.is_chain:
+        return mask.long().cumprod(-1).sum(-1)
+    tables = tree_tables(tree, mask.device)
+    # Deeper is better; among nodes of one depth the first.
+    order = tables.depths[1:] * len(tree) - tables.places[1:]
+    best = torch.where(_reached(mask, tables), order, -1).max(-1)
+    return torch.where(best.values < 0, 0, best.indices + 1)
+
+
+def at_parents(values: Tensor, tree: Tree) -> Tensor:
+    """Of values at each place, `[rows, nodes + 1, ...]`, those at the parent of each node, `[rows, nodes, ...]`."""
+    return values[:, :-1] if tree.is_chain else values[:, tree_tables(tree, values.device).parents]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The nodes that have the same number of earlier siblings.
+
+    Attributes:
+        nodes: their numbers, `[of this rank]`.
+        before: of first siblings, the place of the parent; of others, the index in the rank before of the sibling that
+            comes before, `[of this rank]`.
+        siblings: these siblings' numbers; None of first siblings.
+    """
+
+    nodes: Tensor
+    before: Tensor
+    siblings: Tensor | None
+
+
+@dataclass(frozen=True)
+class TreeTables:
+    """A tree as tensors. Places are 0 for the last committed token, i + 1 for node i.
+
+    Attributes:
+        places: 0 to the number of nodes.
+        depths: of each place.
+        parents: place of each node's parent, `[nodes]`.
+        children: of each place, as nodes in order, -1 after the last, `[places, most children of any]`.
+        paths: the places from the root to each place, its own again after it, `[places, depth + 1]`.
+        ancestors: whether a node (first axis) has another (second axis) on its path, itself included.
+        earlier_siblings: whether a node (first axis) comes after a sibling (second axis).
+        ranks: first siblings, second siblings, and so on.
+    """
+
+    places: Tensor
+    depths: Tensor
+    parents: Tensor
+    children: Tensor
+    paths: Tensor
+    ancestors: Tensor
+    earlier_siblings: Tensor
+    ranks: tuple[Rank, ...]
+
+
+@lru_cache(maxsize=64)
+def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
+    """The tables of a tree, made once for each device."""
+    nodes = range(len(tree))
+    widest = max(map(len, tree.children))
+    paths = [(0,), *(tuple(node + 1 for node in (-1, *path)) for path in tree.paths)]
+    siblings = [[node for node in tree.children[parent + 1] if node < each] for each, parent in enumerate(tree.parents)]
+    return TreeTables(
+        places=torch.arange(len(tree) + 1, device=device),
+        depths=torch.tensor((0, *tree.depths), device=device),
+        parents=torch.tensor([parent + 1 for parent in tree.parents], device=device),
+        children=torch.tensor([[*nodes, *[-1] * (widest - len(nodes))] for nodes in tree.children], device=device),
+        paths=torch.tensor([[*path, *[path[-1]] * (tree.depth + 1 - len(path))] for path in paths], device=device),
+        ancestors=torch.tensor([[node in path for node in nodes] for path in tree.paths], device=device),
+        earlier_siblings=torch.tensor([[node in before for node in nodes] for before in siblings], device=device),
+        ranks=tuple(_ranks(tree, device)),
+    )
+
+
+def _ranks(tree: Tree, device: torch.device) -> Iterator[Rank]:
+    earlier: list[int] = []
+    for rank in range(max(map(len, tree.children))):
+        families = [children for children in tree.children if len(children) > rank]
+        nodes = [children[rank] for children in families]
+        siblings = [children[rank - 1] for children in families] if rank else None
+        before = [earlier.index(node) for node in siblings] if siblings else [tree.parents[node] + 1 for node in nodes]
+        earlier = nodes
+        yield Rank(
+            torch.tensor(nodes, device=device),
+            torch.tensor(before, device=device),
+            None if siblings is None else torch.tensor(siblings, device=device),
+        )
+
+
+def _reached(mask: Tensor, tables: TreeTables) -> Tensor:
+    """Whether the mask holds for a node and all its ancestors, `[rows, nodes]`."""
+    return ~(~mask[:, None] & tables.ancestors).any(-1)
