@@ -2,84 +2,127 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.calibrate_prompts import read_prompts
-from selfspec.cli.options import Device, Dtype, Output, Packed, Threads, read_draft
+from selfspec.cli.options import (
+    ModelOptions,
+    Output,
+    PromptFile,
+    Repeats,
+    Seed,
+    Temperature,
+    read_draft,
+    read_prompts,
+)
+from selfspec.cli.outcome import print_json
+from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from selfspec.draft.along_path import PathDrafter
+    from selfspec.tools.calibrate import Calibration, Chosen
+    from selfspec.tools.calibrate.run import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What is measured."""
+
+    max_new_tokens: Annotated[int, typer.Option(min=8, metavar="N", help="Generate N tokens a text.")] = 48
+    temperature: Temperature = 0.8
+    longest_draft: Annotated[int, typer.Option(min=1, metavar="N", help="Draft at most N tokens a round.")] = 7
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Generate N rows at once.")] = 1
+    repeats: Repeats = 3
+    seed: Seed = 0
 
 
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(help="A folder with config.json, model.safetensors and tokenizer.json; or a hub name.")
-    ],
+    model: ModelOptions,
+    measurements: Measurements,
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            "--draft",
             metavar="DRAFT",
-            help="A path to consider, `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be given several times. "
-            "Default: every exit. Look-ups, alone and before a path, and plain decoding are always considered.",
+            help="A path to consider: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. Default: every "
+            "exit. Look-ups, alone and before a path, and plain decoding are always considered.",
         ),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help="Texts like those to be generated, from their beginnings: one a line, or .jsonl with `prompt` or "
-            "`text`. Default: built-in ones.",
-        ),
-    ] = None,
-    most_prompts: Annotated[int, typer.Option("--most-prompts", min=1, help="Prompts of the file to use.")] = 4,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=8, help="Length of each text, in tokens.")
-    ] = 48,
-    temperature: Annotated[float, typer.Option("--temperature", help="At which sampling is measured.")] = 0.8,
-    longest_draft: Annotated[int, typer.Option("--longest-draft", min=1, help="The most tokens of a draft.")] = 7,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts that are generated at once.")] = 1,
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="How often the fastest candidates are timed on each prompt.")
-    ] = 3,
+    prompt_file: PromptFile = None,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Use the first N prompts of the file.")] = 4,
     to: Annotated[
         Path | None,
         typer.Option(
-            "--to",
             metavar="FILE",
-            help="Where the profile goes, for `--draft auto:FILE`. Default: where `--draft auto` finds it, the folder "
+            help="Where the profile goes, for `--draft auto:FILE`. Default: where `--draft auto` looks, the folder "
             "in SELFSPEC_PROFILES or one in the user's cache.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    packed: Packed = False,
     output: Output = "text",
 ) -> None:
-    """Measure on this machine which draft decodes fastest, greedily and sampling, and write a profile for `auto`.
+    """Measure which draft decodes fastest on this machine, greedily and sampling, and write a profile for `auto`.
 
-    Measured are what a draft step from each exit, a pass over several tokens and all else in a round cost, and how
-    often the model accepts what each exit proposes on its own text. The best candidates then generate in turns with
-    plain decoding. The profile holds for these weights, this device, dtype, number of threads and these versions.
+    Measures what a draft step from each exit, a pass over several tokens and the rest of a round cost, and how often
+    the model accepts each exit on its own text. The best candidates then generate in turns with plain decoding. The
+    profile holds for these weights, this device, dtype, number of threads and these versions.
     """
-    drafters = None if draft is None else [_parsed(text) for text in draft]
-    texts = None if prompts is None else read_prompts(prompts, most_prompts)
+    drafters = None if draft is None else [_path(text) for text in draft]
+    given = None if prompt_file is None else read_prompts(prompt_file, prompts)
 
-    from selfspec.cli.calibrate_run import Job, run
+    from selfspec.control import profile_place
+    from selfspec.environment import versions
+    from selfspec.files.writing import check_output_file, check_output_folder
+    from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.tools.calibrate import Settings
+    from selfspec.tools.calibrate import calibrate as run
+    from selfspec.tools.calibrate.candidates import considered
+    from selfspec.tools.verify import PROMPTS
 
-    settings = Settings(max_new_tokens, temperature, repeats, batch, longest_draft, seed)
-    run(Job(model, drafters, texts, settings, to, dtype, device, threads, packed, output))
+    settings = Settings(**asdict(measurements))
+    depth = model.prepare()
+    considered(depth, drafters)
+    if to is None:
+        check_output_folder(profile_place.folder())
+    else:
+        check_output_file(to)
+    checkpoint = model.load()
+    # The embedded model writes nothing but code.
+    texts = given or (DEMO_PROMPTS if model.is_demo else PROMPTS)
+    started = time.perf_counter()
+    with progress_bar("calibrating") as progress:
+        ids = [checkpoint.encode(text) for text in texts]
+        found = run(checkpoint.model, ids, drafters, settings, watch=StepBar(progress))
+    seconds = time.perf_counter() - started
+    profile = found.profile
+    file = to or profile_place.default_file(profile.setting)
+    profile.save(file)
+    if output == "text":
+        _print(model.model, found, seconds)
+        auto = "auto" if to is None else f"auto:{file}"
+        use = f'--draft {auto}, or selfspec.wrap(model, draft="{auto}")'
+        console().print("", f"Profile: {file}. Use it: {use}.", sep="\n", soft_wrap=True)
+        return
+    print_json(
+        {
+            "checkpoint": model.model,
+            "profile": str(file),
+            "setting": asdict(profile.setting),
+            "greedy": asdict(profile.greedy),
+            "sampled": asdict(profile.sampled),
+            "report": dict(profile.report),
+            "seconds": seconds,
+            "versions": versions(),
+        }
+    )
 
 
-def _parsed(text: str) -> PathDrafter:
+def _path(text: str) -> PathDrafter:
     from selfspec.draft.along_path import PathDrafter
 
     drafter = read_draft(text)
@@ -89,3 +132,92 @@ def _parsed(text: str) -> PathDrafter:
             "path alone: exit:E, head:FOLDER or skip:..."
         )
     return drafter
+
+
+def _print(model: str, found: Calibration, seconds: float) -> None:
+    out, setting = console(), found.profile.setting
+    threads = f", {setting.threads} threads" if setting.threads else ""
+    out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s")
+    out.print("", _costs(found), sep="\n")
+    if found.in_batches:
+        out.print("", _in_batches(found), "", sep="\n")
+    out.print(
+        "c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
+        f"({found.costs.step_seconds.value * 1000:.2f} ms in the first table), medians. out of step: a plain round "
+        "over rows at different places. alpha: acceptance rate, teacher-forced on the model's own text. speed-up: "
+        "by the formula, at the best draft length; below, measured in turns with plain decoding.",
+        style="dim",
+    )
+    for kind in (found.greedy, found.sampled):
+        title = f"temperature {kind.temperature:g}" if kind.temperature else "greedy"
+        out.print("", _confirmed(title, kind), sep="\n")
+        out.print(_sentence(kind.chosen), style="bold")
+
+
+def _costs(found: Calibration) -> Table:
+    from rich.table import Column
+
+    from selfspec.draft.named import PLAIN
+
+    costs = found.costs
+    kinds = (found.greedy, found.sampled)
+    predictions = [{each.name: each for each in kind.predictions} for kind in kinds]
+    widths = sorted({width for name, by_width in costs.verify.items() if name != PLAIN for width in by_width})
+    columns = ["c", *(f"V({width})" for width in widths), "o"]
+    for kind in kinds:
+        columns += [f"alpha, T={kind.temperature:g}", "speed-up"]
+    table = figures_table(None, [Column("draft", no_wrap=True)], columns)
+    for name in costs.draft:
+        cells = [f"{costs.draft[name].value:.3f}"]
+        cells += [f"{costs.verify[name][width].value:.2f}" for width in widths]
+        cells.append(f"{costs.overhead[name].value:.3f}")
+        for by_name in predictions:
+            if name in by_name:
+                best = by_name[name].best
+                cells += [f"{by_name[name].alpha:.3f}", f"{best.speedup:.2f} at {best.draft_length}"]
+        table.add_row("look-up" if name == PLAIN else name, *cells)
+    return table
+
+
+def _in_batches(found: Calibration) -> Table:
+    """What was chosen, in batches of other sizes: c and V are all that differs much."""
+    from selfspec.draft.named import PLAIN
+
+    widths = sorted({width for costs in found.in_batches for width in costs.verify[PLAIN]})
+    names = [name for name in found.in_batches[0].draft if name != PLAIN]
+    columns = [*(f"c of {name}" for name in names), *(f"V({width})" for width in widths), "out of step"]
+    table = figures_table(None, [], ["rows", "plain step, ms", *columns])
+    for costs in found.in_batches:
+        cells = [str(costs.batch), f"{costs.step_seconds.value * 1000:.2f}"]
+        cells += [f"{costs.draft[name].value:.3f}" for name in names]
+        cells += [f"{costs.verify[PLAIN][width].value:.2f}" for width in widths]
+        table.add_row(*cells, "" if costs.out_of_step is None else f"{costs.out_of_step.value:.2f}")
+    return table
+
+
+def _confirmed(title: str, kind: Kind) -> Table:
+    from rich.table import Column
+
+    predicted = {each.name: each.best.speedup for each in kind.predictions}
+    columns = ("speed-up", "interval", "predicted", "acceptance rate", "tokens a pass")
+    table = figures_table(None, [Column(title, no_wrap=True)], columns)
+    in_batches = {f"{each.name}, {rows} rows": each for rows, each in kind.in_batches.items()}
+    for name, each in ({each.name: each for each in kind.confirmed} | in_batches).items():
+        table.add_row(
+            name,
+            f"{each.speedup.value:.2f}x",
+            f"{each.speedup.low:.2f}-{each.speedup.high:.2f}",
+            f"{predicted[name]:.2f}" if name in predicted else "",
+            "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
+            f"{each.mean_accepted_length:.2f}",
+        )
+    return table
+
+
+def _sentence(chosen: Chosen) -> str:
+    from selfspec.draft.named import PLAIN
+
+    if chosen.draft == PLAIN:
+        return "No draft was faster than plain decoding."
+    limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded plainly."
+    return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"

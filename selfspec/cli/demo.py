@@ -3,39 +3,213 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import Device, Draft, DraftLength, Output, Threads, read_draft
+from selfspec.cli.options import (
+    DEMO,
+    Device,
+    Draft,
+    DraftLength,
+    Output,
+    Repeats,
+    Temperature,
+    Threads,
+    model_place,
+    prepare_process,
+    read_draft,
+)
+from selfspec.cli.outcome import FailedRunError, print_json
+from selfspec.cli.terminal import by_position, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from selfspec.model.checkpoint import Checkpoint
+    from selfspec.tools.demo.comparison import Arm, Comparison
+
+
+class TokensDifferError(Exception):
+    """Self-speculation gave other tokens than plain decoding: a bug of selfspec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """What is decoded and timed."""
+
+    draft: Draft = "lookup+exit:4"
+    draft_length: DraftLength = None
+    max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Generate N tokens a text.")] = 64
+    temperature: Temperature = 0.8
+    repeats: Repeats = 3
 
 
 def demo(
-    draft: Draft = "lookup+exit:4",
-    draft_length: DraftLength = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=2, help="Tokens to generate for each text.")
-    ] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", help="Of the sampled runs, above 0.")] = 0.8,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often each way of decoding is timed.")] = 3,
+    runs: Runs,
     device: Device = "cpu",
     threads: Threads = None,
     output: Output = "text",
 ) -> None:
-    """Go on with four Python files plainly and with self-speculation, check that all is the same, and compare speed.
+    """Continue four Python files plainly and with self-speculation: check that all tokens are the same, compare speed.
 
     Greedy first, then sampled. Exit status 1 if any greedy token differs. The embedded model has 10M parameters and was
     taught to exit early (see its MODEL_CARD.md).
     """
-    if not 0 < temperature < math.inf:
-        raise UnsupportedOptionError(f"--temperature {temperature:g} does not sample; give one above 0, e.g. 0.8")
-    drafter = read_draft(draft)
+    if not 0 < runs.temperature < math.inf:
+        raise UnsupportedOptionError(f"--temperature {runs.temperature:g} does not sample; give one above 0, e.g. 0.8")
+    drafter = read_draft(runs.draft)
     if drafter is None:
         raise DraftConfigError(
             "the demo compares drafting with plain decoding; give --draft exit:E or --draft skip:..."
         )
 
-    from selfspec.cli.demo_run import Job, run
+    import torch
 
-    run(Job(draft.strip(), drafter, draft_length, max_new_tokens, temperature, repeats, device, threads, output))
+    from selfspec.environment import versions
+    from selfspec.measure.embedded import PROMPTS
+    from selfspec.model.checkpoint import load_checkpoint
+    from selfspec.tools.demo import comparison
+
+    prepare_process(threads)
+    checkpoint = load_checkpoint(model_place(DEMO), "float32", device)
+    prompts = [checkpoint.encode(text) for text in PROMPTS]
+    with progress_bar("measuring") as progress:
+        bar = progress.add_task("", total=2 * comparison.runs(runs.repeats))
+        greedy, sampled = (
+            comparison.compare(
+                checkpoint.model,
+                prompts,
+                drafter,
+                runs.draft_length,
+                runs.max_new_tokens,
+                temperature,
+                runs.repeats,
+                lambda: progress.advance(bar),
+            )
+            for temperature in (0.0, runs.temperature)
+        )
+    identical = greedy.identical
+    result = {
+        "settings": {
+            "model": "embedded pycode10M, taught to exit early",
+            **asdict(runs),
+            "draft": runs.draft.strip(),
+            "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
+            "device": str(checkpoint.model.device),
+            "threads": torch.get_num_threads(),
+        },
+        "texts": [
+            {
+                "prompt": prompt,
+                "identical": same,
+                "token_ids": {"model_generate": stock, "plain": plain, "drafting": drafting},
+                "text": _continuation(checkpoint, prompt, drafting),
+            }
+            for prompt, same, stock, plain, drafting in zip(
+                PROMPTS, identical, *(arm.tokens for arm in greedy.arms), strict=True
+            )
+        ],
+        "identical": all(identical),
+        "greedy": _figures(greedy, checkpoint),
+        "sampled": _figures(sampled, checkpoint),
+        "versions": versions(),
+    }
+    if output == "text":
+        _print(runs, checkpoint, greedy, sampled)
+    if not all(identical):
+        differing = [prompt for prompt, same in zip(PROMPTS, identical, strict=True) if not same]
+        message = f"tokens differ for {', '.join(map(repr, differing))}; please report this as a bug"
+        raise FailedRunError(TokensDifferError(message), result)
+    if output == "json":
+        print_json(result)
+
+
+def _figures(comparison: Comparison, checkpoint: Checkpoint) -> dict[str, Any]:
+    from selfspec.tools.demo.comparison import Total
+
+    return {
+        "model_generate": comparison.stock.to_dict(),
+        "plain": comparison.plain.to_dict(),
+        "drafting": {**comparison.drafting.to_dict(), "total": Total.of(comparison.drafting.stats).to_dict()},
+        "speedup": comparison.speedup,
+        "verdict": _verdict(comparison, checkpoint),
+    }
+
+
+def _verdict(comparison: Comparison, checkpoint: Checkpoint) -> str:
+    from selfspec.tools.demo.verdict import verdict
+
+    return verdict(comparison, checkpoint.model.num_parameters())
+
+
+def _print(runs: Runs, checkpoint: Checkpoint, greedy: Comparison, sampled: Comparison) -> None:
+    import torch
+
+    out, same = console(), all(greedy.identical)
+    out.print(_texts(checkpoint, greedy))
+    out.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")
+    for title, comparison in (("greedy", greedy), (f"temperature {runs.temperature:g}", sampled)):
+        out.print("", _measurements(title, comparison), sep="\n")
+        out.print(_verdict(comparison, checkpoint))
+    out.print()
+    out.print(
+        f"Draft {runs.draft.strip()}, draft length {runs.draft_length or 'as pays'}, {greedy.drafting.new_tokens} "
+        f"tokens, {runs.repeats} repeats, {checkpoint.model.device}, {torch.get_num_threads()} threads. Acceptance by "
+        "position: share of the judged draft tokens. In cycles: share of the tokens in passages that repeat "
+        "themselves, which flatter any draft. Peak memory: above the level before, one run.",
+        style="dim",
+    )
+
+
+def _texts(checkpoint: Checkpoint, comparison: Comparison) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from selfspec.measure.embedded import PROMPTS
+
+    table = Table("plain decoding", "self-speculation", show_lines=True, expand=True)
+    for prompt, plain, drafting in zip(PROMPTS, comparison.plain.tokens, comparison.drafting.tokens, strict=True):
+        cells = (_continuation(checkpoint, prompt, tokens) for tokens in (plain, drafting))
+        table.add_row(*(Text.assemble((prompt, "bold"), cell) for cell in cells))
+    return table
+
+
+def _measurements(title: str, comparison: Comparison) -> Table:
+    from selfspec.tools.demo.comparison import Total
+
+    table = figures_table(None, [title], (arm.name for arm in comparison.arms))
+    quantities: dict[str, Callable[[Arm], str]] = {
+        "tokens/s, median": lambda arm: f"{arm.median:.0f}",
+        "tokens/s, range": lambda arm: f"{min(arm.tokens_per_second):.0f}-{max(arm.tokens_per_second):.0f}",
+        "in cycles": lambda arm: f"{arm.cycle_share:.0%}",
+        "mean accepted length": lambda arm: f"{Total.of(arm.stats).mean_accepted_length:.2f}" if arm.stats else "1.00",
+        "acceptance by position": _acceptance,
+        "peak memory": lambda arm: "n/a" if arm.peak_bytes is None else _kib(arm.peak_bytes),
+        "KV cache": lambda arm: _kib(Total.of(arm.stats).cache_bytes) if arm.stats else "n/a",
+    }
+    for quantity, shown in quantities.items():
+        table.add_row(quantity, *(shown(arm) for arm in comparison.arms))
+    return table
+
+
+def _acceptance(arm: Arm) -> str:
+    from selfspec.tools.demo.comparison import Total
+
+    if not arm.stats:
+        return "-"
+    total = Total.of(arm.stats)
+    return by_position(total.accepted_per_position, total.judged_per_position)
+
+
+def _kib(number: int) -> str:
+    return f"{number / 1024:,.0f} KiB"
+
+
+def _continuation(checkpoint: Checkpoint, prompt: str, tokens: list[int]) -> str:
+    from selfspec.cli.text_stream import continuation
+
+    return continuation(checkpoint.tokenizer, checkpoint.tokenizer(prompt).input_ids, tokens)

@@ -9,18 +9,20 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, PromptError
 
 if TYPE_CHECKING:
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
     from selfspec.model.checkpoint import Checkpoint
 
+# Characters of a document that make a prompt.
+_BEGINNING = 400
 DEMO = "demo"
 """What every command calls the embedded model."""
 
@@ -33,7 +35,7 @@ Output = Annotated[
 ]
 Model = Annotated[
     str,
-    typer.Argument(help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model."),
+    typer.Argument(metavar="MODEL", help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model."),
 ]
 Dtype = Annotated[
     DtypeOption,
@@ -51,14 +53,12 @@ Packed = Annotated[
     typer.Option("--packed", help="Pack the weights for oneDNN: faster on CPUs with AVX-512, in bfloat16 most."),
 ]
 Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspec generate --help` lists every kind.")]
-Drafts = Annotated[
-    list[str] | None, typer.Option("--draft", metavar="DRAFT", help="A draft; may be repeated. Default: see above.")
-]
 DraftLength = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Draft N tokens a round; by default as many as pay, or none."),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all random draws.")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Time N times.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
     Path | None,
@@ -80,6 +80,11 @@ class ModelOptions:
     def place(self) -> str:
         """The folder or hub name."""
         return model_place(self.model)
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether it is the embedded model, by name or by folder."""
+        return Path(self.place).resolve() == Path(model_place(DEMO)).resolve()
 
     def prepare(self) -> int:
         """Check device and configuration, since weights may take minutes to load; return the number of layers.
@@ -150,6 +155,44 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
         raise DraftConfigError(re.sub("^draft ", "--draft ", str(error))) from error
 
 
+def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
+    """The prompts of a `--prompt-file`; of a document under `text`, its beginning.
+
+    Args:
+        file: UTF-8 text with one prompt a line; JSONL with `prompt` or `text`, if its name ends in `.jsonl`.
+        most: read no more than these; None: all.
+
+    Raises:
+        PromptError: the file cannot be read, is not UTF-8, or holds no prompt.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"--prompt-file {file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{file} is not UTF-8 text ({error}); convert it first") from error
+    lines = [line for line in text.splitlines() if line.strip()][:most]
+    if not lines:
+        raise PromptError(f"{file} holds no prompt; write one a line")
+    if file.suffix != ".jsonl":
+        return tuple(lines)
+    return tuple(_prompt(line, f"{file}, line {number}") for number, line in enumerate(lines, 1))
+
+
+def _prompt(line: str, place: str) -> str:
+    from selfspec.files.json_text import parse_json
+
+    try:
+        content = parse_json(line)
+    except ValueError as error:
+        raise PromptError(f"{place} is no JSON ({error})") from error
+    found = {name: content.get(name) for name in ("prompt", "text")} if isinstance(content, dict) else {}
+    for name, text in found.items():
+        if isinstance(text, str) and text:
+            return text if name == "prompt" else text[:_BEGINNING]
+    raise PromptError(f"{place} has no text under 'prompt' or 'text'")
+
+
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Turn the dataclasses among a command's parameters into options.
 
@@ -157,7 +200,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     titles. The command gets the dataclasses.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, type[Any]] = {
+        name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
+    }
     parameters: list[Parameter] = []
     for parameter in signature(command).parameters.values():
         group = groups.get(parameter.name)
@@ -188,7 +233,7 @@ def _options(group: type) -> list[Parameter]:
         info = copy(hint.__metadata__[0])
         if isinstance(info, OptionInfo):
             info.rich_help_panel = title
-        annotation = Annotated[hint.__origin__, info]
+        annotation = cast(Any, Annotated)[hint.__origin__, info]
         parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation))
     return parameters
 

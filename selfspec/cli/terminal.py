@@ -12,7 +12,7 @@ from selfspec.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
+    from rich.table import Column, Table
 
 
 def console(stderr: bool = False) -> Console:
@@ -20,16 +20,12 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False)
 
 
-def figures_table(title: str | None, names: Iterable[str], figures: Iterable[str]) -> Table:
+def figures_table(title: str | None, names: Iterable[str | Column], figures: Iterable[str]) -> Table:
     """An empty table with columns of names, to the left, and of figures, to the right."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name)
-    for figure in figures:
-        table.add_column(figure, justify="right")
-    return table
+    right = (Column(figure, justify="right") for figure in figures)
+    return Table(*names, *right, title=title, title_justify="left")
 
 
 def require_colours(stream: IO[str]) -> None:

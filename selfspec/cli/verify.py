@@ -1,65 +1,65 @@
-"""`selfspec verify`: show on a checkpoint of one's own that drafting does not change what the model says."""
+"""`selfspec verify`: check on your own checkpoint that drafting does not change what the model says."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import Device, Dtype, Output, Packed, Threads, read_draft
-from selfspec.cli.verify_prompts import read_prompts
+from selfspec.cli.options import ModelOptions, Output, PromptFile, Seed, read_draft, read_prompts
+from selfspec.cli.outcome import FAILED, print_json
+from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.control.profile import Profile
+    from rich.table import Table
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from selfspec.control.plan import Plan
     from selfspec.draft import Drafter
+    from selfspec.measure.rounding import Bound
+    from selfspec.model.checkpoint import Checkpoint
+    from selfspec.tools.verify import Report
+    from selfspec.tools.verify.divergence import Agreement, Divergence
+
+_STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
+_WRONG = "bold red"
+# More would drown the verdict; JSON has them all.
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What is checked, and how strictly."""
+
+    accept: Annotated[
+        list[str],
+        typer.Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
+    ] = field(default_factory=lambda: ["token", "block", "coupled"])
+    max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Generate N tokens a text.")] = 64
+    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="Draft N tokens a round.")] = 4
+    samples: Annotated[int, typer.Option(min=100, metavar="N", help="Sample N texts for each test of fit.")] = 400
+    level: Annotated[
+        float, typer.Option(metavar="P", help="Significance level of all tests together (Holm's procedure).")
+    ] = 0.01
+    seed: Seed = 0
 
 
 def verify(
-    model: Annotated[
-        str, typer.Argument(help="A folder with config.json, model.safetensors and tokenizer.json; or a hub name.")
-    ],
+    model: ModelOptions,
+    checks: Checks,
     draft: Annotated[
         list[str] | None,
-        typer.Option(
-            "--draft",
-            metavar="DRAFT",
-            help="What drafts, `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9` or `auto`; may be given several times. "
-            "Default: a spread chosen from the depth.",
-        ),
+        typer.Option(metavar="DRAFT", help="What drafts; may be repeated. Default: a spread of exits and skip sets."),
     ] = None,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--accept",
-            metavar="RULE",
-            help="Acceptance rule; may be given several times. Default: all lossless ones, `token`, `block` and "
-            "`coupled`. A relaxed rule is not exact, which then shows.",
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="A file with one prompt a line; default: built-in prompts.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=2, help="Length of each text, in tokens.")
-    ] = 64,
-    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="Draft N tokens a round.")] = 4,
-    samples: Annotated[
-        int, typer.Option("--samples", min=100, help="Texts drawn for each test of what is sampled; more see more.")
-    ] = 400,
-    level: Annotated[
-        float, typer.Option("--level", help="Chance that an exact model fails any of these tests (Holm's procedure).")
-    ] = 0.01,
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    packed: Packed = False,
+    prompt_file: PromptFile = None,
     output: Output = "text",
 ) -> None:
-    """Verify that self-speculation leaves this model's output as it is: its tokens, and what it samples from.
+    """Check that self-speculation leaves the output of this model as it is: its tokens, and what it samples from.
 
     Greedy texts are compared with those of `model.generate`, and read once more through the passes that verify
     drafts. Sampled texts are compared with plain decoding at the same seed, and tested against the model's own
@@ -67,19 +67,185 @@ def verify(
 
     Exit status 0: EXACT, or EXACT WITHIN ROUNDING. 1: NOT EXACT.
     """
-    drafters = None if draft is None else [_parsed(text) for text in draft]
-    texts = None if prompt_file is None else read_prompts(prompt_file)
+    named = None if draft is None else [_drafting(text) for text in draft]
+    given = None if prompt_file is None else read_prompts(prompt_file)
 
-    from selfspec.cli.verify_run import Job, run
-    from selfspec.tools.verify import Settings
+    import torch
 
-    given = Settings(max_new_tokens=max_new_tokens, draft_length=draft_length, samples=samples, level=level, seed=seed)
-    settings = given if accept is None else replace(given, rules=tuple(accept))
-    run(Job(model, drafters, texts, settings, dtype, device, threads, packed, output))
+    from selfspec.draft import Drafter
+    from selfspec.environment import versions
+    from selfspec.tools.verify import PROMPTS, Settings, default_drafts
+    from selfspec.tools.verify import verify as run
+
+    settings = Settings(**{**asdict(checks), "accept": tuple(checks.accept)})
+    depth = model.prepare()
+    drafts = default_drafts(depth) if named is None else named
+    for each in drafts:
+        if isinstance(each, Drafter):
+            each.check(depth)
+    checkpoint = model.load()
+    drafters = _drafters(checkpoint, drafts)
+    texts = PROMPTS if given is None else given
+    started = time.perf_counter()
+    with progress_bar("verifying") as progress:
+        prompts = [checkpoint.encode(text) for text in texts]
+        report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))
+    seconds = time.perf_counter() - started
+    if output == "json":
+        found = report.to_dict()
+        used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
+        found |= {"checkpoint": model.model, "settings": used, "seconds": seconds, "versions": versions()}
+        print_json(found)
+    else:
+        _print_report(model.model, checkpoint.tokenizer, report, seconds)
+    if not report.verdict.exact:
+        raise typer.Exit(FAILED)
 
 
-def _parsed(text: str) -> Drafter | Profile | str:
+def _drafting(text: str) -> Drafter | Plan | str:
     drafter = read_draft(text)
     if drafter is None:
         raise DraftConfigError("plain decoding is always verified; give --draft exit:E or --draft skip:...")
     return drafter
+
+
+def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | Plan | str]) -> list[Drafter]:
+    """The drafts, and in place of a profile those that it chooses.
+
+    Raises:
+        ProfileError: there is no profile that fits.
+    """
+    from selfspec.control.auto import named_draft
+    from selfspec.control.plan import Plan
+    from selfspec.model.registry import find_adapter
+
+    found: list[Drafter] = []
+    for each in drafts:
+        draft = named_draft(checkpoint.model, each) if isinstance(each, str) else each
+        if isinstance(draft, Plan):
+            draft.check_model(checkpoint.model, find_adapter(checkpoint.model))
+            # Greedy decoding and sampling may have the same draft.
+            chosen = dict.fromkeys(draft.choose(greedy).draft for greedy in (True, False))
+            found += [choice for choice in chosen if choice is not None]
+        elif draft is not None:
+            found.append(draft)
+    if not found:
+        raise DraftConfigError("the profile chose plain decoding, which is always verified; name a draft")
+    return found
+
+
+def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report, seconds: float) -> None:
+    """Print the tables, the verdict last."""
+    from rich.text import Text
+
+    out, settings, bound = console(), report.settings, report.bound
+    out.print(
+        f"{name}: {report.model} with {report.depth} layers, {report.dtype}, {report.device}; {report.prompts} "
+        f"prompts, {settings.max_new_tokens} new tokens, draft length {settings.draft_length}, seed {settings.seed}; "
+        f"{seconds:.0f} s"
+    )
+    out.print("", _greedy(report), sep="\n")
+    out.print(
+        f"Rounding: passes of the model itself over 1 and over {' or '.join(map(str, bound.widths))} tokens differ by "
+        f"up to {bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of "
+        f"positions: {bound.quantile:.1e} and {bound.gap_quantile:.1e}). A gap of up to {bound.near_tie:.1e} is a "
+        f"near-tie; {bound.close_calls} of {len(bound.gaps)} are.",
+        style="dim",
+    )
+    out.print("", _sampled(report), sep="\n")
+    out.print(
+        f"Each p is of {settings.samples} texts of 3 tokens against the model's own distribution, all of them together "
+        f"at level {settings.level:g} (Holm). Coupled tokens do not depend on the draft, so one test serves all.",
+        style="dim",
+    )
+    out.print()
+    if report.divergences:
+        out.print(_divergences(tokenizer, report))
+        if len(report.divergences) > _MOST_LISTED:
+            out.print(f"and {len(report.divergences) - _MOST_LISTED} more; --output json lists all", style="dim")
+        out.print()
+    for failure in report.verdict.failures:
+        out.print(Text(f"- {failure}", style="red"))
+    out.print(Text(report.verdict.sentence, style=_STYLES[str(report.verdict.exactness)]))
+
+
+def _greedy(report: Report) -> Table:
+    from rich.text import Text
+
+    columns = ("equal texts", "equal tokens, teacher-forced", "logits off by", "mean accepted length")
+    table = figures_table("Greedy decoding, against model.generate", ["draft"], columns)
+    for draft in report.drafts:
+        greedy, forced, bound = draft.greedy, draft.greedy.forced, report.bound
+        table.add_row(
+            draft.name,
+            _equal_texts(list(greedy.free_running.values()), bound),
+            _share(forced.positions - len(forced.divergences), forced.positions, forced.divergences, bound),
+            Text(f"{forced.off:.1e}", style=_WRONG if forced.off > bound.most_off else ""),
+            f"{greedy.acceptance.mean_accepted_length:.2f}",
+        )
+    return table
+
+
+def _sampled(report: Report) -> Table:
+    from rich.text import Text
+
+    from selfspec.tools.verify.goodness import holm_rejects
+
+    settings = report.settings
+    rejects = holm_rejects([fit.test.p_value for fit in report.fits], settings.level)
+    rejected = [fit for fit, reject in zip(report.fits, rejects, strict=True) if reject]
+    columns = [f"p, {rule}" for rule in settings.accept]
+    if settings.coupled_rules:
+        columns.insert(0, "equal texts, coupled")
+    table = figures_table("Sampling, against plain decoding and the model's own distribution", ["draft"], columns)
+    for draft in report.drafts:
+        cells: list[Text | str] = [draft.name]
+        if settings.coupled_rules:
+            cells.append(_equal_texts(list(draft.coupled.values()), report.bound) if draft.coupled else "-")
+        fits = {fit.rule: fit for fit in draft.fits}
+        for rule in settings.accept:
+            fit = fits.get(rule)
+            style = _WRONG if fit in rejected else ""
+            cells.append("-" if fit is None else Text(f"{fit.test.p_value:.2g}", style=style))
+        table.add_row(*cells)
+    return table
+
+
+def _divergences(tokenizer: PreTrainedTokenizerBase, report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    def shown(token: int | None) -> Text:
+        return Text("none", style="dim") if token is None else Text(f"{token} {tokenizer.decode([token])!r}")
+
+    table = Table(title="Divergences", title_justify="left")
+    for column in ("draft", "check", "prompt", "token", "model's own", "found", "gap", "near-tie"):
+        table.add_column(column, justify="right" if column in ("prompt", "token", "gap") else "left")
+    # Those that rounding does not explain come first.
+    listed = sorted(report.divergences, key=lambda divergence: divergence.is_near_tie(report.bound))
+    for divergence in listed[:_MOST_LISTED]:
+        table.add_row(
+            divergence.draft,
+            str(divergence.check),
+            str(divergence.prompt + 1),
+            str(divergence.position + 1),
+            shown(divergence.expected),
+            shown(divergence.found),
+            "-" if divergence.gap is None else f"{divergence.gap:.2g}",
+            "yes" if divergence.is_near_tie(report.bound) else Text("NO", style=_WRONG),
+        )
+    return table
+
+
+def _equal_texts(agreements: list[Agreement], bound: Bound) -> Text:
+    from selfspec.tools.verify.divergence import Agreement
+
+    together = Agreement.together(agreements)
+    return _share(together.equal_texts, together.texts, together.divergences, bound)
+
+
+def _share(equal: int, total: int, divergences: Sequence[Divergence], bound: Bound) -> Text:
+    from rich.text import Text
+
+    wrong = any(not divergence.is_near_tie(bound) for divergence in divergences)
+    return Text(f"{equal}/{total}", style=_WRONG if wrong else "yellow" if divergences else "")

@@ -230,10 +230,7 @@ class _Reader:
         if not isinstance(content, dict):
             raise self._wrong(name)
         numbers = {each.name: self._number(content.get(each.name), name) for each in fields(Costs)}
-        costs = Costs(rows=int(numbers.pop("rows")), **numbers)
-        if costs.verify + costs.overhead <= 0:
-            raise self._wrong(name)
-        return costs
+        return Costs(rows=int(numbers.pop("rows")), **numbers)
 
     def _number(self, value: object, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import selfspec.cli.calibrate_run as command
 from helpers.profiles import calibration_of
 from helpers.running import Invoke
 from selfspec import Profile
@@ -33,7 +32,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, profiles: Path, prompts: Path) -> None:
-    ending = invoke("calibrate", folder, *QUICK, "--prompts", str(prompts), "--output", "json")
+    ending = invoke("calibrate", folder, *QUICK, "--prompt-file", str(prompts), "--output", "json")
     assert ending.status == 0, ending.stderr
     result = json.loads(ending.stdout)
     file = Path(result["profile"])
@@ -67,7 +66,7 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
 def test_tables_say_what_was_found(
     invoke: Invoke, folder: str, tmp_path: Path, stories: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "calibrate", lambda *_given, **_options: calibration_of(stories))
+    monkeypatch.setattr("selfspec.tools.calibrate.calibrate", lambda *_given, **_options: calibration_of(stories))
     file = tmp_path / "mine.json"
     ending = invoke("calibrate", folder, "--to", str(file))
     assert ending.status == 0, ending.stderr
@@ -84,7 +83,7 @@ def test_an_interrupt_writes_nothing(
     def interrupted(*_given: Any, **_options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "calibrate", interrupted)
+    monkeypatch.setattr("selfspec.tools.calibrate.calibrate", interrupted)
     assert invoke("calibrate", folder, *QUICK, "--to", str(tmp_path / "mine.json")).status == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -96,7 +95,7 @@ def test_an_interrupt_writes_nothing(
         (("--draft", "lookup"), "no path of the model"),
         (("--draft", "auto"), "auto"),
         (("--temperature", "0"), "above 0"),
-        (("--prompts", "missing.txt"), "--prompts missing.txt"),
+        (("--prompt-file", "missing.txt"), "--prompt-file missing.txt"),
         (("--to", "."), "is a folder"),
         (("--device", "nowhere"), "nowhere"),
     ],
@@ -107,7 +106,7 @@ def test_what_cannot_be_done_is_refused_before_weights_are_read(
     def unread(*_given: Any) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(command, "load_checkpoint", unread)
+    monkeypatch.setattr("selfspec.model.checkpoint.load_checkpoint", unread)
     ending = invoke("calibrate", folder, *words)
     # As wherever results cannot be written: 1.
     assert ending.status == (1 if words[0] == "--to" else 2), ending.stderr
@@ -118,7 +117,7 @@ def test_what_cannot_be_done_is_refused_before_weights_are_read(
 def test_prompts_that_are_none_are_refused(invoke: Invoke, folder: str, tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(line + "\n")
-    ending = invoke("calibrate", folder, "--prompts", str(file))
+    ending = invoke("calibrate", folder, "--prompt-file", str(file))
     assert ending.status == 2
     assert "line 1" in ending.stderr
 

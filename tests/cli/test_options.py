@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import selfspec.tools.calibrate
+import selfspec.tools.verify
 from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecError
+from selfspec.cli.calibrate import Measurements
 from selfspec.cli.generate import DRAFTS
 from selfspec.cli.options import DEMO, grouped, model_place, read_draft
+from selfspec.cli.verify import Checks
 from selfspec.tools.demo import checkpoint_folder
 
 
@@ -102,3 +106,11 @@ def test_a_dataclass_becomes_a_panel_of_options() -> None:
     assert "Numbers to add" in CliRunner().invoke(app, ["--help"]).stdout
     assert CliRunner().invoke(app, ["c"]).exit_code == 2
     assert inspect.getdoc(grouped(add)) == "Add."
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [(Checks, selfspec.tools.verify.Settings), (Measurements, selfspec.tools.calibrate.Settings)],
+)
+def test_options_have_the_names_and_defaults_of_the_settings(options: Any, settings: Any) -> None:
+    assert {**asdict(options()), "accept": None} == {**asdict(settings()), "accept": None}

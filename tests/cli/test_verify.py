@@ -12,8 +12,8 @@ from torch import Tensor
 
 from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
+from selfspec.draft import Draft
 from selfspec.model.runner import ModelRunner, Pass
-from selfspec.tools.verify import PROMPTS, Settings
 
 QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
 
@@ -36,12 +36,12 @@ def result(ending: Ending) -> dict[str, Any]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the token after a draft that stands whole from the place before it."""
+    """Draw the bonus token from the place before it."""
 
-    def behind(self: TokenLevel, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        return p[torch.arange(tokens.shape[0]), (accepted - 1).clamp(min=0)]
+    def behind(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        return p[torch.arange(p.shape[0]), (place - 1).clamp(min=0)]
 
-    monkeypatch.setattr(TokenLevel, "next", behind)
+    monkeypatch.setattr(TokenLevel, "recovery_probs", behind)
 
 
 def test_json_says_all(invoke: Invoke, folder: str, prompt_file: Path) -> None:
@@ -55,7 +55,7 @@ def test_json_says_all(invoke: Invoke, folder: str, prompt_file: Path) -> None:
     assert found["model"] == {"class": "LlamaForCausalLM", "dtype": "float32", "device": "cpu", "layers": 5}
     settings = found["settings"]
     assert settings["prompts"] == ["Once upon a time", "Tom had a big red ball."]
-    assert settings["rules"] == ["token", "block", "coupled"]
+    assert settings["accept"] == ["token", "block", "coupled"]
     assert settings["threads"] == torch.get_num_threads()
     assert (settings["max_new_tokens"], settings["samples"], settings["seed"]) == (8, 100, 0)
     assert 0 < found["bound"]["logits_largest"] < 1e-4
@@ -130,17 +130,7 @@ def test_a_relaxed_rule_is_not_exact(invoke: Invoke, folder: str, prompt_file: P
     found = result(ending)
     assert (ending.status, found["verdict"], found["lossless"]) == (1, "NOT EXACT", False)
     assert found["failures"][-1] == "relaxed-typical is not lossless, whatever was measured"
-    assert found["settings"]["rules"] == ["relaxed-typical"]
-
-
-def test_defaults_are_those_of_settings(invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr("selfspec.cli.verify_run.run", asked.append)
-    assert invoke("verify", folder).status == 0
-    (job,) = asked
-    assert job.settings == Settings()
-    assert (job.drafters, job.prompts) == (None, None)
-    assert len(PROMPTS) > 1
+    assert found["settings"]["accept"] == ["relaxed-typical"]
 
 
 @pytest.mark.parametrize(

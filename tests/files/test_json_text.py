@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from selfspec import EarlyExit, ExitHead, Profile, ReducedVocabulary, SelfSpecError, SkipFile
-from selfspec.cli.calibrate_prompts import read_prompts
+from selfspec.cli.options import read_prompts
 from selfspec.draft.named import parse_draft
 from selfspec.files.json_text import parse_json
 from selfspec.measure.prompts import parse_workloads

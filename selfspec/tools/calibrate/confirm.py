@@ -84,7 +84,9 @@ def confirm(
     """
     reference = _Arm(PLAIN, plain, [[] for _ in prompts])
     arms = [
-        _Arm(each.name, plain.drafting(each.draft, CostAware(settings.longest, each.costs)), [[] for _ in prompts])
+        _Arm(
+            each.name, plain.drafting(each.draft, CostAware(settings.longest_draft, each.costs)), [[] for _ in prompts]
+        )
         for each in candidates
     ]
     kept = min(len(arms), _KEPT)

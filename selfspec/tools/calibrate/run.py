@@ -138,7 +138,7 @@ def calibrate(
         model,
         found,
         measured,
-        tuple(range(1, asked.longest + 2)),
+        tuple(range(1, asked.longest_draft + 2)),
         context=context,
         repeats=_REPEATS,
         lengths=_lengths(asked),
@@ -148,7 +148,7 @@ def calibrate(
     )
     kinds, best = [], []
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
-        predictions = predicted(rate, costs, asked.longest)
+        predictions = predicted(rate, costs, asked.longest_draft)
         candidates = to_confirm(predictions, named, costs)
         confirmed = confirm(plain, candidates, grouped, temperature, asked, told)
         chosen = choose(confirmed, candidates, temperature, asked)
@@ -182,10 +182,10 @@ def choose(
     """
     best = max(confirmed, key=lambda each: each.speedup.value, default=None)
     if best is None or best.speedup.value <= 1:
-        return Chosen(PLAIN, settings.longest, None, temperature, (1.0, 1.0, 1.0))
+        return Chosen(PLAIN, settings.longest_draft, None, temperature, (1.0, 1.0, 1.0))
     costs = next(each.costs for each in candidates if each.name == best.name)
     speedup = (best.speedup.value, best.speedup.low, best.speedup.high)
-    return Chosen(best.name, settings.longest, BatchCosts((costs,)), temperature, speedup)
+    return Chosen(best.name, settings.longest_draft, BatchCosts((costs,)), temperature, speedup)
 
 
 def _in_batches(
@@ -204,7 +204,7 @@ def _in_batches(
                 plain.model,
                 plain.adapter,
                 list(paths.values()),
-                [width for width in _WIDTHS if width <= settings.longest + 1],
+                [width for width in _WIDTHS if width <= settings.longest_draft + 1],
                 context=context,
                 repeats=_REPEATS,
                 lengths=_lengths(settings),
@@ -247,7 +247,7 @@ def _with_batches(
 
 
 def _lengths(settings: Settings) -> list[int]:
-    return [min(length, settings.longest) for length in _LENGTHS]
+    return [min(length, settings.longest_draft) for length in _LENGTHS]
 
 
 def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], settings: Settings) -> list[Batch]:

@@ -18,7 +18,7 @@ class Settings:
         temperature: of sampling, above 0.
         repeats: times that each arm goes through the prompts, timed, at most; slow ones drop out before.
         batch: rows that are generated at once.
-        longest: the most tokens of a draft.
+        longest_draft: the most tokens of a draft.
         seed: of what is sampled.
     """
 
@@ -26,11 +26,11 @@ class Settings:
     temperature: float = 0.8
     repeats: int = 3
     batch: int = 1
-    longest: int = 7
+    longest_draft: int = 7
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats", "batch", "longest"):
+        for name in ("max_new_tokens", "repeats", "batch", "longest_draft"):
             if getattr(self, name) < 1:
                 raise DraftConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.temperature < math.inf:

@@ -94,7 +94,7 @@ class Report:
                 off={draft.name: draft.greedy.forced.off for draft in self.drafts},
                 fits=self.fits,
                 level=self.settings.level,
-                relaxed=[rule for rule in self.settings.rules if not find_rule(rule).lossless],
+                relaxed=[rule for rule in self.settings.accept if not find_rule(rule).lossless],
                 greedy_tokens=sum(
                     agreement.tokens for draft in self.drafts for agreement in draft.greedy.free_running.values()
                 ),

@@ -16,7 +16,7 @@ class Settings:
     """How much is verified, and how strictly.
 
     Attributes:
-        rules: names of the acceptance rules. Greedy decoding is verified under the first, and under every one that is
+        accept: names of the acceptance rules. Greedy decoding is verified under the first, and under every one that is
             not lossless.
         max_new_tokens: length of each text, in tokens.
         draft_length: tokens drafted each round.
@@ -28,7 +28,7 @@ class Settings:
         UnsupportedOptionError, DraftConfigError: a value out of range, or a rule that is not known or named twice.
     """
 
-    rules: tuple[str, ...] = ("token", "block", "coupled")
+    accept: tuple[str, ...] = ("token", "block", "coupled")
     max_new_tokens: int = 64
     draft_length: int = 4
     samples: int = 400
@@ -36,10 +36,10 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.rules:
+        for name in self.accept:
             find_rule(name)
-        if not self.rules or len(set(self.rules)) < len(self.rules):
-            raise UnsupportedOptionError(f"name each acceptance rule once, and at least one; got {list(self.rules)}")
+        if not self.accept or len(set(self.accept)) < len(self.accept):
+            raise UnsupportedOptionError(f"name each acceptance rule once, and at least one; got {list(self.accept)}")
         if self.max_new_tokens < 2:
             raise UnsupportedOptionError(f"max_new_tokens must be at least 2 to draft any, got {self.max_new_tokens}")
         if self.draft_length < 1:
@@ -56,24 +56,24 @@ class Settings:
     @property
     def greedy_rules(self) -> tuple[str, ...]:
         """The rules under which greedy decoding is verified. Under lossless ones it is the same computation."""
-        first, *others = self.rules
+        first, *others = self.accept
         return (first, *(name for name in others if not find_rule(name).lossless))
 
     @property
     def coupled_rules(self) -> tuple[str, ...]:
         """The rules whose tokens, at equal seeds, do not depend on the draft."""
-        return tuple(name for name in self.rules if find_rule(name).couples)
+        return tuple(name for name in self.accept if find_rule(name).couples)
 
     @property
     def sampled_rules(self) -> tuple[str, ...]:
         """The rules under which every draft has a sampled distribution of its own."""
-        return tuple(name for name in self.rules if not find_rule(name).couples)
+        return tuple(name for name in self.accept if not find_rule(name).couples)
 
     @property
     def lossless(self) -> bool:
         """Whether all rules are."""
-        return all(find_rule(name).lossless for name in self.rules)
+        return all(find_rule(name).lossless for name in self.accept)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        return {**asdict(self), "rules": list(self.rules)}
+        return {**asdict(self), "accept": list(self.accept)}

@@ -24,7 +24,7 @@ from selfspec.tools.calibrate.candidates import Candidate, considered, predicted
 from selfspec.tools.calibrate.confirm import Batch, Confirmed, batches
 from selfspec.tools.calibrate.run import choose
 
-SETTINGS = Settings(max_new_tokens=8, repeats=1, longest=1)
+SETTINGS = Settings(max_new_tokens=8, repeats=1, longest_draft=1)
 
 
 def _estimate(value: float) -> Estimate:
@@ -109,7 +109,7 @@ def test_the_fastest_is_chosen_with_its_costs() -> None:
     chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), candidates, 0.8, SETTINGS)
     assert (chosen.draft, chosen.speedup[0], chosen.temperature) == ("exit:1", 1.3, 0.8)
     assert chosen.costs == BatchCosts((Costs(draft=0.2),))
-    assert chosen.longest == SETTINGS.longest
+    assert chosen.longest == SETTINGS.longest_draft
 
 
 def test_plain_decoding_is_chosen_where_nothing_is_faster() -> None:

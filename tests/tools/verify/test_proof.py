@@ -154,7 +154,7 @@ def test_a_residual_from_p_shows(
     other: str,
 ) -> None:
     monkeypatch.setattr(broken, "next", next_from_p)
-    report = verified(stories, prompts, replace(FITS, rules=(rule, other)), DRAFTS[1:])
+    report = verified(stories, prompts, replace(FITS, accept=(rule, other)), DRAFTS[1:])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     # Greedy decoding cannot see it, and the other rule has a residual of its own.
     assert [failure.split(" (p")[0] for failure in report.verdict.failures] == [
@@ -173,7 +173,7 @@ def test_a_bonus_token_that_is_too_sure_shows(
         return torch.where((accepted == tokens.shape[1])[:, None], weights**2, weights)
 
     monkeypatch.setattr(TokenLevel, "next", sharpened)
-    report = verified(stories, prompts, replace(FITS, rules=("token",)), DRAFTS[:1])
+    report = verified(stories, prompts, replace(FITS, accept=("token",)), DRAFTS[:1])
     assert failed(report, "skip:attn=1: tokens sampled under token do not fit")
     assert report.divergences == ()
 
@@ -220,7 +220,7 @@ def test_noise_that_depends_on_the_draft_shows(
         return right(self, weights, positions - positions[:, :1])
 
     monkeypatch.setattr(Coupling, "choose", by_block)
-    report = verified(stories, prompts, replace(TEXTS, rules=("coupled",)), DRAFTS[1:])
+    report = verified(stories, prompts, replace(TEXTS, accept=("coupled",)), DRAFTS[1:])
     assert failed(report, "exit:4: coupled token")
     assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
 
@@ -230,14 +230,14 @@ def test_noise_that_favours_the_likely_shows(
 ) -> None:
     right = Coupling.choose
     monkeypatch.setattr(Coupling, "choose", lambda self, weights, positions: right(self, weights**2, positions))
-    report = verified(stories, prompts, replace(FITS, rules=("coupled",)), DRAFTS[1:])
+    report = verified(stories, prompts, replace(FITS, accept=("coupled",)), DRAFTS[1:])
     # Drafting and plain decoding agree; both are wrong.
     assert report.divergences == ()
     assert failed(report, "none: tokens sampled under coupled do not fit")
 
 
 def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
-    report = verified(stories, prompts, replace(FITS, rules=("token", "relaxed-top-k")), DRAFTS[1:])
+    report = verified(stories, prompts, replace(FITS, accept=("token", "relaxed-top-k")), DRAFTS[1:])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     assert not report.settings.lossless
     assert report.to_dict()["lossless"] is False
@@ -290,9 +290,9 @@ def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
-        ({"rules": ("token", "token")}, "name each acceptance rule once"),
-        ({"rules": ()}, "at least one"),
-        ({"rules": ("tokn",)}, "no acceptance rule 'tokn'"),
+        ({"accept": ("token", "token")}, "name each acceptance rule once"),
+        ({"accept": ()}, "at least one"),
+        ({"accept": ("tokn",)}, "no acceptance rule 'tokn'"),
         ({"max_new_tokens": 1}, "at least 2"),
         ({"draft_length": 0}, "at least 1"),
         ({"samples": 99}, "at least 100"),
