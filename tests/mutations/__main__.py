@@ -2,42 +2,68 @@
 
 from __future__ import annotations
 
-import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
+from platformdirs import user_cache_path
 
-from mutations.catalogue import CATALOGUE
-from mutations.trial import Outcome, require_sound, try_mutation
+from mutations.anchor import AnchorError
+from mutations.catalogue import CATALOGUE, Mutation
+from mutations.runner import try_all
+from mutations.selection import SelectionError
+from mutations.trial import ROOT, Outcome, import_libraries
+
+_RESULTS = user_cache_path("selfspec") / "planted-bugs"
 
 
 def main(
     only: Annotated[str, typer.Option(help="Plant only the bugs whose name holds this text.")] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Bugs to try at once, each in a process and a copy of its own.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Bugs to try at once.")] = 2,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that a bug may take.")] = 300,
+    results: Annotated[
+        Path, typer.Option(help="Folder of what is found. What was caught there in the same tree is not tried again.")
+    ] = _RESULTS,
+    output: Annotated[Literal["text", "json"], typer.Option(help="What is written to stdout.")] = "text",
 ) -> None:
-    """Plant every bug of the catalogue in turn; exit with 1 if the tests let one pass."""
-    console = Console(highlight=False)
+    """Plant every bug of the catalogue; exit with 1 if the tests let one pass."""
+    # Children that share the cores; set before torch is imported. Nothing is downloaded.
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     chosen = [mutation for mutation in CATALOGUE if only in mutation.name]
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("tests that must pass without a bug", total=len(chosen) + 1)
-        require_sound(Path(folder), chosen)
-        progress.update(bar, advance=1, description="planting bugs")
-        with ThreadPoolExecutor(jobs) as pool:
-            tried = [pool.submit(try_mutation, Path(folder), mutation) for mutation in chosen]
-            for done in as_completed(tried):
-                outcome = done.result()
-                outcomes.append(outcome)
-                progress.advance(bar)
-                verdict = "[green]caught[/]  " if outcome.caught else "[red]SURVIVED[/]"
-                console.print(f"{verdict} {outcome.mutation.name} [dim]({outcome.said}, {outcome.seconds:.0f} s)[/]")
-    caught = sum(outcome.caught for outcome in outcomes)
-    console.print(f"Mutation score: {caught} of {len(outcomes)} ({100 * caught / max(len(outcomes), 1):.0f} %)")
-    if caught < len(outcomes):
+    started = time.monotonic()
+    count = 0
+
+    def tell(mutation: Mutation, outcome: Outcome) -> None:
+        nonlocal count
+        count += 1
+        line = f"{count}/{len(chosen)} {outcome.verdict}: {mutation.name} ({outcome.said}; {outcome.seconds:.0f} s)"
+        typer.echo(line, err=output == "json")
+
+    import_libraries()
+    try:
+        outcomes = asyncio.run(try_all(chosen, ROOT, results, jobs, limit, tell))
+    except asyncio.CancelledError:
+        typer.echo("Ended. The same command goes on from here.", err=True)
+        raise typer.Exit(130) from None
+    except (AnchorError, SelectionError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    verdicts = Counter(outcome.verdict for outcome in outcomes.values())
+    if output == "json":
+        bugs = [{"name": name, **asdict(outcome)} for name, outcome in outcomes.items()]
+        typer.echo(json.dumps({"bugs": bugs, "count": len(bugs), "verdicts": verdicts}, indent=2))
+    else:
+        typer.echo(
+            f"Mutation score: {verdicts['caught']} of {len(chosen)}, in {(time.monotonic() - started) / 60:.1f} minutes"
+        )
+    if verdicts["caught"] < len(chosen):
+        typer.echo(f"Output of the tests that let bugs pass: {results}", err=True)
         raise typer.Exit(1)
 
 

@@ -1056,14 +1056,14 @@ CATALOGUE = (
         "_inside_peft",
         "tuner.get_submodule('model')",
         "tuner.unload()",
-        ("-m", "clients", "test_a_wrapped_adapter_gives_its_own_text"),
+        ("test_a_wrapped_adapter_gives_its_own_text",),
     ),
     Mutation(
         "a soft prompt is left out without a word",
         "_inside_peft",
         "raise UnsupportedModelError(_1)",
         "return tuner",
-        ("-m", "clients", "test_a_soft_prompt_is_no_part_of_the_model"),
+        ("test_a_soft_prompt_is_no_part_of_the_model",),
     ),
     # Prompts that are no tokens, and caches of states.
     Mutation(
