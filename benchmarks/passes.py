@@ -150,7 +150,7 @@ class _Bench:
                 self.programs[name]()
                 self.made[name] = _Made(time.perf_counter() - started, (resident_bytes() or 0) - before)
             for _ in range(3):
-                cache.advance(1)
+                cache.commit([1])
                 for run in self.programs.values():
                     run()
         assert not programs.refusals, programs.refusals

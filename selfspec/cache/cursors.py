@@ -1,22 +1,31 @@
-"""Where each row of the cache is, and so which slots a pass writes and sees."""
+"""Where each row of the cache ends, and so which slots a pass writes and sees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from selfspec.cache.block import Block
+from selfspec.cache.tree import Tree
+
 _SMALLEST_ROOM = 64
 
 
 class Cursors:
-    """Where each row stands, and so which slots a pass writes and looks at.
+    """Where the committed tokens of each row end, and what a pass reads behind them.
+
+    A pass reads nodes of the round's block: `width` of them from node `first` on. Node -1 is the last committed token,
+    which lies in the slot at the cursor; node i lies `i + 1` slots further.
 
     Attributes:
-        lengths: cursor of each row, in slots.
-        ahead: how many tokens every cursor stands past its last commit.
+        seq_lens: cursor of each row, in slots: how many of its tokens have their keys and values.
+        tree: how the nodes of the open block hang together; None: each is the child of the one before it.
+        first: first node of the pass that runs.
+        read: how many tokens of the block some pass has read.
         limit: the most tokens a row may come to hold, prompt included.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
@@ -27,61 +36,83 @@ class Cursors:
     def __init__(
         self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"], bucket: int
     ) -> None:
-        self.lengths = [0] * batch
-        self.ahead = 0
+        self.seq_lens = [0] * batch
+        self.tree: Tree | None = None
+        self.first = -1
+        self.read = 0
         self.limit = limit
         self.device = device
         self.aligned = aligned
         self.bucket = bucket
-        self._slack = slack
+        self.slack = slack
         self._room = min(_SMALLEST_ROOM, limit)
+        self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
 
     @property
     def capacity(self) -> int:
         """Slots a row has, or will have with the next pass."""
-        return self._room + self._slack
+        return self._room + self.slack
 
     @property
     def uniform(self) -> bool:
         """Whether all cursors are equal."""
-        return all(length == self.lengths[0] for length in self.lengths)
+        return all(length == self.seq_lens[0] for length in self.seq_lens)
 
-    def move(self, tokens: int) -> None:
-        """Move every cursor over `tokens` tokens that are not committed, or back."""
-        self.ahead += tokens
-        self.lengths = [length + tokens for length in self.lengths]
+    def parent(self, node: int) -> int:
+        """The node of the block that another one, from 0 on, is a child of."""
+        return node - 1 if self.tree is None else self.tree.parents[node]
 
-    def settle(self, tokens: Sequence[int]) -> int:
-        """Move each cursor over its own number of tokens, to stay; returns how far all stood ahead before."""
-        ahead, self.ahead = self.ahead, 0
-        self.lengths = [length + count for length, count in zip(self.lengths, tokens, strict=True)]
-        return ahead
+    def is_path(self, nodes: Sequence[int]) -> bool:
+        """Whether these are nodes of the block, each the child of the one before it and the first of them -1."""
+        branch = pairwise(nodes)
+        return list(nodes[:1]) in ([], [-1]) and all(self.parent(node) == parent for parent, node in branch)
+
+    def move(self, counts: Sequence[int]) -> None:
+        """Move each cursor over its own number of tokens, and close the block."""
+        self.seq_lens = [length + count for length, count in zip(self.seq_lens, counts, strict=True)]
+        self.tree, self.read = None, 0
 
     def make_room(self, committed: int) -> None:
         """Double the room until it holds `committed` tokens, but never beyond the limit."""
         while self._room < min(committed, self.limit):
             self._room = min(2 * self._room, self.limit)
 
-    def visible(self, width: int) -> int:
-        """Number of slots, from the first, that a pass over `width` tokens looks at."""
-        needed = max(self.lengths) + width
+    def visible(self, width: int, first: int) -> int:
+        """Number of slots, from the first, that a pass looks at."""
+        needed = max(self.seq_lens) + first + 1 + width
         if not self.padded(width):
             return needed
         return min(-(-needed // self.bucket) * self.bucket, self.capacity)
 
     def padded(self, width: int) -> bool:
         """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
-        return self.bucket > 1 and width <= self._slack + 1
+        return self.bucket > 1 and width <= self.slack + 1
 
-    def slots(self, width: int) -> Tensor:
-        """Slots that a pass over `width` tokens writes: `[1, width]` for equal cursors, else `[batch, width]`."""
+    def slots(self, width: int, first: int) -> Tensor:
+        """Slots that a pass writes: `[1, width]` for equal cursors, else `[batch, width]`."""
         if self.uniform:
-            return torch.arange(self.lengths[0], self.lengths[0] + width, device=self.device)[None]
-        # Pinned and not waited for: the upload must not cost the round a synchronisation.
-        cursor = torch.tensor(self.lengths, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        return cursor[:, None] + torch.arange(width, device=self.device)
+            start = self.seq_lens[0] + first + 1
+            return torch.arange(start, start + width, device=self.device)[None]
+        return self._starts(first + 1) + torch.arange(width, device=self.device)
 
-    def right_aligned(self, width: int) -> Tensor:
+    def block(self, width: int, first: int) -> Block | None:
+        """The open block, where a pass sees other slots of it than all before its own; else None."""
+        # A tree begins as a chain, and a pass that sees no more of it is one over a chain.
+        if self.tree is None or first + width <= self.tree.trunk:
+            return None
+        if self.tree not in self._tables:
+            self._tables[self.tree] = Block.tables(self.tree, self.device)
+        start = torch.full((1, 1), self.seq_lens[0], device=self.device) if self.uniform else self._starts(0)
+        return Block(start, *self._tables[self.tree])
+
+    def right_aligned(self, width: int, first: int) -> Tensor:
         """Which slot stands where once rows are aligned on the right, `[batch, visible]`; negative: padding."""
-        last = self.slots(width)[:, -1:]
-        return last + 1 - self.visible(width) + torch.arange(self.visible(width), device=self.device)
+        last, visible = self.slots(width, first)[:, -1:], self.visible(width, first)
+        return last + 1 - visible + torch.arange(visible, device=self.device)
+
+    def _starts(self, ahead: int) -> Tensor:
+        """The slot so far ahead of each cursor, `[batch, 1]`."""
+        slots = [length + ahead for length in self.seq_lens]
+        # Pinned and not waited for: the upload must not cost the round a synchronisation.
+        cursor = torch.tensor(slots, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        return cursor[:, None]

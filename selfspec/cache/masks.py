@@ -15,6 +15,11 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from selfspec.cache.block import Block
+
+Pattern = Callable[..., Tensor]
+"""Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
+
 # Models with recurrent layers ask for these, whatever their layer types are called.
 _ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
 
@@ -38,17 +43,21 @@ def attention_mask(
     visible: int,
     dtype: torch.dtype,
     *,
+    block: Block | None = None,
     recurrent: bool = False,
     padded: bool = False,
 ) -> Any:
     """What a stock model takes as `attention_mask` for tokens that stand in slots of their own rows.
 
+    Windows and chunks are those of positions, not of slots.
+
     Args:
         config: of the text model.
-        slots: of each token, `[rows, tokens]`, or `[1, tokens]` where all rows have the same; slot i holds position i.
+        slots: of each token, `[rows, tokens]`, or `[1, tokens]` where all rows have the same.
         rows: number of rows.
         visible: number of slots, from the first, that the pass looks at.
         dtype: of additive masks.
+        block: what the tokens belong to; None: slot i holds position i, and a token sees all slots before its own.
         recurrent: whether some layers have states in place of keys and values.
         padded: whether slots past the last token may be visible even where all rows have the same.
 
@@ -57,17 +66,18 @@ def attention_mask(
         stands where nothing is masked: for the one last token of every row, in full attention.
     """
     tokens = slots.shape[1]
-    is_last = not padded and slots.shape == (1, 1) and sees_all_without_mask(config)
+    is_last = block is None and not padded and slots.shape == (1, 1) and sees_all_without_mask(config)
     slots = slots.expand(rows, tokens)
+    allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)
 
-    def mask(pattern: Callable[..., Tensor]) -> Tensor | None:
+    def mask(pattern: Pattern) -> Tensor | None:
         if pattern is causal_mask_function and is_last:
             return None
         made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
             batch_size=rows,
             q_length=tokens,
             kv_length=visible,
-            mask_function=lambda row, head, query, key: pattern(row, head, slots[row, query], key),
+            mask_function=allowed(pattern),
             allow_is_causal_skip=False,
             dtype=dtype,
             device=slots.device,
@@ -88,3 +98,24 @@ def attention_mask(
     # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
     kinds = dict.fromkeys([*(layer_types or ()), *(_ALWAYS_ASKED if recurrent else ())])
     return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
+
+
+def _by_slots(slots: Tensor) -> Callable[[Pattern], Pattern]:
+    """Patterns over the tokens of a pass and all slots, where slot i holds position i."""
+    return lambda pattern: lambda row, head, query, key: pattern(row, head, slots[row, query], key)
+
+
+def _by_positions(block: Block, slots: Tensor, visible: int) -> Callable[[Pattern], Pattern]:
+    """Patterns over the tokens of a pass and all slots, where the tokens are nodes of a tree."""
+    keys = torch.arange(visible, device=slots.device)[None]
+    sees = block.visible(slots, keys)
+    query_positions, key_positions = block.positions(slots), block.positions(keys).expand(slots.shape[0], -1)
+
+    def within(pattern: Pattern) -> Pattern:
+        def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            in_reach = pattern(row, head, query_positions[row, query], key_positions[row, key])
+            return in_reach & sees[row, query, key]
+
+        return allowed
+
+    return within

@@ -1,8 +1,9 @@
-"""Layers that no cursor can roll back: recurrent and convolutional state, kept after each token since the last commit.
+"""Layers that no cursor can roll back: recurrent and convolutional state, kept after each node of a round's block.
 
 The state of such a layer holds all it has read, so going back means going back to a copy. Copies are small, and there
-are only as many as a round has tokens. A pass over a block runs these layers one token at a time: that leaves a copy
-after each, and several architectures start a longer pass from an empty state whatever came before.
+are only as many as a round has nodes. A pass over a block runs these layers one token at a time: each begins with the
+state of its parent and leaves a copy, and several architectures start a longer pass from an empty state whatever came
+before.
 """
 
 from __future__ import annotations
@@ -48,17 +49,19 @@ class Snapshot:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The states of one layer: the working state, as `transformers` knows it, and one snapshot for each token ahead.
+    """The states of one layer: the working state, as `transformers` knows it, and one snapshot for each node.
 
     Args:
-        cursors: where each row stands.
+        cursors: where each row ends, and the block that is open there.
         number_of_states: how many convolutions or recurrences the layer has.
     """
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
         self._cursors = cursors
-        # By tokens ahead of the last commit; nothing at 0 before the first token.
+        # After all committed tokens; None before the first.
+        self._settled: Snapshot | None = None
+        # After each node of the open block that was read.
         self._after: dict[int, Snapshot] = {}
         self._most = 0
 
@@ -67,11 +70,14 @@ class RecurrentLayer(LinearAttentionLayer):
         """The most bytes that snapshots have taken so far."""
         return self._most
 
-    def enter(self, tokens: int) -> None:
-        """Make the state `tokens` tokens past the cursors the working state. The pass may write into it."""
-        ahead = self._cursors.ahead + tokens
-        # Nothing has been read yet, or else the state must be there.
-        snapshot = None if ahead == 0 and 0 not in self._after else self._after[ahead]
+    @property
+    def settled(self) -> Snapshot:
+        """The state after all committed tokens; empty before the first."""
+        return self._settled or Snapshot({}, {})
+
+    def enter(self, node: int) -> None:
+        """Make the state that a node starts from, its parent's, the working state. The pass may write into it."""
+        snapshot = self._settled if node < 0 else self._after[self._cursors.parent(node)]
         copied = Snapshot({}, {}) if snapshot is None else snapshot.mapped(torch.clone)
         for index in range(self.number_of_states):
             self.conv_states[index] = copied.conv.get(index)
@@ -80,41 +86,46 @@ class RecurrentLayer(LinearAttentionLayer):
             self.is_recurrent_states_initialized[index] = index in copied.recurrent
             self.has_previous_state[index] = snapshot is not None
 
-    def record(self, tokens: int) -> None:
-        """Keep the working state as the state `tokens` tokens past the cursors."""
-        self._after[self._cursors.ahead + tokens] = Snapshot(
+    def record(self, node: int) -> None:
+        """Keep the working state as that after a node."""
+        self._after[node] = Snapshot(
             {index: state for index, state in self.conv_states.items() if state is not None},
             {index: state for index, state in self.recurrent_states.items() if state is not None},
         )
-        self._most = max(self._most, sum(snapshot.nbytes for snapshot in self._after.values()))
+        self._most = max(self._most, sum(each.nbytes for each in (self.settled, *self._after.values())))
 
-    @property
-    def settled(self) -> Snapshot:
-        """The state after all committed tokens; empty before the first."""
-        return self._after.get(0, Snapshot({}, {}))
+    def nodes(self, width: int) -> range:
+        """The nodes of the pass that runs."""
+        return range(self._cursors.first, self._cursors.first + width)
 
     def begin_with(self, snapshot: Snapshot) -> None:
         """Go on from the state of an earlier generation."""
-        self._after = {0: snapshot}
+        self._settled = snapshot
 
-    def settle(self, tokens: Sequence[int]) -> None:
-        """Take each row's state after its own number of tokens as committed, and drop all others."""
-        if not self._after or not any(tokens):
-            return
-        empty = next(iter(self._after.values())).mapped(torch.zeros_like)
-        # A row may settle at nothing read, which is a state of zeros.
-        self._after = {0: _rows_of([self._after[count] if count else self._after.get(0, empty) for count in tokens])}
+    def settle(self, nodes: Sequence[int | None]) -> None:
+        """Take each row's state after its own node as committed, and drop all others.
+
+        Args:
+            nodes: of each row, the last that it commits; None: it commits nothing.
+
+        Raises:
+            KeyError: no pass has read the node.
+        """
+        # A layer may have read nothing yet, where a past brings its keys and values first.
+        if (self._settled or self._after) and any(node is not None for node in nodes):
+            # A row may settle at nothing read, which is a state of zeros.
+            before = self._settled or next(iter(self._after.values())).mapped(torch.zeros_like)
+            self._settled = _rows_of([before if node is None else self._after[node] for node in nodes])
+        self._after = {}
 
     def narrow_states(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
-        self._after = {
-            ahead: snapshot.mapped(lambda state: state[torch.tensor(rows, device=state.device)])
-            for ahead, snapshot in self._after.items()
-        }
+        if self._settled is not None:
+            self._settled = self._settled.mapped(lambda state: state[torch.tensor(rows, device=state.device)])
 
     def reset(self) -> None:
         super().reset()
-        self._after.clear()
+        self._settled, self._after = None, {}
 
 
 def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -128,11 +139,12 @@ def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> 
     if not isinstance(states, RecurrentLayer):
         return module(*args, **kwargs)
     unmasked = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}
+    tokens = hidden_states(args, kwargs).split(1, 1)
     outputs = []
-    for number, token in enumerate(hidden_states(args, kwargs).split(1, 1)):
-        states.enter(number)
+    for node, token in zip(states.nodes(len(tokens)), tokens, strict=True):
+        states.enter(node)
         outputs.append(call_with(module, token, args, unmasked))
-        states.record(number + 1)
+        states.record(node)
     return torch.cat(outputs, 1)
 
 

@@ -1,12 +1,14 @@
-"""The one KV cache that draft and verification share: preallocated, a cursor per row; rolling back moves the cursor.
+"""The one KV cache that draft and verification share: preallocated, a cursor per row, and behind it one open block.
 
-Every row is stored without padding: slot i holds position i. So a row's cursor alone says where its next tokens are
-written, which positions they have, and what they may attend to.
+Every row is stored without padding: up to its cursor, slot i holds position i. From there on lie the tokens of the
+round's block: the last committed token, then the nodes of the draft. Passes read and write them and move nothing.
+`commit` moves the cursors over what is accepted; what lies behind them is scrap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,9 +18,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from selfspec.cache.block import Block
 from selfspec.cache.cursors import Cursors
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.recurrent import RecurrentLayer
+from selfspec.cache.tree import Tree
 
 _STEPS = 16
 
@@ -28,29 +32,33 @@ class Slots:
     """Where a pass finds and leaves keys and values, as tensors.
 
     Attributes:
-        written: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
+        slot_mapping: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
         positions: ids of their positions, the same shape.
         visible: numbers of the slots that the pass looks at, `[visible]`, counted from 0.
         buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
+        block: what the tokens belong to; None: each sees all slots before its own.
     """
 
-    written: Tensor
+    slot_mapping: Tensor
     positions: Tensor
     visible: Tensor
     buffers: tuple[Tensor, ...]
+    block: Block | None = None
 
 
 class SharedCache(Cache):
     """Keys and values of every layer in preallocated slots, with one cursor per row.
 
-    A pass over m tokens writes slots `[cursor, cursor + m)` of each row and leaves the cursor where it is: `advance`,
-    `rollback` and `commit` move it. Slots past a row's cursor are scrap.
+    A round reads one block: node -1, the last committed token, in the slot at the cursor, and the nodes of a tree
+    after it, node i in slot `cursor + i + 1` and at position `cursor + depth`. A node sees all slots before the cursor,
+    its ancestors and itself. The block is a chain where `open` was not called. Several passes may read it, each a run
+    of nodes; `commit` or `commit_paths` ends it.
 
     Args:
         depth: number of layers.
         batch: number of rows.
         limit: the most tokens a row may come to hold, prompt included.
-        slack: the longest draft; slots for it are kept past the committed tokens.
+        slack: the most nodes of a draft; slots for them are kept past the committed tokens.
         device: where positions are made.
         aligned: "left": passes find the slots of a ragged batch as they are, and need a 4-D mask. "right": they find a
             copy that is padded on the left, for models that read nothing but a padding mask.
@@ -80,9 +88,9 @@ class SharedCache(Cache):
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def seq_lens(self) -> tuple[int, ...]:
         """Cursor of each row: how many of its tokens have their keys and values here."""
-        return tuple(self._cursors.lengths)
+        return tuple(self._cursors.seq_lens)
 
     @property
     def capacity(self) -> int:
@@ -107,7 +115,7 @@ class SharedCache(Cache):
     @property
     def empty(self) -> bool:
         """Whether no token has been read."""
-        return not any(self.lengths) and not any(layer.settled.nbytes for layer in self._recurrent)
+        return not any(self.seq_lens) and not any(layer.settled.nbytes for layer in self._recurrent)
 
     @property
     def most_bytes(self) -> int:
@@ -118,29 +126,110 @@ class SharedCache(Cache):
         """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
         self._cursors.make_room(committed)
 
-    def advance(self, tokens: int) -> None:
-        """Move every cursor forward over `tokens` tokens that a pass has written."""
-        self._cursors.move(tokens)
+    @property
+    def tree(self) -> Tree | None:
+        """The tree of the open block; None: it is a chain of any length."""
+        return self._cursors.tree
 
-    def rollback(self, tokens: int) -> None:
-        """Move every cursor back over `tokens` tokens. Copies nothing, whatever the length."""
-        self._cursors.move(-tokens)
+    def open(self, tree: Tree) -> None:
+        """Let the nodes of this round's block hang together as those of a tree, until the next commit.
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Make each row's next tokens final, its own number of them: its cursor moves over them, to stay."""
-        ahead = self._cursors.settle(tokens)
+        Nodes that no pass has read yet may be added or taken away by another call.
+
+        Args:
+            tree: of at most `slack` nodes.
+
+        Raises:
+            ValueError: it has more nodes, or passes have read nodes that are others in it; or it is no chain and rows
+                are aligned on the right.
+        """
+        if len(tree) > self._cursors.slack:
+            raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self._cursors.slack} slots for a draft")
+        if self._cursors.aligned == "right" and not tree.is_chain:
+            raise ValueError("rows that are aligned on the right can hold a chain alone")
+        read = min(self._cursors.read - 1, len(tree))
+        if any(tree.parents[node] != self._cursors.parent(node) for node in range(read)):
+            raise ValueError(f"passes have read {read} nodes of this block, which have other parents in {tree}")
+        self._cursors.tree = tree
+
+    @contextmanager
+    def reading(self, width: int, first: int = -1) -> Iterator[None]:
+        """Let the pass that runs within read nodes `first`, `first + 1`, ... of the block.
+
+        Args:
+            width: how many.
+            first: -1: the last committed token.
+
+        Raises:
+            ValueError: the open tree has fewer nodes.
+        """
+        if self.tree is not None and first + width > len(self.tree):
+            raise ValueError(f"the open tree has {len(self.tree)} nodes, and a pass asks for {first + width}")
+        self._cursors.first = first
+        self._cursors.read = max(self._cursors.read, first + 1 + width)
+        try:
+            yield
+        finally:
+            self._cursors.first = -1
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Make the first tokens of the block final, each row's own number of them: its cursor moves over them.
+
+        Raises:
+            ValueError: the open tree branches before.
+        """
+        if self.tree is not None and max(counts) - 1 > self.tree.trunk:
+            raise ValueError(f"the first {max(counts) - 1} nodes of {self.tree} are no path; commit paths")
+        self._settle(counts, [count - 2 if count else None for count in counts])
+
+    def commit_paths(self, paths: Sequence[Sequence[int]]) -> None:
+        """Make the nodes of a path final in each row: its cursor moves over them, and they lie side by side.
+
+        Args:
+            paths: each row's nodes in order, the last committed token, -1, first; empty: the row commits nothing.
+
+        Raises:
+            ValueError: one is no path of the block.
+        """
+        for path in paths:
+            if not self._cursors.is_path(path):
+                raise ValueError(f"{list(path)} is no path of the block")
+        self._gather(paths)
+        self._settle([len(path) for path in paths], [path[-1] if path else None for path in paths])
+
+    def _gather(self, paths: Sequence[Sequence[int]]) -> None:
+        """Copy the slots of each row's nodes to where they belong once they are committed, from the cursor on."""
+        longest = max(map(len, paths))
+        moved = [place for path in paths for place, node in enumerate(path) if node + 1 != place]
+        if not moved:
+            return
+        start = min(moved)
+        places = range(start, longest)
+        # What does not move, or belongs to no path, is copied onto itself.
+        sources = [
+            [length + (path[place] + 1 if place < len(path) else place) for place in places]
+            for length, path in zip(self.seq_lens, paths, strict=True)
+        ]
+        targets = [[length + place for place in places] for length in self.seq_lens]
+        device = self._cursors.device
+        slots = torch.tensor([sources, targets], pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        for layer in self._slotted:
+            layer.copy_slots(slots[0], slots[1])
+
+    def _settle(self, counts: Sequence[int], nodes: Sequence[int | None]) -> None:
+        self._cursors.move(counts)
         for layer in self._recurrent:
-            layer.settle([ahead + count for count in tokens])
+            layer.settle(nodes)
 
     def record(self, width: int) -> None:
         """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
         for layer in self._recurrent:
-            layer.record(width)
+            layer.record(width - 2)
 
     def narrow(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given. What the others hold is freed."""
         self._most_bytes = self.most_bytes
-        self._cursors.lengths = [self.lengths[row] for row in rows]
+        self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
         for layer in self._slotted:
             layer.narrow_slots(rows)
         for stateful in self._recurrent:
@@ -164,13 +253,20 @@ class SharedCache(Cache):
         steps = [min(_STEPS, rest - start) for start in range(0, rest, _STEPS)]
         return [width for width in (min(lengths), *steps) if width]
 
-    def positions(self, width: int) -> Tensor:
-        """Position ids of a pass over `width` tokens, `[batch or 1, width]`.
+    def positions(self, width: int, first: int = -1) -> Tensor:
+        """Position ids of the nodes that a pass reads, `[batch or 1, width]`.
 
         Tokens past the limit are scrap of rows near their end; they are given the last position, since a table of
         learned positions has no more.
+
+        Args:
+            width: number of nodes.
+            first: the first of them.
         """
-        return self._cursors.slots(width).clamp(max=self._cursors.limit - 1)
+        return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
+
+    def _positions(self, slots: Tensor, block: Block | None) -> Tensor:
+        return (slots if block is None else block.positions(slots)).clamp(max=self._cursors.limit - 1)
 
     @property
     def uniform(self) -> bool:
@@ -186,57 +282,70 @@ class SharedCache(Cache):
         """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
         return self._cursors.padded(width)
 
-    def slots(self, width: int) -> Slots | None:
-        """All that a pass over `width` tokens needs to know of this cache, ready to be written to.
+    def slots(self, width: int, first: int = -1) -> Slots | None:
+        """All that a pass needs to know of this cache, ready to be written to.
 
         None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
         and before every layer has seen tokens.
+
+        Args:
+            width: number of nodes that it reads.
+            first: the first of them.
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
         if not laid_out or any(layer.keys is None for layer in self._slotted):
             return None
-        written = self._cursors.slots(width)
+        slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
         return Slots(
-            written,
-            written.clamp(max=self._cursors.limit - 1),
-            torch.arange(self._cursors.visible(width), device=self._cursors.device),
+            slots,
+            self._positions(slots, block),
+            torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
             tuple(buffer for layer in self._slotted for buffer in layer.grown()),
+            block,
         )
 
-    def attention_mask(self, config: PreTrainedConfig, width: int, dtype: torch.dtype) -> Any:
-        """What a stock model takes as `attention_mask` for a pass over `width` tokens.
+    def attention_mask(self, config: PreTrainedConfig, width: int, dtype: torch.dtype, first: int = -1) -> Any:
+        """What a stock model takes as `attention_mask` for a pass over some nodes of the block.
 
-        None where all cursors are equal and nothing past the last token is seen: the stock model then derives the mask
-        from the cursor by itself, through `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask
-        `[batch, 1, width, slots]` in the form of the model's attention kernel, or a dict of one per layer type where
-        the config has layer types; or a padding mask `[batch, slots]` where rows are aligned on the right.
+        None where all cursors are equal, nothing past the last token is seen, and all before each token is: the stock
+        model then derives the mask from the cursor by itself, through `get_query_offset` and `get_mask_sizes`.
+        Otherwise a 4-D mask `[batch, 1, width, slots]` in the form of the model's attention kernel, or a dict of one
+        per layer type where the config has layer types; or a padding mask `[batch, slots]` where rows are aligned on
+        the right.
+
+        Args:
+            config: of the text model.
+            width: number of nodes that the pass reads.
+            dtype: of additive masks.
+            first: the first of the nodes.
         """
-        padded = self._cursors.padded(width)
-        if (self._cursors.uniform and not padded) or not self._slotted:
+        padded, block = self._cursors.padded(width), self._cursors.block(width, first)
+        if (self._cursors.uniform and not padded and block is None) or not self._slotted:
             return None
         if self._cursors.aligned == "right":
-            return (self._cursors.right_aligned(width) >= 0).long()
+            return (self._cursors.right_aligned(width, first) >= 0).long()
         return attention_mask(
             config,
-            self._cursors.slots(width),
-            len(self.lengths),
-            self._cursors.visible(width),
+            self._cursors.slots(width, first),
+            len(self.seq_lens),
+            self._cursors.visible(width, first),
             dtype,
+            block=block,
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The furthest cursor, in slots (`transformers` asks for it as the length of the past)."""
-        return max(self.lengths)
+        """Number of slots before the tokens of the pass, in the row with the furthest cursor."""
+        return max(self.seq_lens) + self._cursors.first + 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Slot of a pass's first token, where all cursors are equal."""
-        return max(self.lengths)
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of slots a pass over `query_length` tokens looks at, and the first of them."""
-        return self._cursors.visible(query_length), 0
+        return self._cursors.visible(query_length, self._cursors.first), 0
 
 
 def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:
@@ -299,14 +408,23 @@ class _SharedLayer(CacheLayerMixin):
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:
-            self.keys[row, :, self._cursors.lengths[row] :] = 0
-            self.values[row, :, self._cursors.lengths[row] :] = 0
+            self.keys[row, :, self._cursors.seq_lens[row] :] = 0
+            self.values[row, :, self._cursors.seq_lens[row] :] = 0
+
+    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy what lies in some slots of each row, `[batch, slots]`, to others, all of them at once."""
+        if self.keys is None:
+            return
+        rows = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
+        sources, targets = sources.to(self.keys.device), targets.to(self.keys.device)
+        for slots in (self.keys, self.values):
+            slots[rows, :, targets] = slots[rows, :, sources]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cursors.visible(query_length), 0
+        return self._cursors.visible(query_length, self._cursors.first), 0
 
     def get_seq_length(self) -> int:
-        return max(self._cursors.lengths)
+        return max(self._cursors.seq_lens) + self._cursors.first + 1
 
     def get_max_length(self) -> int:
         return -1
@@ -322,19 +440,21 @@ class _SharedLayer(CacheLayerMixin):
         return new
 
     def _write(self, slots: Tensor, states: Tensor) -> None:
-        width = states.shape[2]
+        width, first = states.shape[2], self._cursors.first
         if self._cursors.uniform:
-            start = self._cursors.lengths[0]
+            start = self._cursors.seq_lens[0] + first + 1
             slots[:, :, start : start + width] = states
         else:
             rows = torch.arange(states.shape[0], device=states.device)[:, None]
-            slots[rows, :, self._cursors.slots(width).to(states.device)] = states.transpose(1, 2)
+            slots[rows, :, self._cursors.slots(width, first).to(states.device)] = states.transpose(1, 2)
 
     def _seen(self, slots: Tensor, width: int) -> Tensor:
+        first = self._cursors.first
         if self._cursors.uniform or self._cursors.aligned == "left":
-            return slots[:, :, : self._cursors.visible(width)]
+            return slots[:, :, : self._cursors.visible(width, first)]
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        return slots[rows, :, self._cursors.right_aligned(width).clamp(min=0).to(slots.device)].transpose(1, 2)
+        index = self._cursors.right_aligned(width, first).clamp(min=0)
+        return slots[rows, :, index.to(slots.device)].transpose(1, 2)
 
 
 class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):

@@ -136,9 +136,9 @@ def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
         past: a dynamic cache.
         mask: which columns of the prompts hold tokens, `[rows, columns]`.
     """
-    after = torch.arange(max(cache.lengths), device=mask.device) + mask.shape[1]
+    after = torch.arange(max(cache.seq_lens), device=mask.device) + mask.shape[1]
     places = [
-        torch.cat([row.nonzero().flatten(), after])[:known] for row, known in zip(mask, cache.lengths, strict=True)
+        torch.cat([row.nonzero().flatten(), after])[:known] for row, known in zip(mask, cache.seq_lens, strict=True)
     ]
     length = min(int(row[-1]) + 1 if len(row) else 0 for row in places)
     places = [row[row < length] for row in places]

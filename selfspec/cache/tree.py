@@ -34,9 +34,14 @@ class Tree:
         return len(self.parents)
 
     @cached_property
+    def trunk(self) -> int:
+        """Number of nodes, from the first, of which each is the child of the one before it."""
+        return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.parents))
+
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.trunk == len(self.parents)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

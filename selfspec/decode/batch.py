@@ -82,7 +82,7 @@ class Batch:
     @property
     def longest(self) -> int:
         """The largest committed length of any row, prompt included."""
-        return max(self.cache.lengths) + 1
+        return max(self.cache.seq_lens) + 1
 
     def no_draft(self) -> Draft:
         """Return a draft of no tokens."""

@@ -74,7 +74,7 @@ def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
     """
     if request.past is not None:
         load_past(request.past, batch.cache, request.mask)
-    unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.lengths, strict=True)]
+    unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.seq_lens, strict=True)]
     if max(unread) == 0:
         return
     batch.cache.reserve(max(request.lengths))
@@ -108,20 +108,20 @@ def choose_length(batch: Batch, request: Request) -> int:
 def verify(batch: Batch, draft: Draft) -> Tensor:
     """One target pass over the last committed token and the draft; logits `[batch, drafted + 1, vocab]`.
 
-    Where the draft's work is exact up to some sublayer, its last token, which no draft step has read, is brought up
+    Where the draft's work is exact up to some sublayer, its last tokens, which no draft step has read, are brought up
     to there too, and the target pass goes on from there with the states of all tokens. Where prompts were given as
     embeddings, the first round reads the last of these, and has no draft.
     """
     if batch.first_embeddings is not None:
         opening, batch.first_embeddings = batch.first_embeddings, None
         return batch.runner.logits_of_embeddings(opening)
+    batch.cache.open(draft.tree)
     target = LayerPath.full(batch.runner.depth)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
     if draft.resume is None:
         return batch.runner.logits(target, block).logits
-    batch.cache.advance(draft.length)
-    tail = batch.runner.states(LayerPath.up_to(batch.runner.depth, draft.resume.start), block[:, -1:])
-    batch.cache.rollback(draft.length)
+    unread = block[:, draft.resume.read :]
+    tail = batch.runner.states(LayerPath.up_to(batch.runner.depth, draft.resume.start), unread, draft.resume.read - 1)
     assert tail is not None
     entering = ExactStates.concatenated([draft.resume.states, tail])
     return batch.runner.logits(target.resumed_at(draft.resume.start), block, entering).logits

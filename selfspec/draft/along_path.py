@@ -64,19 +64,17 @@ class PathDrafter(Drafter):
         token = batch.last_tokens
         tokens: list[Tensor] = []
         distributions, states = [], []
-        for _ in range(length):
-            step = batch.runner.logits(path, token, head=self.head)
+        for node in range(-1, length - 1):
+            step = batch.runner.logits(path, token, head=self.head, first=node)
             scores = batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))
             q = proper(batch.sampling.probabilities(scores))
-            decided = batch.sampling.decide(q, batch.cache.positions(1) + 1)
+            decided = batch.sampling.decide(q, batch.cache.positions(1, node) + 1)
             token = batch.sampling.draw(decided, batch.generator)
             tokens.append(token)
             distributions.append(q)
             states.append(step.states)
-            batch.cache.advance(1)
             if len(tokens) < length and not batch.controller.goes_on(scores):
                 break
-        batch.cache.rollback(len(tokens))
         start, left = path.resume_point, [step for step in states if step is not None]
         resume = None if start is None else Resume(start, ExactStates.concatenated(left))
         probs = None if batch.sampling.greedy else torch.cat(distributions, 1)

@@ -19,12 +19,17 @@ class Resume:
 
     Attributes:
         start: the first sublayer whose work is not exact; verification goes on there.
-        states: what enters it, for each token the draft ran, `[batch, drafted, hidden]`: the last committed token and
-            all draft tokens but the last, which no draft step has read.
+        states: what enters it, for each token the draft ran, `[batch, read, hidden]`: the last committed token and the
+            first nodes of the tree. Of a chain all but the last, which no draft step has read.
     """
 
     start: Sublayer
     states: ExactStates
+
+    @property
+    def read(self) -> int:
+        """How many tokens the draft ran, the last committed one included."""
+        return self.states.hidden.shape[-2]
 
 
 @dataclass(frozen=True)

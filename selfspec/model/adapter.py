@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,6 +104,20 @@ class Adapter:
                     f"the adapter names {lacking[0]!r}, which {type(layer).__name__} does not have; it has "
                     + ", ".join(child for child, _ in layer.named_children())
                 )
+
+    def check_trees(self, model: nn.Module) -> None:
+        """Refuse a model that cannot read a tree of drafts, in which positions do not count up from token to token.
+
+        Raises:
+            UnsupportedModelError: it takes no position ids, or no mask for each token.
+        """
+        placed = self.ragged == "mask" and "position_ids" in inspect.signature(type(model).forward).parameters
+        # States know neither positions nor masks.
+        if not placed and set(self.attention_modules) != set(self.recurrent):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot read a tree of drafts: it takes no position ids, or no mask for each "
+                "token; draft a chain"
+            )
 
     def decoder_layers(self, model: nn.Module) -> list[nn.Module]:
         """The decoder layers of `model`, first to last."""

@@ -69,21 +69,30 @@ class ModelRunner:
         self._packed = tuple(layer.weight for layer in packed_layers(model))
 
     def logits(
-        self, path: LayerPath, tokens: Tensor, entering: ExactStates | None = None, head: DraftHead | None = None
+        self,
+        path: LayerPath,
+        tokens: Tensor,
+        entering: ExactStates | None = None,
+        head: DraftHead | None = None,
+        first: int = -1,
     ) -> Pass:
-        """Run `path` over `tokens`, `[batch, tokens]`, with the language-model head.
+        """Run `path` over tokens of the open block, with the language-model head.
 
         Args:
             path: what to run.
-            tokens: what stands at the cursors and after them.
+            tokens: of consecutive nodes, `[batch, tokens]`.
             entering: what enters at `path.start`.
             head: reads the last states of a path that leaves early; None: the model's own norm and head.
-        """
-        return self._spread(self._run(path, head, None, tokens, entering), head)
+            first: the first of the nodes; -1: the last committed token.
 
-    def states(self, path: LayerPath, tokens: Tensor) -> ExactStates | None:
-        """Run `path` over `tokens` for the keys, values and states it leaves: no head, no logits."""
-        return self._run(path, None, self._base, tokens, None).states
+        Raises:
+            UnsupportedModelError: the block is a tree, and this model reads chains alone.
+        """
+        return self._spread(self._run(path, head, None, tokens, entering, first), head)
+
+    def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
+        """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""
+        return self._run(path, None, self._base, tokens, None, first).states
 
     def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
         """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
@@ -139,18 +148,28 @@ class ModelRunner:
         return self._adapter.path(self._model)[0]
 
     def _run(
-        self, path: LayerPath, head: DraftHead | None, base: str | None, tokens: Tensor, entering: ExactStates | None
+        self,
+        path: LayerPath,
+        head: DraftHead | None,
+        base: str | None,
+        tokens: Tensor,
+        entering: ExactStates | None,
+        first: int,
     ) -> PassResult:
-        slots = None if self._programs is None else self._cache.slots(tokens.shape[1])
-        if self._programs is None or slots is None or is_watched(tokens.device):
-            return self._run_stock(self._view(path, head), base, tokens, entering)
-        kind = self._kind(path, head, base, tokens, entering, slots)
-        return self._programs.run(
-            kind,
-            PassTensors(tokens, entering, slots, self._packed),
-            stock=lambda: self._run_stock(self._view(path, head), base, tokens, entering),
-            function=lambda: self._function(kind),
-        )
+        width = tokens.shape[1]
+        if self._cache.tree is not None and not self._cache.tree.is_chain:
+            self._adapter.check_trees(self._stock_model)
+        with self._cache.reading(width, first):
+            slots = None if self._programs is None else self._cache.slots(width, first)
+            if self._programs is None or slots is None or is_watched(tokens.device):
+                return self._run_stock(self._view(path, head), base, tokens, entering, first)
+            kind = self._kind(path, head, base, tokens, entering, slots)
+            return self._programs.run(
+                kind,
+                PassTensors(tokens, entering, slots, self._packed),
+                stock=lambda: self._run_stock(self._view(path, head), base, tokens, entering, first),
+                function=lambda: self._function(kind),
+            )
 
     def _kind(
         self,
@@ -172,19 +191,21 @@ class ModelRunner:
             width=width,
             uniform=self._cache.uniform,
             masked=padded
+            or slots.block is not None
             or windowed
             or width > 1
             or not self._cache.uniform
             or not sees_all_without_mask(self._config),
+            nodes=None if slots.block is None else slots.block.nodes,
             windowed=windowed,
             padded=padded,
             entering=None if entering is None else tuple(entering.attention),
         )
 
     def _run_stock(
-        self, view: GatedModel, base: str | None, tokens: Tensor, entering: ExactStates | None
+        self, view: GatedModel, base: str | None, tokens: Tensor, entering: ExactStates | None, first: int = -1
     ) -> PassResult:
-        return run_view(view, base, entering, self._inputs(tokens))
+        return run_view(view, base, entering, self._inputs(tokens, first))
 
     def _function(self, kind: PassKind) -> PassFunction:
         twin = frozen_view(self._stock_model)
@@ -199,6 +220,7 @@ class ModelRunner:
             self._cache_name,
             self._config,
             kind.masked,
+            kind.nodes is not None,
             kind.padded,
             kind.entering,
             packed,
@@ -217,10 +239,10 @@ class ModelRunner:
             head.install(gated.module, model, layer)
         return gated
 
-    def _inputs(self, tokens: Tensor) -> dict[str, object]:
+    def _inputs(self, tokens: Tensor, first: int = -1) -> dict[str, object]:
         width = tokens.shape[1]
-        positions = self._cache.positions(width) if self._takes_positions else None
-        mask = self._cache.attention_mask(self._config, width, self._dtype)
+        positions = self._cache.positions(width, first) if self._takes_positions else None
+        mask = self._cache.attention_mask(self._config, width, self._dtype, first)
         return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}
 
 

@@ -39,6 +39,7 @@ class PassKind:
         width: tokens of each row.
         uniform: whether all rows write the same slots.
         masked: whether they need a mask.
+        nodes: of the tree whose nodes they read; None: of a chain.
         windowed: whether some layer sees less than all slots.
         padded: whether slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
@@ -51,6 +52,7 @@ class PassKind:
     width: int
     uniform: bool
     masked: bool
+    nodes: int | None
     windowed: bool
     padded: bool
     entering: tuple[str, ...] | None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from selfspec.cache.block import Block
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import Slots
 from selfspec.model.gated_view import ExactStates, GatedModel
@@ -37,7 +38,9 @@ class PassTensors:
         """All of them, in an order that `PassFunction` knows."""
         slots = self.slots
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
-        places = (slots.written, slots.positions, slots.visible)
+        places = (slots.slot_mapping, slots.positions, slots.visible)
+        if slots.block is not None:
+            places += slots.block.tensors
         return (*self.packed, self.tokens, *places, *entering, *slots.buffers)
 
 
@@ -71,6 +74,7 @@ class PassFunction:
         cache_name: what the model calls its cache.
         config: of the text model.
         masked: whether the pass needs a mask.
+        in_tree: whether it reads nodes of a tree.
         padded: whether it may look at slots past its last token.
         entering: names of the attentions whose outputs enter; None: no states enter.
         packed: the packed layers of the view, which nothing else runs.
@@ -82,6 +86,7 @@ class PassFunction:
     cache_name: str
     config: PreTrainedConfig
     masked: bool
+    in_tree: bool
     padded: bool
     entering: tuple[str, ...] | None
     packed: tuple[PackedLinear, ...] = ()
@@ -101,7 +106,11 @@ class PassFunction:
             return self._result(tensors[count:])
 
     def _result(self, tensors: tuple[Tensor, ...]) -> PassResult:
-        tokens, written, positions, visible, *rest = tensors
+        tokens, slot_mapping, positions, visible, *rest = tensors
+        block = None
+        if self.in_tree:
+            start, depths, sees, *rest = rest
+            block = Block(start, depths, sees)
         entering = None
         if self.entering is not None:
             hidden, *rest = rest
@@ -111,9 +120,10 @@ class PassFunction:
         mask = None
         if self.masked:
             rows, seen, dtype = tokens.shape[0], visible.shape[0], rest[0].dtype
-            mask = attention_mask(self.config, written, rows, seen, dtype, padded=self.padded)
+            mask = attention_mask(self.config, slot_mapping, rows, seen, dtype, block=block, padded=self.padded)
+        slots = Slots(slot_mapping, positions, visible, tuple(rest), block)
         inputs = {
-            self.cache_name: SlotCache.of_slots(Slots(written, positions, visible, tuple(rest)), self.padded),
+            self.cache_name: SlotCache.of_slots(slots, self.padded),
             **model_inputs(tokens, positions, mask),
         }
         return run_view(self.view, self.base, entering, inputs)

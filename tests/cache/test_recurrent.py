@@ -43,12 +43,11 @@ def test_a_block_is_its_tokens_one_by_one() -> None:
     assert torch.equal(read(cache, block), block.cumsum(1))
 
 
-def test_advancing_goes_on_and_rolling_back_goes_back() -> None:
+def test_a_pass_goes_on_from_the_node_before_it_and_another_begins_again() -> None:
     cache, first, second = recurrent_cache(), tokens(2, 0), tokens(2, 1)
     read(cache, first)
-    cache.advance(2)
-    assert torch.equal(read(cache, second), first.sum(1, keepdim=True) + second.cumsum(1))
-    cache.rollback(2)
+    with cache.reading(2, first=1):
+        assert torch.equal(read(cache, second), first.sum(1, keepdim=True) + second.cumsum(1))
     assert torch.equal(read(cache, second), second.cumsum(1))
 
 
@@ -58,15 +57,6 @@ def test_each_row_settles_at_its_own_token() -> None:
     cache.commit([0, 2, 4])
     settled = torch.stack([torch.zeros(WIDTH, dtype=torch.float64), block[1, :2].sum(0), block[2].sum(0)])
     assert torch.equal(read(cache, more), settled[:, None] + more.cumsum(1))
-
-
-def test_a_commit_counts_from_where_the_cursors_stand() -> None:
-    cache, block, more = recurrent_cache(), tokens(3, 0), tokens(1, 1)
-    read(cache, block)
-    cache.advance(1)
-    cache.commit([0, 1, 2])
-    settled = torch.stack([block[row, : row + 1].sum(0) for row in range(ROWS)])
-    assert torch.equal(read(cache, more), settled[:, None] + more)
 
 
 def test_a_pass_does_not_write_into_the_state_it_starts_from() -> None:
@@ -90,9 +80,10 @@ def test_rows_that_stay_keep_their_states() -> None:
 def test_a_state_that_was_never_kept_is_missed_rather_than_made_up() -> None:
     cache = recurrent_cache()
     read(cache, tokens(2, 0))
-    cache.advance(4)
-    with pytest.raises(KeyError):
+    with cache.reading(1, first=3), pytest.raises(KeyError):
         read(cache, tokens(1, 1))
+    with pytest.raises(KeyError):
+        cache.commit([4] * ROWS)
 
 
 def test_the_copies_of_a_round_are_counted() -> None:

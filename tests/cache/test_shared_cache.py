@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,201 +17,69 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.any_rounds import AnyRounds, alone, any_rounds, shrunken_model, tiny_model
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.cache.tree import Tree
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
-# Eager attention takes its softmax in fp32, whatever the model's dtype.
-EXACT = {"sdpa": 1e-9, "eager": 1e-4}
+EXACT = 1e-9
 
 
-@functools.cache
-def _model(architecture: str, kernel: str) -> PreTrainedModel:
-    return tiny.BUILDERS[architecture](attention=kernel)
+# Any sequence of rounds, over any trees.
 
 
-@torch.no_grad()
-def _alone(model: PreTrainedModel, tokens: list[int], last: int) -> Tensor:
-    """What the stock model says over the last tokens of one row, by itself and without a cache."""
-    logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0, -last:]
-    return logits
-
-
-# Any sequence of passes and cursor moves.
-
-
-class AnyMoves(RuleBasedStateMachine):
-    """Passes, advances, rollbacks, ragged commits and reservations in any order; every logit is checked."""
-
-    architecture = "llama"
-    limit = 76
-    slack = 3
-    bucket = 1
-
-    @initialize(
-        kernel=st.sampled_from(["sdpa", "eager"]),
-        lengths=st.lists(st.integers(0, 9) | st.integers(55, 66), min_size=1, max_size=3),
-        seed=st.integers(0, 1000),
-    )
-    def prefill(self, kernel: str, lengths: list[int], seed: int) -> None:
-        self.kernel = kernel
-        self.model = _model(self.architecture, kernel)
-        self.noise = torch.Generator().manual_seed(seed)
-        self.cache = SharedCache(tiny.DEPTH, len(lengths), self.limit, self.slack, CPU, bucket=self.bucket)
-        self.runner = ModelRunner(self.model, ADAPTERS[self.architecture], self.cache)
-        self.full = LayerPath.full(tiny.DEPTH)
-        self.rows: list[list[int]] = [[] for _ in lengths]
-        width = max(lengths)
-        if width:
-            self.cache.reserve(width + 1)
-            tokens = self._tokens(width)
-            with torch.no_grad():
-                self.runner.states(self.full, tokens)
-            self._commit(tokens, lengths)
-
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.rows))
-
-    @precondition(lambda self: self.longest < self.limit)
-    @rule(width=st.integers(1, slack + 1), moves=st.lists(st.integers(-3, slack + 1), min_size=3, max_size=3))
-    def pass_and_ragged_commit(self, width: int, moves: list[int]) -> None:
-        tokens = self._passed(width)
-        room = [min(width, self.limit - len(row)) for row in self.rows]
-        self._commit(
-            tokens, [max(-len(row), min(move, most)) for row, move, most in zip(self.rows, moves, room, strict=False)]
-        )
-
-    @precondition(lambda self: self.longest < self.limit)
-    @rule(width=st.integers(1, slack + 1))
-    def pass_and_advance(self, width: int) -> None:
-        tokens = self._passed(width)
-        if self.longest + width <= self.limit:
-            self.cache.advance(width)
-            self.rows = [row + new for row, new in zip(self.rows, tokens.tolist(), strict=True)]
-
-    @rule(count=st.integers(0, 12))
-    def rollback(self, count: int) -> None:
-        count = min(count, *map(len, self.rows), count)
-        self.cache.rollback(count)
-        self.rows = [row[: len(row) - count] for row in self.rows]
-
-    @rule(committed=st.integers(0, 2 * limit))
-    def reserve(self, committed: int) -> None:
-        self.cache.reserve(committed)
-
-    @precondition(lambda self: self.longest + self.slack < self.limit)
-    @rule(
-        drafted=st.integers(1, slack),
-        start=st.sampled_from(sublayers(tiny.DEPTH)[1:]),
-        moves=st.lists(st.integers(1, slack + 1), min_size=3, max_size=3),
-    )
-    def draft_resume_and_ragged_commit(self, drafted: int, start: Sublayer, moves: list[int]) -> None:
-        self.cache.reserve(self.longest + 1)
-        tokens = self._tokens(drafted + 1)
-        path = LayerPath.without(tiny.DEPTH, [start])
-        parts: list[ExactStates | None] = []
-        with torch.no_grad():
-            for column in range(drafted):
-                parts.append(self.runner.logits(path, tokens[:, column : column + 1]).states)
-                self.cache.advance(1)
-            parts.append(self.runner.states(LayerPath.up_to(tiny.DEPTH, start), tokens[:, -1:]))
-            self.cache.rollback(drafted)
-            entering = ExactStates.concatenated([part for part in parts if part is not None])
-            logits = self.runner.logits(self.full.resumed_at(start), tokens, entering).logits
-        self._check(tokens, logits)
-        self._commit(tokens, [min(move, drafted + 1) for move in moves[: len(self.rows)]])
-
-    @invariant()
-    def cursors_and_capacity_are_what_they_should_be(self) -> None:
-        if not hasattr(self, "rows"):
-            return
-        assert self.cache.lengths == tuple(map(len, self.rows))
-        assert self.cache.get_seq_length() == self.longest
-        assert self.cache.capacity <= self.limit + self.slack
-        for layer in self.cache.layers:
-            if layer.keys is not None:
-                assert layer.keys.shape[2] <= self.cache.capacity
-        assert self.cache.nbytes == sum(
-            layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.keys is not None
-        )
-
-    def _tokens(self, width: int) -> Tensor:
-        return torch.randint(tiny.VOCABULARY, (len(self.rows), width), generator=self.noise)
-
-    def _passed(self, width: int) -> Tensor:
-        self.cache.reserve(self.longest + 1)
-        tokens = self._tokens(width)
-        with torch.no_grad():
-            self._check(tokens, self.runner.logits(self.full, tokens).logits)
-        return tokens
-
-    def _check(self, tokens: Tensor, logits: Tensor) -> None:
-        for row, new, found in zip(self.rows, tokens.tolist(), logits, strict=True):
-            # What lies past the limit is scrap.
-            whole = (row + new)[: self.limit]
-            last = len(whole) - len(row)
-            wanted = _alone(self.model, whole, last)
-            torch.testing.assert_close(found[:last], wanted, rtol=0, atol=EXACT[self.kernel])
-            assert found.isfinite().all()
-
-    def _commit(self, tokens: Tensor, counts: list[int]) -> None:
-        self.cache.commit(counts)
-        self.rows = [
-            (row + new)[: len(row) + count] for row, new, count in zip(self.rows, tokens.tolist(), counts, strict=True)
-        ]
-
-
-class AnyMovesMistral(AnyMoves):
+class Mistral(AnyRounds):
     architecture = "mistral"
 
 
-class AnyMovesQwen2(AnyMoves):
+class Qwen2(AnyRounds):
     architecture = "qwen2"
 
 
-class AnyMovesGPT2(AnyMoves):
+class GPT2(AnyRounds):
     architecture = "gpt2"
 
 
-class AnyMovesInBuckets(AnyMoves):
+class Gemma2(AnyRounds):
+    architecture = "gemma2"
+    build = staticmethod(shrunken_model)
+    kernels = ("eager",)
+
+
+class Llama4(AnyRounds):
+    """Chunked attention, and every other layer without."""
+
+    architecture = "llama4_text"
+    build = staticmethod(shrunken_model)
+
+
+class InBuckets(AnyRounds):
     bucket = 16
 
 
-class AnyMovesInBucketsMistral(AnyMoves):
-    architecture = "mistral"
+class InBucketsMistral(Mistral):
     bucket = 16
 
 
-_ANY_MOVES = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=12,
-    stateful_step_count=14,
-    suppress_health_check=list(HealthCheck),
-    phases=[phase for phase in Phase if phase is not Phase.explain],
-)
-AnyMoves.TestCase.settings = _ANY_MOVES
-AnyMovesMistral.TestCase.settings = _ANY_MOVES
-AnyMovesQwen2.TestCase.settings = _ANY_MOVES
-AnyMovesGPT2.TestCase.settings = _ANY_MOVES
-AnyMovesInBuckets.TestCase.settings = _ANY_MOVES
-AnyMovesInBucketsMistral.TestCase.settings = _ANY_MOVES
+AnyRounds.TestCase.settings = any_rounds(12)
+for _machine in (Mistral, Qwen2, GPT2, Gemma2, Llama4, InBuckets, InBucketsMistral):
+    _machine.TestCase.settings = any_rounds(10)
 
-TestAnyMoves = AnyMoves.TestCase
-TestAnyMovesMistral = AnyMovesMistral.TestCase
-TestAnyMovesQwen2 = AnyMovesQwen2.TestCase
-TestAnyMovesGPT2 = AnyMovesGPT2.TestCase
-TestAnyMovesInBuckets = AnyMovesInBuckets.TestCase
-TestAnyMovesInBucketsMistral = AnyMovesInBucketsMistral.TestCase
+TestAnyRounds = AnyRounds.TestCase
+TestAnyRoundsMistral = Mistral.TestCase
+TestAnyRoundsQwen2 = Qwen2.TestCase
+TestAnyRoundsGPT2 = GPT2.TestCase
+TestAnyRoundsGemma2 = Gemma2.TestCase
+TestAnyRoundsLlama4 = Llama4.TestCase
+TestAnyRoundsInBuckets = InBuckets.TestCase
+TestAnyRoundsInBucketsMistral = InBucketsMistral.TestCase
 
 
 def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None:
-    model = _model(architecture, "sdpa")
+    model = tiny_model(architecture, "sdpa")
     cache = SharedCache(tiny.DEPTH, 2, limit=60, slack=4, device=CPU)
     passes = ModelRunner(model, ADAPTERS[architecture], cache)
     rows: list[list[int]] = [[], []]
@@ -226,10 +90,10 @@ def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None
             logits = passes.logits(LayerPath.full(tiny.DEPTH), tokens).logits
             for index, count in enumerate(counts):
                 whole = rows[index] + tokens[index].tolist()
-                torch.testing.assert_close(logits[index], _alone(model, whole, width), rtol=0, atol=EXACT["sdpa"])
+                torch.testing.assert_close(logits[index], alone(model, whole, width), rtol=0, atol=EXACT)
                 rows[index] = whole[: len(rows[index]) + count]
             cache.commit(counts)
-        assert cache.lengths == (20, 21)
+        assert cache.seq_lens == (20, 21)
 
 
 def test_infinite_scrap_in_one_row_does_not_reach_another(llama: PreTrainedModel) -> None:
@@ -242,8 +106,8 @@ def test_infinite_scrap_in_one_row_does_not_reach_another(llama: PreTrainedModel
             layer.keys[1], layer.values[1] = float("nan"), float("inf")
         cache.commit([8, 3])
         logits = passes.logits(LayerPath.full(tiny.DEPTH), tokens[:, :1]).logits
-    wanted = _alone(llama, [*tokens[0].tolist(), int(tokens[0, 0])], 1)
-    torch.testing.assert_close(logits[0], wanted, rtol=0, atol=EXACT["sdpa"])
+    wanted = alone(llama, [*tokens[0].tolist(), int(tokens[0, 0])], 1)
+    torch.testing.assert_close(logits[0], wanted, rtol=0, atol=EXACT)
 
 
 # Cursor moves cost nothing.
@@ -273,11 +137,10 @@ def test_moving_the_cursors_does_no_tensor_operation_whatever_the_length(llama: 
     contents = [(keys.clone(), values.clone()) for keys, values in held]
     versions = [(keys._version, values._version) for keys, values in held]
     with _Operations() as operations:
-        cache.advance(length)
-        cache.rollback(3)
-        cache.commit([2, -1])
-        cache.commit([-length // 2, 0])
-        cache.rollback(1)
+        cache.commit([length - 3, 2])
+        cache.commit([2, 0])
+        cache.open(Tree((-1, -1, 0)))
+        cache.commit_paths([(-1, 0, 2)[:2], ()])
         assert operations.count == 0
         torch.zeros(1)
         assert operations.count == 1, "the counter counts"
@@ -322,7 +185,7 @@ def test_room_that_was_reserved_is_kept() -> None:
 
 
 def test_growing_keeps_what_the_rows_hold(architecture: str) -> None:
-    model = _model(architecture, "sdpa")
+    model = tiny_model(architecture, "sdpa")
     cache = SharedCache(tiny.DEPTH, 2, limit=120, slack=2, device=CPU)
     passes = ModelRunner(model, ADAPTERS[architecture], cache)
     tokens = tiny.prompt(70, 2)
@@ -335,10 +198,10 @@ def test_growing_keeps_what_the_rows_hold(architecture: str) -> None:
             # The second row is two tokens behind and reads its own text.
             step = torch.stack([tokens[0, 60 + column], tokens[1, 58 + column]])[:, None]
             logits = passes.logits(LayerPath.full(tiny.DEPTH), step).logits
-            cache.advance(1)
+            cache.commit([1, 1])
             addresses.add(cache.layers[0].keys.data_ptr())
-        torch.testing.assert_close(logits[0], _alone(model, tokens[0, :68].tolist(), 1), rtol=0, atol=EXACT["sdpa"])
-        torch.testing.assert_close(logits[1], _alone(model, tokens[1, :66].tolist(), 1), rtol=0, atol=EXACT["sdpa"])
+        torch.testing.assert_close(logits[0], alone(model, tokens[0, :68].tolist(), 1), rtol=0, atol=EXACT)
+        torch.testing.assert_close(logits[1], alone(model, tokens[1, :66].tolist(), 1), rtol=0, atol=EXACT)
     assert len(addresses) == 2
 
 

@@ -90,7 +90,7 @@ def test_a_narrowed_cache_holds_the_rows_that_are_left_and_no_others() -> None:
     cache.commit([3, 1, 2, 3])
     before = cache.nbytes
     cache.narrow([1, 3])
-    assert cache.lengths == (1, 3)
+    assert cache.seq_lens == (1, 3)
     assert cache.nbytes == before / 2
     assert cache.most_bytes == before
     for layer in cache.layers:

@@ -132,7 +132,7 @@ def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> N
 
     class Noting(selfspec.LayerSkip):
         def draft(self, batch: Any, length: int) -> Draft:
-            lengths = zip(batch.running, batch.cache.lengths, strict=True)
+            lengths = zip(batch.running, batch.cache.seq_lens, strict=True)
             cursors.append({length for row, length in lengths if row in batch.unfinished})
             made: Draft = super().draft(batch, length)
             return made

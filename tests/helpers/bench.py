@@ -31,7 +31,7 @@ class Bench:
         self.full = LayerPath.full(len(adapter.decoder_layers(model)))
         if past:
             self.states(self.full, self.prefix)
-            self.cache.advance(past)
+            self.cache.commit([past] * len(tokens))
 
     @torch.no_grad()
     def logits(self, path: LayerPath, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
@@ -44,12 +44,8 @@ class Bench:
     @torch.no_grad()
     def steps(self, path: LayerPath) -> tuple[Tensor, ExactStates | None]:
         """Logits and states of the block, one token at a time, as drafts run it."""
-        width = self.block.shape[1]
-        passes = []
-        for column in range(width):
-            passes.append(self.runner.logits(path, self.block[:, column : column + 1]))
-            self.cache.advance(1)
-        self.cache.rollback(width)
+        tokens = enumerate(self.block.split(1, 1))
+        passes = [self.runner.logits(path, token, first=column - 1) for column, token in tokens]
         states = [step.states for step in passes if step.states is not None]
         logits = torch.cat([step.logits for step in passes], 1)
         return logits, ExactStates.concatenated(states) if states else None

@@ -154,12 +154,11 @@ def step(subject: Subject) -> None:
 
 
 def rollback(subject: Subject) -> None:
-    """Moving the cursor back takes everything back."""
+    """Nothing is left of passes over a block that is then read again with other tokens."""
     bench = bench_of(subject)
     bench.logits(bench.full, subject.tokens(BLOCK, subject.batch, seed=1))
-    bench.cache.advance(BLOCK)
-    bench.logits(bench.full, subject.tokens(1, subject.batch, seed=2))
-    bench.cache.rollback(BLOCK)
+    with torch.no_grad():
+        bench.runner.logits(bench.full, subject.tokens(1, subject.batch, seed=2), first=BLOCK - 1)
     subject.equal(bench.logits(bench.full), subject.stock)
 
 
@@ -173,8 +172,7 @@ def _path(subject: Subject, path: LayerPath) -> None:
     if path.resume_point is not None:
         assert states is not None
         subject.equal(bench.logits(bench.full.resumed_at(path.resume_point), entering=states), subject.stock)
-        bench.cache.advance(BLOCK)
-        bench.cache.rollback(1)
+        bench.cache.commit([BLOCK - 1] * subject.batch)
         last = subject.text[:, -1:]
         subject.equal(bench.logits(bench.full, last), subject.stock[:, -1:])
 
@@ -247,10 +245,8 @@ def ragged(subject: Subject) -> None:
         bench.commit(lengths)
         blocks = torch.stack([row[length : length + BLOCK] for row, length in zip(rows, lengths, strict=True)])
         found = passes.logits(full, blocks).logits
-        stepped = []
-        for column in range(BLOCK):
-            stepped.append(passes.logits(full, blocks[:, column : column + 1]).logits)
-            bench.advance(1)
+        tokens = enumerate(blocks.split(1, 1))
+        stepped = [passes.logits(full, token, first=column - 1).logits for column, token in tokens]
         for row, length in enumerate(lengths):
             alone = subject.stock_logits(rows[row : row + 1, : length + BLOCK])[:, length:]
             subject.equal(found[row : row + 1], alone)

@@ -34,11 +34,8 @@ def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: in
     cache.reserve(row.shape[0])
     passes.prefill(row[None, :start], [start])
     cache.commit([start])
-    said = []
-    for step in range(_REACH):
-        said.append(passes.logits(path, row[None, start + step : start + step + 1]).logits[0, 0])
-        cache.advance(1)
-    return torch.stack(said)
+    tokens = enumerate(row[None, start : start + _REACH].split(1, 1))
+    return torch.stack([passes.logits(path, token, first=step - 1).logits[0, 0] for step, token in tokens])
 
 
 @torch.no_grad()

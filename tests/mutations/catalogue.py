@@ -243,8 +243,8 @@ CATALOGUE = (
     Mutation(
         "a coupled draft takes its noise from the place before",
         "PathDrafter.draft",
-        "batch.cache.positions(1) + 1",
-        "batch.cache.positions(1)",
+        "batch.cache.positions(1, node) + 1",
+        "batch.cache.positions(1, node)",
         (_COUPLED,),
     ),
     # What p is and what is drawn from it.
@@ -509,10 +509,10 @@ CATALOGUE = (
     ),
     # The cache.
     Mutation(
-        "the draft's tokens are not all rolled back",
+        "every draft step writes over the last committed token",
         "PathDrafter.draft",
-        "batch.cache.rollback(len(tokens))",
-        "batch.cache.rollback(len(tokens) - 1)",
+        "batch.runner.logits(_1, _2, head=_3, first=node)",
+        "batch.runner.logits(_1, _2, head=_3, first=-1)",
         (_GREEDY,),
     ),
     Mutation(
@@ -531,28 +531,28 @@ CATALOGUE = (
     ),
     Mutation(
         "positions are one off",
-        "SharedCache.positions",
-        "self._cursors.slots(width)",
-        "self._cursors.slots(width) + 1",
+        "SharedCache._positions",
+        "slots if block is None else _1",
+        "slots + 1 if block is None else _1",
         (_GREEDY, "test_adapters.py"),
     ),
     Mutation(
         "ragged rows are written where the longest one stands",
-        "Cursors.slots",
+        "Cursors._starts",
         "cursor[:, None]",
-        "cursor[:, None].amax(0, keepdim=True).expand(len(self.lengths), 1)",
+        "cursor[:, None].amax(0, keepdim=True).expand(len(slots), 1)",
         (_RAGGED,),
     ),
     Mutation(
         "the mask of ragged rows admits the token after a query",
-        "attention_mask.mask",
+        "_by_slots",
         "slots[row, query]",
         "slots[row, query] + 1",
         (_RAGGED,),
     ),
     Mutation(
         "the mask of ragged rows admits rejected tokens of other rounds",
-        "attention_mask.mask",
+        "_by_slots",
         "slots[row, query]",
         "slots[:, query].amax()",
         (_RAGGED,),
@@ -669,6 +669,84 @@ CATALOGUE = (
         "pass",
         ("test_generate.py", "-k", "spoils"),
     ),
+    # Trees.
+    Mutation(
+        "a node sees its sibling",
+        "Block.tables",
+        "torch.tensor(path) + 1",
+        "torch.tensor([*path, *tree.children[tree.parents[node] + 1]]) + 1",
+        (_CACHE,),
+    ),
+    Mutation(
+        "a node does not see its grandparent",
+        "Block.tables",
+        "torch.tensor(path) + 1",
+        "torch.tensor(path[-2:]) + 1",
+        (_CACHE,),
+    ),
+    Mutation(
+        "a node's position is its slot",
+        "SharedCache._positions",
+        "slots if block is None else _1",
+        "slots",
+        (_CACHE,),
+    ),
+    Mutation(
+        "windows count slots in place of positions",
+        "_by_positions",
+        "(block.positions(slots), block.positions(keys).expand(_1, -1))",
+        "(slots, keys.expand(_1, -1))",
+        (_CACHE,),
+    ),
+    Mutation(
+        "of a path, the slots before its nodes are gathered",
+        "SharedCache._gather",
+        "path[place] + 1",
+        "path[place]",
+        (_CACHE,),
+    ),
+    Mutation(
+        "a path is not gathered",
+        "SharedCache.commit_paths",
+        "self._gather(paths)",
+        "pass",
+        (_CACHE,),
+    ),
+    Mutation(
+        "all rows gather from where the first one's block begins",
+        "SharedCache._gather",
+        "zip(self.seq_lens, paths, strict=True)",
+        "zip(self.seq_lens[:1] * len(paths), paths, strict=True)",
+        (_CACHE,),
+    ),
+    Mutation(
+        "values stay where they are when a path is gathered",
+        "_SharedLayer.copy_slots",
+        "(self.keys, self.values)",
+        "(self.keys,)",
+        (_CACHE,),
+    ),
+    Mutation(
+        "the state of a node starts from the node before it, not from its parent",
+        "RecurrentLayer.enter",
+        "self._cursors.parent(node)",
+        "node - 1",
+        ("test_recurrent.py", "test_hybrids.py"),
+    ),
+    Mutation(
+        "a path settles at the state of as many nodes",
+        "SharedCache.commit_paths",
+        "path[-1] if path else None",
+        "len(path) - 2 if path else None",
+        ("test_recurrent.py", "test_hybrids.py"),
+    ),
+    Mutation(
+        "a recorded pass takes the tree it was recorded with",
+        "PassFunction._result",
+        "Block(start, depths, sees)",
+        "self.__dict__.setdefault('first', Block(start, depths, sees))",
+        ("test_trees.py",),
+    ),
     # Recurrent layers.
     Mutation(
         "a pass writes into the recurrent state that it would go back to",
@@ -680,8 +758,8 @@ CATALOGUE = (
     Mutation(
         "all rows settle at the recurrent state of the first",
         "RecurrentLayer.settle",
-        "[_1 for count in tokens]",
-        "[_1 for count in [tokens[0]] * len(tokens)]",
+        "[_1 for node in nodes]",
+        "[_1 for node in [nodes[0]] * len(nodes)]",
         ("test_recurrent.py",),
     ),
     Mutation(
@@ -736,10 +814,10 @@ CATALOGUE = (
     ),
     # How long drafts are, and look-ups.
     Mutation(
-        "cursors stay ahead where a draft ends early",
-        "PathDrafter.draft",
-        "batch.cache.rollback(len(tokens))",
-        "batch.cache.rollback(len(tokens) - (len(tokens) < length))",
+        "the last draft token is read into the slot of the one before",
+        "verify",
+        "draft.resume.read - 1",
+        "draft.resume.read - 2",
         (_CONTROLLED,),
     ),
     Mutation(
@@ -1119,7 +1197,7 @@ CATALOGUE = (
         "a prompt is read from empty states though a past was taken up",
         "ModelRunner.prefill",
         "not self._cache.empty",
-        "any(self._cache.lengths)",
+        "any(self._cache.seq_lens)",
         ("test_a_chat_goes_on",),
     ),
     # Bad input.

@@ -263,9 +263,9 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
     stock: list[int] = []
     run_stock = ModelRunner._run_stock
 
-    def noted(self: ModelRunner, view: Any, base: str | None, tokens: Tensor, entering: Any) -> Any:
+    def noted(self: ModelRunner, view: Any, base: str | None, tokens: Tensor, *rest: Any) -> Any:
         stock.append(tokens.shape[1])
-        return run_stock(self, view, base, tokens, entering)
+        return run_stock(self, view, base, tokens, *rest)
 
     monkeypatch.setattr(ModelRunner, "_run_stock", noted)
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):

@@ -115,7 +115,7 @@ def test_a_program_of_calls_gives_and_writes_the_same(name: str, base: str | Non
 
     def forget() -> None:
         for buffer in tensors.slots.buffers:
-            buffer.index_fill_(2, tensors.slots.written[0], 7.0)
+            buffer.index_fill_(2, tensors.slots.slot_mapping[0], 7.0)
 
     with torch.no_grad():
         forget()

@@ -59,11 +59,10 @@ def draft_logits(
     passes = ModelRunner(model, found, cache)
     past = ids.shape[1] - block
     passes.states(LayerPath.full(depth), ids[:, :past])
-    cache.advance(past)
+    cache.commit([past] * ids.shape[0])
     logits = []
-    for token in ids[:, past:].split(1, 1):
-        logits.append(passes.logits(path, token, head=draft.head).logits)
-        cache.advance(1)
+    for number, token in enumerate(ids[:, past:].split(1, 1)):
+        logits.append(passes.logits(path, token, head=draft.head, first=number - 1).logits)
     return torch.cat(logits, 1)
 
 

@@ -1,0 +1,98 @@
+"""Recorded passes over trees: one recording for all trees of a size, and none but the old ones for a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from helpers import tiny
+from helpers.any_rounds import AnyRounds, any_rounds
+from helpers.captures import StandIn
+from helpers.proving import ticking
+from selfspec.adapters import ADAPTERS
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.tree import Tree
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.runner import ModelRunner
+from selfspec.runtime import Runtime, Traced
+from selfspec.runtime.graph_cache import GraphCache
+
+PROMPT, NODES, BUCKET = 9, 4, 8
+FULL = LayerPath.full(tiny.DEPTH)
+TREES = [Tree((-1, -1, 0, 0)), Tree((-1, 0, 0, 2)), Tree((-1, -1, -1, 1)), Tree((-1, -1, 0, 1))]
+
+
+class Generation:
+    """Rounds over a cache, by programs or without them."""
+
+    def __init__(self, model: PreTrainedModel, graphs: GraphCache | None, bucket: int) -> None:
+        self.cache = SharedCache(tiny.DEPTH, 1, 64, NODES, torch.device("cpu"), bucket=bucket)
+        self.runner = ModelRunner(model, ADAPTERS[model.config.model_type], self.cache, graphs)
+        self.cache.reserve(PROMPT + 1)
+        self.runner.prefill(tiny.prompt(PROMPT), [PROMPT])
+        self.cache.commit([PROMPT])
+
+    def round(self, tree: Tree, seed: int) -> Tensor:
+        """Logits of all nodes; the path to the last one is committed."""
+        self.cache.reserve(max(self.cache.seq_lens) + 1)
+        self.cache.open(tree)
+        logits = self.runner.logits(FULL, tiny.prompt(len(tree) + 1, seed=seed)).logits
+        self.cache.commit_paths([(-1, *tree.paths[-1])])
+        return logits
+
+
+@pytest.mark.parametrize("runtime", [Traced(after=0), StandIn(0, BUCKET)], ids=["traced", "graphs"])
+@torch.no_grad()
+def test_one_recording_serves_for_all_trees_of_a_size(architecture: str, runtime: Runtime) -> None:
+    model = tiny.BUILDERS[architecture]()
+    graphs = GraphCache(runtime, ticking())
+    recorded, stock = (Generation(model, each, graphs.bucket) for each in (graphs, None))
+    for seed in range(16):
+        tree = TREES[seed % len(TREES)]
+        assert torch.equal(recorded.round(tree, seed), stock.round(tree, seed)), f"{tree} in round {seed}"
+    (kind,) = graphs.proved
+    assert kind.nodes == NODES
+    assert not graphs.refusals
+
+
+@torch.no_grad()
+def test_an_open_chain_runs_what_runs_where_nothing_is_opened(llama: PreTrainedModel) -> None:
+    graphs = GraphCache(Traced(after=0), ticking())
+    generation = Generation(llama, graphs, 1)
+    for seed in range(6):
+        generation.round(Tree.chain(NODES), seed)
+        generation.runner.logits(FULL, tiny.prompt(NODES + 1))
+    (kind,) = graphs.proved
+    assert kind.nodes is None
+
+
+class ByTrace(AnyRounds):
+    kernels = ("sdpa",)
+    graphs = staticmethod(lambda model: _graphs(model, lambda: Traced(after=0)))
+
+
+class ByGraph(AnyRounds):
+    """Windows too."""
+
+    architecture = "mistral"
+    kernels = ("sdpa",)
+    bucket = BUCKET
+    graphs = staticmethod(lambda model: _graphs(model, lambda: StandIn(0, BUCKET)))
+
+
+_GRAPHS: dict[int, GraphCache] = {}
+
+
+def _graphs(model: PreTrainedModel, runtime: Callable[[], Runtime]) -> GraphCache:
+    """Those of a model, which all examples share."""
+    return _GRAPHS.setdefault(id(model), GraphCache(runtime(), ticking()))
+
+
+ByTrace.TestCase.settings = any_rounds(6)
+ByGraph.TestCase.settings = any_rounds(6)
+TestAnyRoundsByTrace = ByTrace.TestCase
+TestAnyRoundsByGraph = ByGraph.TestCase
