@@ -67,13 +67,19 @@ PromptFile = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Model, device and dtype."""
+class Machine:
+    """Device."""
+
+    device: Device = "auto"
+    threads: Threads = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Machine):
+    """Device and weights."""
 
     model: Model
     dtype: Dtype = "auto"
-    device: Device = "auto"
-    threads: Threads = None
     packed: Packed = False
 
     @property

@@ -32,7 +32,7 @@ class Average:
         base: the checkpoint it was trained from.
         base_share: weight of the base, in 0..1; the rest is the trained one's.
         held_out: text to measure on, before and after; None: nothing is measured.
-        blocks: how many blocks of it.
+        held_out_blocks: how many blocks of it.
         length: tokens of a block.
     """
 
@@ -40,7 +40,7 @@ class Average:
     base: str
     base_share: float
     held_out: Path | None
-    blocks: int
+    held_out_blocks: int
     length: int
 
     def __post_init__(self) -> None:
@@ -69,13 +69,14 @@ def average(wanted: Average, to: Path) -> dict[str, Any]:
     _check_alike(model, base, wanted)
     held_out = None
     if wanted.held_out is not None:
-        held_out = spread(packed(read_documents(wanted.held_out), trained.tokenizer, wanted.length), wanted.blocks)
+        blocks = packed(read_documents(wanted.held_out), trained.tokenizer, wanted.length)
+        held_out = spread(blocks, wanted.held_out_blocks)
     settings = {
         "trained": {"model": wanted.trained, "fingerprint": fingerprint(model)},
         "base": {"model": wanted.base, "fingerprint": fingerprint(base)},
         "base_share": wanted.base_share,
         "held_out": wanted.held_out and wanted.held_out.name,
-        "held_out_blocks": wanted.blocks,
+        "held_out_blocks": wanted.held_out_blocks,
     }
     folder.begin(settings)
 

@@ -33,7 +33,7 @@ def trained(tmp_path: Path) -> str:
 
 
 def _wanted(trained: str, base: str = str(FOLDER), share: float = 0.25, held_out: Path | None = None) -> Average:
-    return Average(trained, base, share, held_out, blocks=2, length=16)
+    return Average(trained, base, share, held_out, held_out_blocks=2, length=16)
 
 
 def test_every_weight_lies_between(trained: str, tmp_path: Path) -> None:
