@@ -1,4 +1,4 @@
-"""Passes compiled by torch's inductor: fused kernels over any number of slots, which round in their own way."""
+"""Passes compiled by torch's inductor: fused kernels for any number of slots, with rounding of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from selfspec.runtime.layer_calls import LayerCall, alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import RECORDING, AnyLength, Function, OtherSizesError, RecordingError
 
-# A size below is a case of its own to the compiler.
+# The compiler treats smaller sizes as special cases.
 _SMALLEST = 2
 _COMPILERS = ("g++", "clang++", "c++")
 
@@ -35,10 +35,10 @@ _COMPILERS = ("g++", "clang++", "c++")
 class Compiled(AnyLength):
     """Passes compiled by inductor, the compiler behind `torch.compile`.
 
-    Its kernels are fused, so a pass takes less time than a traced one and gives the same but for rounding: a compiled
-    pass is used where it gave what the stock modules gave up to half the digits. Compiling takes some ten seconds for
-    each kind of pass the first time on a machine and a few later; torch keeps what it compiled in
-    `TORCHINDUCTOR_CACHE_DIR`. So this is for models that will decode for a while.
+    Its kernels are fused, so a pass is faster than a traced one and equal up to rounding. A compiled pass is used only
+    after it has agreed with the stock modules to half the digits. Compiling takes about ten seconds for each kind of
+    pass the first time on a machine and a few seconds later; torch keeps its results in `TORCHINDUCTOR_CACHE_DIR`. So
+    use it for models that decode for a while.
     """
 
     def check(self, device: torch.device) -> None:
@@ -53,18 +53,18 @@ class Compiled(AnyLength):
         if example.packed:
             raise RecordingError("packed weights are not compiled; selfspec.unpack the model, or leave the runtime out")
         with RECORDING, torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-            # Torch warns of parts of its own.
+            # Torch warns about its own internals.
             warnings.simplefilter("ignore")
             return _Compiled(function, example, self)
 
     def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        """A graph of operators made something faster to call.
+        """Lower a graph of operators to something faster to call.
 
         Args:
-            graph: takes tensors like those of the example; what stands in some of them it changes.
+            graph: takes tensors like those of the example, and writes to some of them.
             example: fake tensors; some of their sizes are symbols.
         """
-        # Sizes are the same at every call but for those that are symbols.
+        # All sizes but the symbols are equal in every call.
         patches = {"size_asserts": False, "alignment_asserts": False}
         compiled: Callable[..., tuple[Tensor, ...]] = torch._inductor.standalone_compile(
             graph, list(example), dynamic_shapes="from_graph", options={"config_patches": patches}
@@ -73,7 +73,7 @@ class Compiled(AnyLength):
 
 
 class _Compiled:
-    """A compiled pass, called like the pass. Weights are arguments of it, so it holds no copy of any.
+    """A compiled pass, called like the pass. Weights are arguments, so it holds no copy of them.
 
     Args:
         function: the pass.
@@ -110,17 +110,17 @@ class _Compiled:
         return tuple(self._lowered(*tensors, *self._weights))
 
     def _holds_for(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether compiling took nothing for granted of sizes that is not so here."""
+        """Whether the sizes meet every assumption that compiling made."""
         sizes = (tensors[self._visible].shape[0], tensors[-1].shape[2])
         if min(sizes) < _SMALLEST:
             return False
-        # It evaluates code as well as text, and faster.
+        # `eval` of compiled code is faster than of text.
         guards: Any = self._guards
         return guards is None or self._shapes.evaluate_guards_expression(guards, sizes)
 
 
 def _symbolic(example: PassTensors, fake: FakeTensorMode) -> list[Tensor]:
-    """The tensors of a pass without values; symbols are the number of visible slots and that of those there are."""
+    """Fake tensors of a pass; the numbers of visible slots and of all slots are symbols."""
     slots = example.slots
     visible = _with_symbol(slots.visible, 0, fake, "visible")
     capacity = _with_symbol(slots.buffers[0], 2, fake, "capacity").shape[2]
@@ -134,7 +134,7 @@ def _symbolic(example: PassTensors, fake: FakeTensorMode) -> list[Tensor]:
 
 
 def _with_symbol(tensor: Tensor, dim: int, fake: FakeTensorMode, name: str) -> Tensor:
-    # A size of 1 would be taken for granted.
+    # The compiler would specialise on a size of 1.
     sizes = [max(size, _SMALLEST) if index == dim else size for index, size in enumerate(tensor.shape)]
     kinds = [DimDynamic.DYNAMIC if index == dim else DimDynamic.STATIC for index in range(tensor.dim())]
     context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
@@ -142,7 +142,7 @@ def _with_symbol(tensor: Tensor, dim: int, fake: FakeTensorMode, name: str) -> T
 
 
 def _blanks(tensors: Sequence[Tensor], fake: FakeTensorMode) -> list[Tensor]:
-    """Tensors like these without values."""
+    """Fake tensors like these."""
     with fake:
         return [
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in tensors
@@ -151,10 +151,10 @@ def _blanks(tensors: Sequence[Tensor], fake: FakeTensorMode) -> list[Tensor]:
 
 @contextmanager
 def _shared(layers: Sequence[LayerCall]) -> Iterator[None]:
-    """Let alike layers be calls of one graph each, which is compiled once."""
+    """Make equal layers calls of one graph, which is compiled once."""
     try:
         for number, group in enumerate(alike(layers)):
-            # What can be compared from outside is not all that a layer may do.
+            # Layers may differ in more than can be compared from outside.
             first, last = (
                 make_fx(_called(call))(*_blanks(call.example, FakeTensorMode(allow_non_fake_inputs=True)))
                 for call in (group[0], group[-1])
@@ -170,7 +170,7 @@ def _shared(layers: Sequence[LayerCall]) -> Iterator[None]:
 
 
 class _SharedGraph:
-    """Runs one layer's graph with whatever weights it is given.
+    """Runs one layer's graph with the weights it is given.
 
     Args:
         call: of the layer.
@@ -203,13 +203,13 @@ def _is_close(given: Tensor, expected: Tensor) -> bool:
         return False
     zero = torch.zeros((), dtype=torch.float64, device=given.device)
     error, size = (torch.where(finite, each.double(), zero).norm() for each in (given - expected, expected))
-    # Many models compute norms in float32 whatever their dtype.
+    # Many models compute norms in float32 in any dtype.
     eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
     return bool(error <= eps**0.5 * size)
 
 
 def no_compiler(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a device; None: it can."""
+    """Say why nothing can be compiled for a device; None: it can be."""
     if device.type == "cuda" or any(map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))):
         return None
     return f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is there"

@@ -14,27 +14,26 @@ from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.runtime import RECORDING, Function, RecordingError, Runtime, equal
 
-# Graphs of one kind of pass: one for every bucket of slots, and again for every cache that lies elsewhere.
+# Graphs of one kind of pass: one for each bucket of slots and each cache.
 _MOST_GRAPHS = 32
 _TRIALS = 3
 
 Launch = Callable[[], tuple[Tensor, ...]]
-"""Runs a pass over tensors that stay where they are; gives its outputs."""
+"""Run a pass over tensors at fixed addresses; returns its outputs."""
 
 
 @dataclass(frozen=True)
 class CudaGraphs(Runtime):
     """CUDA graphs of passes, for models on a CUDA device.
 
-    A graph repeats kernels on the memory it was captured on. Tokens, positions and states are copied to where it reads
-    them; keys and values it finds in the cache itself, so it serves as long as the cache lies where it lay. Passes look
-    at a multiple of `bucket` slots, and what stands past a row's end is masked: so one graph serves for many lengths,
-    and a short text does not attend over the room of a long one. Every graph is used only if it gave, bit by bit, what
-    the modules gave.
+    A graph repeats kernels on the memory it was captured on. Tokens, positions and states are copied to its inputs;
+    keys and values are read from the cache itself, so a graph is valid while the cache keeps its address. Passes look
+    at a multiple of `bucket` slots, and slots past a row's end are masked: so one graph serves many lengths, and a
+    short text does not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
 
     Attributes:
         after: passes of a kind that run without a graph first.
-        bucket: slots.
+        bucket: the number of visible slots is a multiple of this.
     """
 
     after: int = 8
@@ -59,12 +58,12 @@ class CudaGraphs(Runtime):
         return _Graphs(function, len(example.slots.buffers), self.recorder(example.tokens.device))
 
     def recorder(self, device: torch.device) -> Recorder:
-        """Captures what is launched on a device."""
+        """Captures the launches on a device."""
         return Recorder(device)
 
 
 class Recorder:
-    """Captures the passes of one kind, which share the memory of what they compute on the way.
+    """Captures the passes of one kind, which share memory for intermediate results.
 
     Args:
         device: a CUDA device.
@@ -79,7 +78,7 @@ class Recorder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """What is launched within begins when the last turn's work is done, whichever stream that was on."""
+        """Order launches after all earlier work, on any stream."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             current.wait_event(self._done)
@@ -89,21 +88,21 @@ class Recorder:
                 self._done.record(current)
 
     def warmed(self, launch: Launch) -> tuple[Tensor, ...]:
-        """Launch once on the stream that captures, where kernels set up what a capture may not."""
+        """Launch once on the capturing stream, so that kernels do their set-up before the capture."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             outputs = launch()
         current.wait_stream(self._stream)
-        # They were made on the other stream, and are looked at on this one.
+        # They were made on the other stream and are read on this one.
         torch.cuda.synchronize(self._device)
         return outputs
 
     def record(self, launch: Launch) -> Recording:
-        """Capture what is launched. Nothing runs before the first replay."""
+        """Capture the launches. Nothing runs before the first replay."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads may go on with work of their own meanwhile.
+            # Other threads may work meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = launch()
@@ -114,11 +113,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recording:
-    """Kernels on certain memory.
+    """A captured graph and its outputs.
 
     Attributes:
-        replay: launches them.
-        outputs: where they leave what they give.
+        replay: launches its kernels.
+        outputs: where they write.
     """
 
     replay: Callable[[], None]
@@ -127,7 +126,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A recording, and where it reads what a pass takes."""
+    """A recording and its input tensors."""
 
     recording: Recording
     inputs: tuple[Tensor, ...]
@@ -145,7 +144,7 @@ class _Graphs:
 
     Args:
         function: the pass.
-        held: how many of its last tensors are memory that it reads and writes where it is.
+        held: the number of its last tensors that it reads and writes in place.
         recorder: captures it.
     """
 
@@ -158,20 +157,20 @@ class _Graphs:
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         inputs, memory = tensors[: len(tensors) - self._held], tensors[len(tensors) - self._held :]
-        # Elsewhere in memory, of other shapes, or among more slots, it is another graph.
+        # Other addresses, shapes or numbers of slots need another graph.
         key = (*(tensor.shape for tensor in inputs), *((tensor.data_ptr(), tensor.shape) for tensor in memory))
         with self._lock, self._recorder.turn():
             graph = self._graphs.pop(key, None) or self._recorded(inputs, memory)
             self._graphs[key] = graph
             if len(self._graphs) > _MOST_GRAPHS:
-                # The one that has not been asked for the longest.
+                # Drop the least recently used.
                 del self._graphs[next(iter(self._graphs))]
             return graph.run(inputs)
 
     def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> _Graph:
         if len({tensor.device for tensor in (*inputs, *memory)}) > 1:
-            raise RecordingError("the model is on several devices, and a graph is of one")
-        # What comes later may be made in inference mode or not.
+            raise RecordingError("the model is on several devices, and a graph covers one")
+        # Later tensors may be made in inference mode or not.
         with torch.inference_mode(False):
             static = tuple(tensor.clone() for tensor in inputs)
 

@@ -1,4 +1,4 @@
-"""Where modules hold their weights and buffers, and others put there for a while."""
+"""The places where modules hold weights and buffers, and a way to swap tensors in for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class HeldWeights:
-    """Weights and buffers, and where modules look for them.
+    """Weights and buffers, and the places where modules hold them.
 
     Attributes:
         holders: a module's own weights or buffers by name, once for each of `names`.
@@ -24,7 +24,7 @@ class HeldWeights:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> HeldWeights:
-        """Those of some modules, without their children."""
+        """Collect those of some modules, without their children."""
         places: dict[tuple[int, str], dict[str, Any]] = {}
         for module in modules:
             for holder in (module._parameters, module._buffers):
@@ -33,12 +33,12 @@ class HeldWeights:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the modules find there now."""
+        """The tensors now held there."""
         return tuple(holder[name] for holder, name in zip(self.holders, self.names, strict=True))
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the modules find these tensors there for a while."""
+        """Put these tensors there for a while."""
         before = self.tensors
         try:
             self._put(tensors)
@@ -48,5 +48,5 @@ class HeldWeights:
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for holder, name, tensor in zip(self.holders, self.names, tensors, strict=True):
-            # What is traced is no parameter, and need not be one here.
+            # A traced tensor is no parameter and need not be one here.
             holder[name] = tensor

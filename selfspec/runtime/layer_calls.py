@@ -1,7 +1,7 @@
-"""Decoder layers as functions of tensors, their weights among them, so that a program holds alike layers only once.
+"""Decoder layers as functions of tensors, weights included, so that a program holds equal layers only once.
 
-A program of a whole pass would else repeat the same kernels for every layer: a model has dozens of layers, and nothing
-differs between most of them but what they read.
+Otherwise the program of a pass would repeat the same kernels for each of dozens of layers that differ in nothing but
+their weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from selfspec.runtime.slot_cache import SlotCache
 
 _TENSOR = "a tensor"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# Weights are arguments, children are looked at by their names, and what a layer does with its number is seen when the
-# first and the last of those alike are recorded.
+# Weights are arguments, children are compared by name, and what a layer does with its index shows when the first and
+# the last of equal layers are recorded.
 _NOT_COMPARED = ("_parameters", "_buffers", "_modules", "layer_idx")
 
 
 @dataclass(frozen=True)
 class _CacheOf:
-    """Stands for a cache, of which a layer needs so many tensors."""
+    """A placeholder for a cache: the number of tensors that a layer needs of it."""
 
     tensors: int
     padded: bool
@@ -38,22 +38,22 @@ class _CacheOf:
 
 @dataclass(frozen=True)
 class _Form:
-    """What is the same in all calls of a layer, and in those of layers like it: everything but tensors.
+    """What is equal in all calls of equal layers: everything but tensors.
 
     Attributes:
         tree: of arguments or results.
-        leaves: in its order; what is a tensor, or a cache, is only said to be one.
+        leaves: in its order; tensors and caches are placeholders.
     """
 
     tree: TreeSpec
     leaves: tuple[object, ...]
 
     def filled(self, tensors: Sequence[Tensor], index: int) -> Any:
-        """Arguments or results again.
+        """Rebuild arguments or results.
 
         Args:
-            tensors: as many as there were.
-            index: the layer that a cache among them is for.
+            tensors: one for each tensor among the leaves.
+            index: the layer for which a cache among them is used.
         """
         rest = iter(tensors)
         leaves: list[object] = []
@@ -69,7 +69,7 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Given:
-    """Arguments or results of one call: what is always the same in them, and the tensors."""
+    """Arguments or results of one call: the fixed part and the tensors."""
 
     form: _Form
     tensors: tuple[Tensor, ...]
@@ -93,17 +93,17 @@ class _Given:
 
 
 class LayerCall:
-    """Stands in for the `forward` of one layer of a view.
+    """Replaces the `forward` of one layer of a view.
 
-    As long as no function was given, it runs the layer and remembers what it was called with.
+    Until a function is given it runs the layer and keeps the arguments of its last call.
 
     Args:
-        layer: with weights of its own, which nothing else looks at while the layer is recorded.
-        index: which it is.
+        layer: holds weights that nothing else reads while the layer is recorded.
+        index: of the layer.
 
     Attributes:
         layer: the layer.
-        index: which it is.
+        index: of the layer.
         function: computes what the layer does from `example`'s tensors; None: the layer itself runs.
     """
 
@@ -127,12 +127,12 @@ class LayerCall:
 
     @property
     def example(self) -> tuple[Tensor, ...]:
-        """What the layer was called with last, and its weights."""
+        """The arguments of the layer's last call, and its weights."""
         assert self._arguments is not None
         return (*self._arguments.tensors, *self._weights.tensors)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The layer as a function of what `example` gives."""
+        """The layer as a function of the tensors of `example`."""
         assert self._arguments is not None
         count = len(self._arguments.tensors)
         args, kwargs = self._arguments.form.filled(tensors[:count], self.index)
@@ -141,7 +141,7 @@ class LayerCall:
 
     @property
     def likeness(self) -> object:
-        """The same for layers that seem to differ in weights alone; None of one that no function can stand for."""
+        """A key, equal for layers that seem to differ in weights alone; None where no function can replace it."""
         if self._arguments is None or self._results is None:
             return None
         if any(leaf is not _TENSOR and leaf is not None for leaf in self._results.leaves):
@@ -154,11 +154,11 @@ class LayerCall:
 
 
 def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-    """Let calls stand in for those layers of a view that it runs as they are.
+    """Replace the layers of a view that it runs unchanged by calls.
 
     Args:
         view: of a model.
-        model: which; its weights are looked at by this view alone.
+        model: that it is a view of; only this view reads its weights.
         adapter: where its layers are.
     """
     layers = adapter.decoder_layers(view.module)
@@ -174,7 +174,7 @@ def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[Lay
 
 
 def alike(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:
-    """The calls of layers that seem to differ in their weights alone, two or more together."""
+    """Group calls of layers that seem to differ in weights alone, two or more in a group."""
     groups: dict[object, list[LayerCall]] = {}
     for call in calls:
         groups.setdefault(call.likeness, []).append(call)
@@ -182,7 +182,7 @@ def alike(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:
 
 
 def _likeness(value: Any) -> object:
-    """What can be compared of an attribute."""
+    """The comparable part of an attribute."""
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, (list, tuple)):

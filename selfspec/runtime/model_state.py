@@ -1,4 +1,4 @@
-"""What a recording of a model's passes depends on besides its inputs, and whether it is still so."""
+"""The state of a model that a recording of its passes depends on besides its inputs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from transformers import PreTrainedConfig
 from selfspec.runtime.reached_code import ReachedCode
 from selfspec.runtime.recordable import GLOBAL_HOOKS
 
-# Equal ones are as good as the same.
+# Compare these by value.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# What no forward pass without gradients reads, or `transformers` writes to as it goes.
+# Not read by a forward pass without gradients, or written by `transformers` in passing.
 _NOT_READ = ("backward", "state_dict", "_non_persistent_buffers_set", "warnings_issued")
 
 
 class ModelState:
-    """A model as it is now: what a recording may hold on to.
+    """A snapshot of everything in a model that a recording may depend on.
 
     These are the attributes of its modules, among them weights, children, hooks and what runs in place of a `forward`;
-    its configurations; its classes; the functions that their code looks up by name, also those of torch; where weights
-    and buffers are and how they lie there; and settings of torch. What stands in weights and buffers is not part of
-    it: recordings read them where they are.
+    its configurations; its classes; the functions that their code looks up by name, those of torch too; addresses,
+    strides and offsets of weights and buffers; and settings of torch. Values of weights and buffers are not part of
+    it: recordings read them in place.
 
-    All that was found is held, so that nothing else can come to stand at its address, and is compared by identity. To
-    compare it takes a walk over lists without Python code for each entry, some two hundred microseconds for a dozen
-    layers.
+    The snapshot holds every object, so that no new object can take its address, and compares by identity. A comparison
+    walks lists without Python code for each entry: about 0.2 ms for a dozen layers.
 
     Args:
         model: a stock model, whose weights are in memory.
@@ -64,7 +63,7 @@ class ModelState:
         self._settings = _settings()
 
     def holds(self) -> bool:
-        """Whether nothing of it has changed."""
+        """Whether nothing has changed."""
         try:
             found = self._found()
         except KeyError:
@@ -76,7 +75,7 @@ class ModelState:
         return self._layouts == self._laid_out() and self._settings == _settings()
 
     def _follow(self, value: Any, tensors: list[Tensor]) -> None:
-        """Take note of what a container holds, and in turn of the containers and tensors in it."""
+        """Note the entries of a container, and of containers and tensors in it."""
         if isinstance(value, Tensor):
             tensors.append(value)
         if isinstance(value, PreTrainedConfig):
@@ -85,13 +84,13 @@ class ModelState:
             return
         self._followed.add(id(value))
         self._contents.append(value.values() if isinstance(value, dict) else value)
-        # A copy: in another thread something may be hung on the module meanwhile.
+        # A copy: another thread may add an attribute meanwhile.
         for name, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
             if not any(part in str(name) for part in _NOT_READ):
                 self._follow(each, tensors)
 
     def _found(self) -> tuple[Any, ...]:
-        """All that it is made of, in one row."""
+        """Everything noted, in one list."""
         return (
             *chain.from_iterable(self._contents),
             *chain.from_iterable(names(space) for names, space in self._names),
@@ -99,8 +98,8 @@ class ModelState:
         )
 
     def _laid_out(self) -> list[object]:
-        """Where its tensors are, and how they lie there."""
-        # What is neither a weight nor a buffer may be part of a recording by its values.
+        """Addresses, strides and offsets of its tensors."""
+        # The values of other tensors may be part of a recording.
         versions = [None if each.is_inference() else each._version for each in self._constants]
         return [*map(_layout, self._weights), *map(_layout, self._constants), *versions]
 
@@ -117,7 +116,7 @@ def _is_same(found: Any, known: Any) -> bool:
 
 
 def _settings() -> tuple[object, ...]:
-    """What torch chooses kernels and dtypes by, for the whole process."""
+    """The process-wide settings by which torch chooses kernels and dtypes."""
     cuda, mkldnn, cudnn = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
     return (
         torch.get_num_threads(),

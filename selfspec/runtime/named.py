@@ -1,4 +1,4 @@
-"""Runtimes by name, so that a process can be told of one, and a record hold it."""
+"""Runtimes by name, for the command line, other processes and records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.runtime.traced import Traced
 
 
 class RuntimeName(StrEnum):
-    """What runtimes are called."""
+    """Names of the runtimes."""
 
     EAGER = "eager"
     TRACED = "traced"
@@ -27,11 +27,11 @@ _MAKING_PROGRAMS: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
-    """A runtime.
+    """Make a runtime.
 
     Args:
-        name: of it.
-        after: passes of a kind before a program is made for it; None: as many as the runtime itself would wait for.
+        name: one of `RUNTIMES`.
+        after: passes of a kind before a program is made for it; None: the runtime's default.
     """
     if name is RuntimeName.EAGER:
         return Eager()

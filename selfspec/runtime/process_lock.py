@@ -1,4 +1,4 @@
-"""A lock that a forked child finds free."""
+"""A lock that is free in a forked child."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import TracebackType
 
 
 class ProcessLock:
-    """Lets one thread in at a time, in each process by itself.
+    """Admits one thread at a time, separately in each process.
 
-    A child that is forked while a thread holds a lock inherits it held, and not the thread that would release it: it
-    would wait for good. Here every process has a lock of its own.
+    A child that is forked while a thread holds an ordinary lock inherits the held lock but not the thread, and would
+    wait forever. Here each process has its own lock.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The Python code that a model's modules can run: functions, and the names that these look up."""
+"""The Python code that a model's modules can reach: functions, and the names that they look up."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 from torch import nn
 from transformers.utils.generic import GeneralInterface
 
-# Whose modules and functions are known not to decide anew at every call.
+# Modules and functions of these are known to decide alike in every call.
 _KNOWN = ("torch.", "numpy.", "transformers.", "selfspec.")
-# Where to look on: torch's other functions call kernels, or the like.
+# Follow only these of torch: its other functions call kernels.
 _LOOKED_INTO = ("torch.nn.", "transformers.")
 # The kernels of attention that selfspec runs, and of masks for them.
 _KERNELS = {"sdpa", "eager"}
 
 
 class ReachedCode:
-    """What can be reached from the `forward` of some modules, without running anything.
+    """The code that can be reached from the `forward` of some modules, found without running it.
 
-    Names are followed wherever code mentions them: in the module where it stands, in modules that it finds there, and
-    among the methods of its class. So it may name more than a pass runs, but leaves nothing out that is called by name.
+    Names are followed wherever code mentions them: in its module, in modules found there, and among the methods of its
+    class. So it may name more than a pass runs, but misses nothing that is called by name.
 
     Args:
         model: its modules, and the functions that they hold as attributes.
 
     Attributes:
-        names: looked up in each namespace, by its id: the namespace, and the names.
-        mappings: kernels by name, among which a configuration chooses.
-        others: names of functions that are not of Python itself, `torch`, NumPy or `transformers`.
+        names: by id of a namespace: the namespace, and the names looked up in it.
+        mappings: kernels by name, from which a configuration chooses.
+        others: names of functions from outside Python, `torch`, NumPy and `transformers`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class ReachedCode:
             self._follow(*self._left.pop())
 
     def _add(self, value: Any, kind: type | None) -> None:
-        """Follow what can be called, some time."""
+        """Queue a callable to be followed."""
         while isinstance(value, (MethodType, partial)):
             value = value.__func__ if isinstance(value, MethodType) else value.func
         if isinstance(value, property):
@@ -64,7 +64,7 @@ class ReachedCode:
             self.others.append(f"{home}.{getattr(value, '__qualname__', type(value).__qualname__)}")
             return
         looked_into = isinstance(value, FunctionType) and f"{home}.".startswith(_LOOKED_INTO)
-        # What a method finds depends on the class it is called on.
+        # The names that a method finds depend on the class it is called on.
         if looked_into and (value, kind) not in self._seen:
             self._seen.add((value, kind))
             self._left.append((value, kind))
@@ -72,7 +72,7 @@ class ReachedCode:
     def _follow(self, function: FunctionType, kind: type | None) -> None:
         mentioned = {name for code in _codes(function.__code__) for name in code.co_names}
         for cell in function.__closure__ or ():
-            with suppress(ValueError):  # Empty as yet.
+            with suppress(ValueError):  # Not filled yet.
                 self._found(cell.cell_contents, kind)
         spaces = [function.__globals__]
         for space in spaces:
@@ -109,9 +109,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _home(value: Any) -> str:
-    """The module that something callable comes from."""
+    """The module that a callable comes from."""
     if isinstance(value, FunctionType):
-        # A wrapper says that it comes from where the wrapped one does.
+        # A wrapper reports the module of what it wraps.
         home = value.__globals__.get("__name__")
     else:
         home = getattr(value, "__module__", None) or type(value).__module__

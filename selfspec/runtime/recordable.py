@@ -1,4 +1,4 @@
-"""Whether a model's passes can be recorded: whether the same inputs always take the same way through its modules."""
+"""Whether a model's passes can be recorded: whether equal inputs always take the same path through its code."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from transformers import PreTrainedModel
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.view import copied, has_other_forward
 
-# Whose modules are known not to decide anew at every call.
+# Modules of these are known to decide alike in every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forward_pre_hooks)
-"""Hooks of every module of the process, by number."""
+"""Hooks of all modules of the process, by number."""
 
 
 def why_not(model: nn.Module) -> str | None:
-    """What stands against recording this model as it is now; None: nothing.
+    """Say why this model cannot be recorded now; None: it can be.
 
     Args:
         model: a stock model.
@@ -34,7 +34,9 @@ def why_not(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         kind = type(module)
         if not f"{kind.__module__}.".startswith(_KNOWN):
-            return f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__}, which may do otherwise next time"
+            return (
+                f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__}, which may act differently next time"
+            )
         if has_other_forward(module):
             return f"the forward of {name or 'the model'} was replaced"
         if any(module.__dict__[hooks] for hooks in _HOOKS):
@@ -46,7 +48,7 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def is_watched(device: torch.device) -> bool:
-    """Whether something in force in this thread sees or changes every operation: a mode of torch's, or autocast.
+    """Whether a torch mode or autocast is active in this thread, which sees or changes every operation.
 
     Args:
         device: where passes run.
@@ -60,9 +62,9 @@ def is_watched(device: torch.device) -> bool:
 
 
 def frozen_view(module: nn.Module) -> nn.Module:
-    """A twin whose weights, the same memory, ask for no gradient: others cannot be part of a recording.
+    """Make a view whose weights, in the same memory, need no gradient: others cannot be part of a recording.
 
-    What holds its weights and buffers is its own, so others may be put in their place.
+    The view has its own holders of weights and buffers, so other tensors can be swapped in.
     """
     twin = copied(module)
     twin.__dict__["_buffers"] = dict(module._buffers)
@@ -74,7 +76,7 @@ def frozen_view(module: nn.Module) -> nn.Module:
         name: None if child is None else frozen_view(child) for name, child in module._modules.items()
     }
     if isinstance(module, PreTrainedModel):
-        # It would look for padding in every pass that needs no mask.
+        # It would search for padding in every pass without a mask.
         twin.__dict__["warn_if_padding_and_no_attention_mask"] = _not_warning
     return twin
 
@@ -84,17 +86,17 @@ def _not_warning(*_: object) -> None:
 
 
 def run_watched(function: Callable[[], Any]) -> Any:
-    """Run a pass once and see that no decision in it depends on what its tensors hold.
+    """Run a pass once and check that no decision in it depends on values of tensors.
 
     Raises:
-        UnsupportedModelError: one does, so a recording would repeat the decision of one input for all.
+        UnsupportedModelError: a decision does; a recording would repeat it for all inputs.
     """
     with _NoReading(), _NoTaking():  # type: ignore[no-untyped-call]
         return function()
 
 
 class _NoTaking(TorchFunctionMode):
-    """Refuses to hand values of tensors over to Python or NumPy, which no operation of torch's shows."""
+    """Refuses to pass values of tensors to Python or NumPy, which no torch operation shows."""
 
     _TAKING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
@@ -114,12 +116,12 @@ class _NoReading(TorchDispatchMode):
 
 
 def reads_values(func: Any, args: Any) -> bool:
-    """Whether an operation of torch's turns values of tensors into numbers or shapes, which waits for a device."""
+    """Whether a torch operation turns values of tensors into numbers or shapes, which waits for the device."""
     if func is torch.ops.aten.index.Tensor and not any(_is_chosen_by(index) for index in args[1]):
         return False
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
 def _is_chosen_by(index: Tensor | None) -> bool:
-    """Whether an index is a mask, so that what it picks, and how much, depends on its values."""
+    """Whether an index is a mask, so that the shape of the result depends on its values."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)

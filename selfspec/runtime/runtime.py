@@ -1,4 +1,4 @@
-"""How passes are run. A runtime is configuration; it changes how long a pass takes, never what it gives."""
+"""How passes are run. A runtime is configuration; it changes the time of a pass, never its result."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from selfspec.runtime.process_lock import ProcessLock
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A pass as a function of tensors alone."""
 
-# Numbers of slots over which one program for all has to give what the stock modules give.
+# Numbers of visible slots at which a program must agree with the stock modules.
 _TRIALS = 3
 RECORDING = ProcessLock()
-"""Held while something is recorded: a whole process filters warnings at once, and captures one graph at a time."""
+"""Held while recording: warning filters and graph captures belong to the whole process."""
 
 
 class RecordingError(RuntimeError):
-    """A pass cannot be recorded, or not any more. The stock modules run it."""
+    """A pass cannot be recorded, or no longer. The stock modules run it."""
 
 
 class OtherSizesError(RuntimeError):
-    """A program is not for as many slots as this pass has. The stock modules run this one."""
+    """A program does not fit the number of slots of this pass. The stock modules run it."""
 
 
 class Runtime(ABC):
@@ -39,40 +39,40 @@ class Runtime(ABC):
     @property
     @abstractmethod
     def after(self) -> int | None:
-        """Passes of a kind that the stock modules run before a program takes over; None: all."""
+        """Passes of a kind that the stock modules run before a program replaces them; None: all."""
 
     @property
     def bucket(self) -> int:
-        """Passes of a round look at a multiple of so many slots."""
+        """The number of slots that passes look at is a multiple of this."""
         return 1
 
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
-        """Refuse a device that passes cannot be run on so.
+        """Refuse a device that this runtime cannot run on.
 
         Raises:
             UnsupportedOptionError: naming the remedy.
         """
 
     def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        """Let calls stand in for layers of a view, where programs can make something of that.
+        """Replace layers of a view by calls, where programs can use that.
 
         Args:
             view: of a model.
-            model: which; its weights are looked at by this view alone.
+            model: that it is a view of; only this view reads its weights.
             adapter: where its layers are.
         """
         return ()
 
     @abstractmethod
     def is_tried(self, lengths: Sequence[int]) -> bool:
-        """Whether a program has been compared with the stock modules often enough.
+        """Whether a program has agreed with the stock modules often enough.
 
         Args:
             lengths: the number of visible slots in each comparison.
         """
 
     def agree(self, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-        """Whether a program gave what the stock modules gave: here, the same bits.
+        """Whether a program agrees with the stock modules: here, bit for bit.
 
         Args:
             given: by the program.
@@ -82,16 +82,16 @@ class Runtime(ABC):
 
     @abstractmethod
     def program(self, function: PassFunction, example: PassTensors) -> Function:
-        """What computes the same as `function`, for other tensors of the same shapes, and faster.
+        """Make a faster equivalent of `function` for other tensors of the same shapes.
 
-        Shapes may differ where the number of visible slots, or of those there are, enters.
+        Only the numbers of visible slots and of all slots may differ.
 
         Args:
-            function: the pass. Its layers have noted what they were called with when it was run on the example.
-            example: what it takes; keys and values are to be read and written where they are.
+            function: the pass. Its layers kept the arguments of their last call, on the example.
+            example: its arguments; keys and values are read and written in place.
 
         Raises:
-            RecordingError: it cannot be made; what was made may raise it as well, or `OtherSizesError`.
+            RecordingError: it cannot be made. The program may raise it too, or `OtherSizesError`.
         """
 
 
@@ -112,7 +112,7 @@ class Eager(Runtime):
 
 @dataclass(frozen=True)
 class AnyLength(Runtime):
-    """Makes one program of a kind of pass for any number of slots, and holds layers that are alike once in it.
+    """Makes one program of a kind of pass for any number of slots; equal layers are in it once.
 
     Attributes:
         after: passes of a kind that run without a program first.
@@ -133,7 +133,7 @@ class AnyLength(Runtime):
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     """Whether two passes gave the same bits."""
-    # NaN is no number but may be what both give.
+    # NaN differs from itself, but both may give it.
     return len(given) == len(expected) and all(
         one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
         for one, other in zip(given, expected, strict=True)
