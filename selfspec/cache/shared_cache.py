@@ -140,13 +140,10 @@ class SharedCache(Cache):
             tree: of at most `slack` nodes.
 
         Raises:
-            ValueError: it has more nodes, or passes have read nodes that are others in it; or it is no chain and rows
-                are aligned on the right.
+            ValueError: it has more nodes, or passes have read nodes that are others in it.
         """
         if len(tree) > self._cursors.slack:
             raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self._cursors.slack} slots for a draft")
-        if self._cursors.aligned == "right" and not tree.is_chain:
-            raise ValueError("rows that are aligned on the right can hold a chain alone")
         read = min(self._cursors.read - 1, len(tree))
         if any(tree.parents[node] != self._cursors.parent(node) for node in range(read)):
             raise ValueError(f"passes have read {read} nodes of this block, which have other parents in {tree}")

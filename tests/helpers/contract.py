@@ -20,6 +20,8 @@ import selfspec
 from helpers.bench import Bench
 from helpers.snapshot import Snapshot
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.tree import Tree
+from selfspec.errors import UnsupportedModelError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.runner import ModelRunner
@@ -253,6 +255,26 @@ def ragged(subject: Subject) -> None:
             subject.equal(torch.cat(stepped, 1)[row : row + 1], alone)
 
 
+def tree(subject: Subject) -> None:
+    """A tree, read in two runs of nodes, and after one of its paths was committed the next token; or a refusal."""
+    bench, branches = bench_of(subject), Tree((-1, -1, 1))
+    bench.cache.open(branches)
+    tokens = bench.block
+    with torch.no_grad():
+        try:
+            runs = [bench.runner.logits(bench.full, tokens[:, :2]), bench.runner.logits(bench.full, tokens[:, 2:], first=1)]
+        except UnsupportedModelError:
+            return
+        found = torch.cat([run.logits for run in runs], 1)
+        for places in ([0, 1], [0, 2, 3]):
+            wanted = subject.stock_logits(torch.cat([bench.prefix, tokens[:, places]], 1))
+            subject.equal(found[:, places], wanted[:, PAST:])
+        bench.cache.commit_paths([(-1, 1, 2)] * subject.batch)
+        more = subject.tokens(1, subject.batch, seed=3)
+        wanted = subject.stock_logits(torch.cat([bench.prefix, tokens[:, [0, 2, 3]], more], 1))
+        subject.equal(bench.logits(bench.full, more), wanted[:, -1:])
+
+
 def greedy(subject: Subject) -> None:
     """Greedy text is the stock model's own, for several drafts and seeds, and nothing of the model changes."""
     before = Snapshot(subject.model)
@@ -290,6 +312,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "layer skip": skip_layers,
     "residual stream": stream,
     "ragged batch": ragged,
+    "tree": tree,
     "greedy": greedy,
 }
 """Every check by the name that the table of architectures uses for what it holds to."""
