@@ -262,7 +262,10 @@ def tree(subject: Subject) -> None:
     tokens = bench.block
     with torch.no_grad():
         try:
-            runs = [bench.runner.logits(bench.full, tokens[:, :2]), bench.runner.logits(bench.full, tokens[:, 2:], first=1)]
+            runs = [
+                bench.runner.logits(bench.full, tokens[:, :2]),
+                bench.runner.logits(bench.full, tokens[:, 2:], first=1),
+            ]
         except UnsupportedModelError:
             return
         found = torch.cat([run.logits for run in runs], 1)

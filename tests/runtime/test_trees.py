@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
-from helpers.captures import StandIn
+from helpers.captures import Interpreted, StandIn
 from helpers.proving import ticking
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
@@ -45,11 +45,18 @@ class Generation:
         return logits
 
 
-@pytest.mark.parametrize("runtime", [Traced(after=0), StandIn(0, BUCKET)], ids=["traced", "graphs"])
+RUNTIMES: dict[str, Callable[[], Runtime]] = {
+    "traced": lambda: Traced(after=0),
+    "graphs": lambda: StandIn(0, BUCKET),
+    "compiled": lambda: Interpreted(0),
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @torch.no_grad()
-def test_one_recording_serves_for_all_trees_of_a_size(architecture: str, runtime: Runtime) -> None:
+def test_one_recording_serves_for_all_trees_of_a_size(architecture: str, runtime: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    graphs = GraphCache(runtime, ticking())
+    graphs = GraphCache(RUNTIMES[runtime](), ticking())
     recorded, stock = (Generation(model, each, graphs.bucket) for each in (graphs, None))
     for seed in range(16):
         tree = TREES[seed % len(TREES)]
