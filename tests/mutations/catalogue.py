@@ -745,7 +745,7 @@ CATALOGUE = (
         "PassFunction._result",
         "Block(start, depths, sees)",
         "self.__dict__.setdefault('first', Block(start, depths, sees))",
-        ("test_trees.py",),
+        ("test_tree_passes.py",),
     ),
     # Recurrent layers.
     Mutation(
