@@ -19,14 +19,14 @@ import torch
 import transformers
 
 from selfspec.environment import environment
-from selfspec.measure.forced_figures import Texts
+from selfspec.measure.forced_figures import WrittenTexts
+from selfspec.tools.studies.models import StudiedModel, loader, texts_of, texts_point, write_texts
+from selfspec.tools.studies.points import Result
+from selfspec.tools.studies.prices import prices_by_weights
 from selfspec.tools.studies.search import SearchPlan, search
-from selfspec.tools.studies.search.evaluate import Evaluator, SkipSet
-from selfspec.tools.studies.search.prices import prices_by_weights
-from selfspec.tools.studies.search.space import Space
+from selfspec.tools.studies.search.evaluate import Evaluator
+from selfspec.tools.studies.skip_sets import SkipSet, Space
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.subject import Subject, loader
-from selfspec.tools.studies.texts import texts_of, texts_point, write_texts
 
 _RESULTS = Path(__file__).parent / "results"
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -47,44 +47,46 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     study = Study.of({"models": options.model, "workloads": options.workload, "texts": 8, "prompt_tokens": 12})
-    subject = loader(study, "cpu")(options.model)
-    seen, unseen = _texts(subject, 0), _texts(subject, 1)
+    studied = loader(study, "cpu")(options.model)
+    seen, unseen = _texts(studied, 0), _texts(studied, 1)
     rows = [
-        _compared(subject, seen, unseen, size, seed, options.evaluations, options.random)
+        _compared(studied, seen, unseen, size, seed, options.evaluations, options.random)
         for size in options.sizes
         for seed in options.seeds
     ]
     settings = {**vars(options), "model": Path(options.model).name, "workload": options.workload.partition("=")[0]}
-    record = {"settings": settings, "environment": environment(subject.model.device), "rows": rows}
+    record = {"settings": settings, "environment": environment(studied.model.device), "rows": rows}
     (_RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     (_RESULTS / f"{options.name}.md").write_text(_table(rows))
     print(_table(rows))
 
 
-def _texts(subject: Subject, seed: int) -> Texts:
-    point = texts_point(subject, next(iter(subject.prompts)), 64, 1.0, seed)
-    return texts_of(write_texts(subject, point), 1.0, subject.model.device)
+def _texts(studied: StudiedModel, seed: int) -> WrittenTexts:
+    point = texts_point(studied, next(iter(studied.prompts)), 64, 1.0, seed)
+    return texts_of(Result(point, write_texts(studied, point)), studied.model.device)
 
 
 def _compared(
-    subject: Subject, seen: Texts, unseen: Texts, size: str, seed: int, evaluations: int, count: int
+    studied: StudiedModel, seen: WrittenTexts, unseen: WrittenTexts, size: str, seed: int, evaluations: int, count: int
 ) -> dict[str, Any]:
-    model, adapter = subject.model, subject.adapter
+    model, adapter = studied.model, studied.adapter
     prices = prices_by_weights(model, adapter)
     space = Space.of(model, adapter) if size == "any" else Space.of(model, adapter, int(size), int(size))
     begun = time.process_time()
     found = search(
-        Evaluator(subject.views, seen, prices, _LENGTHS),
+        Evaluator(studied.views, seen, prices, _LENGTHS),
         space,
         SearchPlan(evaluations, space.fewest, space.most, seed=seed),
     )
     searched = time.process_time()
     left_out = len(found.best.skipped)
     same = Space.of(model, adapter, left_out, left_out)
-    chance = Evaluator(subject.views, seen, prices, _LENGTHS)
-    best = max(chance.evaluate(_drawn(same, count, seed)), key=lambda score: score.prediction.speedup)
+    chance = Evaluator(studied.views, seen, prices, _LENGTHS)
+    chance.evaluate(_drawn(same, count, seed))
+    best = max(chance.scores.values(), key=lambda score: score.speedup)
     ended = time.process_time()
-    again = Evaluator(subject.views, unseen, prices, _LENGTHS).evaluate([found.best.skipped, best.skipped])
+    again = Evaluator(studied.views, unseen, prices, _LENGTHS)
+    again.evaluate([found.best.skipped, best.skipped])
     return {
         "size": size,
         "seed": seed,
@@ -97,7 +99,7 @@ def _compared(
         "random": best.to_dict(),
         "random_evaluations": chance.evaluations,
         "random_seconds": ended - searched,
-        "unseen": [score.prediction.speedup for score in again],
+        "unseen": [again.scores[each.skipped].speedup for each in (found.best, best)],
     }
 
 

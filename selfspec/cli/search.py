@@ -57,7 +57,8 @@ def search(
 ) -> None:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
 
-    By dynamic programming on hidden states (CLaSp, KnapSpec) and by importance first, then by Bayesian optimisation.
+    By dynamic programming on hidden states (CLaSp, KnapSpec) and by importance first, then by small changes of the
+    best sets known.
     """
     fewest, most = _sizes(sublayers)
     declared: dict[str, Any] = {
@@ -74,7 +75,7 @@ def search(
     given = {name: value for name, value in declared.items() if value is not None}
 
     from selfspec.cli.search_run import Job, run
-    from selfspec.tools.studies.search.plan import SearchPlan
+    from selfspec.tools.studies.search import SearchPlan
 
     lengths = {"draft_lengths": tuple(draft_length)} if draft_length else {}
     plan = SearchPlan(evaluations, fewest, most, reach=reach, seed=seed, **lengths)

@@ -15,13 +15,10 @@ from selfspec.cli.options import OutputFormat
 from selfspec.cli.outcome import print_json
 from selfspec.environment import versions
 from selfspec.files.writing import check_output_file, check_output_folder
-from selfspec.tools.studies.journal import open_storage
+from selfspec.tools.studies.models import check_inputs, loader
 from selfspec.tools.studies.requirements import require_packages
-from selfspec.tools.studies.search.job import find, save
-from selfspec.tools.studies.search.plan import SearchPlan
-from selfspec.tools.studies.search.run import Found
+from selfspec.tools.studies.search import Found, SearchPlan, find, save
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.subject import check_inputs, loader
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,12 @@ def run(job: Job) -> None:
     if job.storage is not None and "://" not in job.storage:
         check_output_folder(Path(job.storage))
     check_inputs(study)
-    subject = loader(study, job.device)(study.models[0])
-    storage = None if job.storage is None else open_storage(job.storage)
+    studied = loader(study, job.device)(study.models[0])
     with shown_progress("searching") as told:
-        found = find(subject, study, job.plan, storage, job.storage, lambda done: told(done, job.plan.evaluations))
+        found = find(studied, study, job.plan, job.storage, lambda done: told(done, job.plan.evaluations))
     about = {"plan": asdict(job.plan), "workload": study.workloads[0], "temperature": study.temperatures[0]}
     about |= {"evaluations": len(found.scores), "pricing": study.pricing}
-    save(found, subject, job.to, about)
+    save(found, studied, job.to, about)
     if job.output == "json":
         print_json({**found.to_dict(), "file": str(job.to), **about, "versions": versions()})
     else:

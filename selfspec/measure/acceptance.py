@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.draft.along_path import PathDrafter
 from selfspec.errors import DraftConfigError, PromptError
-from selfspec.measure.continuation import Continuation
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.figures import ExitFigures
+from selfspec.measure.own_text import Continuation
 from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.readout import Readout
 from selfspec.model.adapter import Adapter

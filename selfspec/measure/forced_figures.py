@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.measure.forced_passes import ForcedText, LayerViews
-from selfspec.measure.prefix_tree import Candidate, readings
+from selfspec.measure.prefix_tree import DraftPath, readings
 
 # Tokens of one pass, copies included.
 _MOST_TOKENS = 4096
@@ -55,24 +55,22 @@ _FIELDS = ("agreed", "overlap", "chance")
 
 
 @dataclass(frozen=True)
-class Texts:
-    """What drafts are judged on.
+class WrittenTexts:
+    """Texts that a model wrote itself, on which its drafts are judged.
 
     Attributes:
         ids: `[texts, tokens]`.
         first: the first token that is drafted.
-        temperature: at which p and q are compared; 0: greedily.
-        own: whether the model wrote them itself at that temperature; if not, `chance` is the overlap.
+        temperature: at which they were written, and at which p and q are compared; 0: greedily.
     """
 
     ids: Tensor
     first: int
     temperature: float
-    own: bool = True
 
 
 def forced_figures(
-    views: LayerViews, texts: Texts, candidates: Sequence[Candidate], reach: int = 1
+    views: LayerViews, texts: WrittenTexts, paths: Sequence[DraftPath], reach: int = 1
 ) -> list[ForcedFigures]:
     """Judge many draft paths by teacher forcing, without generating anything.
 
@@ -81,20 +79,20 @@ def forced_figures(
     Args:
         views: of the model.
         texts: to draft.
-        candidates: draft paths.
+        paths: draft paths.
         reach: positions of a draft that are told apart; further ones are taken to be like the last of them.
 
     Raises:
         UnsupportedModelError: this architecture cannot be read so.
     """
     rows = max(1, _MOST_TOKENS // (reach * texts.ids.shape[1]))
-    parts: list[list[ForcedFigures]] = [[] for _ in candidates]
+    parts: list[list[ForcedFigures]] = [[] for _ in paths]
     for number, ids in enumerate(texts.ids.split(rows)):
         text = ForcedText(views, ids, texts.first, reach)
         if number == 0:
             text.check()
-        judge = _Judge(text.logits, ids[:, texts.first :], texts.temperature, texts.own)
-        for reading in readings(text, candidates):
+        judge = _Judge(text.logits, ids[:, texts.first :], texts.temperature)
+        for reading in readings(text, paths):
             parts[reading.number].append(judge.figures(reading.logits))
     return [ForcedFigures.together(each) for each in parts]
 
@@ -106,13 +104,12 @@ class _Judge:
         logits: the target's, `[texts, tokens, vocab]`.
         tokens: the texts', `[texts, tokens]`.
         temperature: 0: greedily.
-        own: see `Texts`.
     """
 
-    def __init__(self, logits: Tensor, tokens: Tensor, temperature: float, own: bool) -> None:
+    def __init__(self, logits: Tensor, tokens: Tensor, temperature: float) -> None:
         self._likeliest = logits.argmax(-1)
         self._temperature = temperature
-        self._tokens = tokens[..., None] if own else None
+        self._tokens = tokens[..., None]
         self._p = (logits.float() / temperature).softmax(-1) if temperature else None
 
     def figures(self, logits: Tensor) -> ForcedFigures:
@@ -122,8 +119,6 @@ class _Judge:
             return ForcedFigures(agreed, agreed, agreed)
         q = (logits.float() / self._temperature).softmax(-1)
         overlap = torch.stack([torch.minimum(self._p, each).sum(-1) for each in q])
-        if self._tokens is None:
-            return ForcedFigures(agreed, overlap, overlap)
         p_there = self._p.gather(-1, self._tokens)[..., 0]
         q_there = torch.stack([each.gather(-1, self._tokens)[..., 0] for each in q])
         return ForcedFigures(agreed, overlap, (q_there / p_there).clamp(max=1.0))

@@ -1,51 +1,78 @@
-"""Texts that a model writes on from some prompts: what its drafts meet when it generates."""
+"""Texts that a model writes on from prompts: what its drafts meet when it generates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from selfspec.api import wrap
-from selfspec.measure.continuation import Continuation
 from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.stock import bare
-from selfspec.model.adapter import Adapter
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text, and where drafts begin to be judged on it.
+
+    Attributes:
+        ids: token ids, `[1, tokens]`.
+        prompt: tokens of the prompt, at least 1; the tokens after them are judged.
+    """
+
+    ids: Tensor
+    prompt: int = 1
+
+
+def own_text(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: float, seed: int = 0) -> Tensor:
+    """Let the stock model continue prompts of one length, without top-k, top-p or other defaults of its own.
+
+    Args:
+        model: writes; it is left as it is.
+        prompts: token ids, `[texts, prompt]`, on the model's device.
+        new_tokens: tokens of each continuation; nothing ends it early.
+        temperature: 0 writes greedily.
+        seed: of the draws.
+
+    Returns:
+        `[texts, prompt + new tokens]`.
+    """
+    sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
+    length = prompts.shape[1] + new_tokens
+    config = GenerationConfig(do_sample=bool(sampled), max_length=length, eos_token_id=None, pad_token_id=0, **sampled)
+    writer = bare(model)
+    writer.generation_config = config
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()), enabled=bool(sampled)):
+        if sampled:
+            torch.manual_seed(seed)
+        ids: Tensor = writer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+    return ids
 
 
 def continued(
     model: PreTrainedModel,
-    adapter: Adapter,
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     temperature: float,
     seed: int = 0,
     watch: Watch | None = None,
 ) -> list[Continuation]:
-    """Prompts continued by the model itself, plainly, without filters of its own.
+    """Let the stock model continue prompts of any lengths, one by one.
 
     Args:
-        model: writes.
-        adapter: where its layers are.
+        model: writes; it is left as it is.
         prompts: token ids, each `[1, prompt]`, on the model's device.
         max_new_tokens: tokens of each continuation; nothing ends it early.
         temperature: 0 writes greedily.
-        seed: of the first text; the next ones count on from it.
+        seed: of the first text; the others count on from it.
         watch: is told of each text.
-
-    Raises:
-        PromptError, UnsupportedModelError: before any forward pass.
     """
-    spec, told = wrap(bare(model), adapter=adapter), watch or Unwatched()
-    options: dict[str, Any] = {"do_sample": temperature > 0, "eos_token_id": None, "max_new_tokens": max_new_tokens}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0}
+    told = watch or Unwatched()
     told.begin(len(prompts))
     texts = []
     for number, prompt in enumerate(prompts):
         told.step("the model's own text")
-        output = spec.generate(prompt, seed=seed + number, **options)
-        texts.append(Continuation(output.sequences, prompt.shape[1]))
+        texts.append(Continuation(own_text(model, prompt, max_new_tokens, temperature, seed + number), prompt.shape[1]))
     return texts

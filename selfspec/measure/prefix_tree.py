@@ -14,7 +14,7 @@ from selfspec.model.layer_path import LayerPath
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DraftPath:
     """A draft path.
 
     Attributes:
@@ -33,10 +33,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one candidate says.
+    """What one draft path says.
 
     Attributes:
-        number: of the candidate, in the order given.
+        number: of the path, in the order given.
         logits: of every drafted token, see `ForcedText.read`.
     """
 
@@ -44,7 +44,7 @@ class Reading:
     logits: Tensor
 
 
-def readings(text: ForcedText, candidates: Sequence[Candidate]) -> Iterator[Reading]:
+def readings(text: ForcedText, paths: Sequence[DraftPath]) -> Iterator[Reading]:
     """Read a text along many draft paths, in an order that shares the most work.
 
     Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
@@ -52,24 +52,24 @@ def readings(text: ForcedText, candidates: Sequence[Candidate]) -> Iterator[Read
 
     Args:
         text: what is read.
-        candidates: the paths.
+        paths: the paths.
     """
-    ways = sorted((tuple(map(_order, parts_run(each.path))), number) for number, each in enumerate(candidates))
-    yield from _visit(text, candidates, ways, 0, None)
+    ways = sorted((tuple(map(_order, parts_run(each.path))), number) for number, each in enumerate(paths))
+    yield from _visit(text, paths, ways, 0, None)
 
 
 def _visit(
     text: ForcedText,
-    candidates: Sequence[Candidate],
+    paths: Sequence[DraftPath],
     ways: Sequence[tuple[tuple[tuple[int, ...], ...], int]],
     layer: int,
     hidden: Tensor | None,
 ) -> Iterator[Reading]:
     """Go on from states that enter a layer; None: they are exact so far."""
-    if layer == candidates[ways[0][1]].path.depth:
+    if layer == paths[ways[0][1]].path.depth:
         last = text.exact(layer) if hidden is None else hidden
         for _, number in ways:
-            each = candidates[number]
+            each = paths[number]
             # An exit head stands behind the last layer that runs; nothing after that changed the states.
             yield Reading(number, text.read(last, each.exit_layer, each.head))
         return
@@ -82,7 +82,7 @@ def _visit(
             states = hidden
         else:
             states = text.run(layer, parts, text.exact(layer) if hidden is None else hidden)
-        yield from _visit(text, candidates, list(group), layer + 1, states)
+        yield from _visit(text, paths, list(group), layer + 1, states)
 
 
 def _order(parts: Parts) -> tuple[int, ...]:

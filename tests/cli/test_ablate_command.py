@@ -10,7 +10,7 @@ import pytest
 from helpers.running import Invoke
 from selfspec.tools.demo import checkpoint_folder as demo_folder
 
-pytest.importorskip("optuna")
+pytest.importorskip("sqlalchemy")
 
 _QUICK = (
     "--texts", "2", "--prompt-tokens", "6", "--max-new-tokens", "12", "--pricing", "weights", "--device", "cpu",

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.stories import checkpoint_folder
 from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.subject import Subject
 
 TEXTS, PROMPT = 3, 6
 
@@ -35,10 +35,10 @@ def declared(**changes: Any) -> Study:
     )
 
 
-def stories_loader() -> Callable[[str], Subject]:
+def stories_loader() -> Callable[[str], StudiedModel]:
     """What loads the model, once."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     prompts = torch.randint(3, 400, (TEXTS, PROMPT), generator=torch.Generator().manual_seed(0))
-    subject = Subject("stories", model, find_adapter(model), {"given": prompts}, tokenizer)
-    return lambda name: subject
+    studied = StudiedModel("stories", model, find_adapter(model), {"given": prompts}, tokenizer)
+    return lambda name: studied

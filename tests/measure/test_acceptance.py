@@ -13,9 +13,7 @@ from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError, Reduce
 from selfspec.draft.along_path import PathDrafter
 from selfspec.measure import acceptance as module
 from selfspec.measure.acceptance import teacher_forced
-from selfspec.measure.continuation import Continuation
-from selfspec.measure.estimate import Estimate
-from selfspec.measure.own_text import continued
+from selfspec.measure.own_text import Continuation, continued
 from selfspec.model.registry import find_adapter
 
 TEMPERATURES = (0.5, 1.0)
@@ -77,14 +75,13 @@ def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> Non
 
 
 def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> None:
-    adapter = find_adapter(llama)
-    texts = continued(llama, adapter, [tiny.prompt(4), tiny.prompt(6, seed=1)], 5, temperature=0.0)
+    texts = continued(llama, [tiny.prompt(4), tiny.prompt(6, seed=1)], 5, temperature=0.0)
     assert [text.prompt for text in texts] == [4, 6]
     assert [text.ids.shape for text in texts] == [(1, 9), (1, 11)]
     expected = llama.generate(tiny.prompt(4), max_new_tokens=5, do_sample=False)
     assert torch.equal(texts[0].ids, expected)
-    sampled = continued(llama, adapter, [tiny.prompt(4)], 5, temperature=0.8, seed=3)
-    assert torch.equal(sampled[0].ids, continued(llama, adapter, [tiny.prompt(4)], 5, temperature=0.8, seed=3)[0].ids)
+    sampled = continued(llama, [tiny.prompt(4)], 5, temperature=0.8, seed=3)
+    assert torch.equal(sampled[0].ids, continued(llama, [tiny.prompt(4)], 5, temperature=0.8, seed=3)[0].ids)
 
 
 def test_zero_is_agreement(llama: PreTrainedModel) -> None:
@@ -103,19 +100,3 @@ def test_a_temperature_of_zero_and_a_bad_exit_are_refused(llama: PreTrainedModel
         teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, [tiny.prompt(4)], (0.0,))
     with pytest.raises(DraftConfigError, match="out of range"):
         teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(9)}, [tiny.prompt(4)])
-
-
-def test_the_interval_covers_the_ratio_and_shrinks_with_sequences() -> None:
-    few = Estimate.of_ratio([1.0, 3.0], [4, 4])
-    many = Estimate.of_ratio([1.0, 3.0] * 50, [4, 4] * 50)
-    assert few.value == many.value == 0.5
-    assert few.low == 0.25
-    assert few.high == 0.75
-    assert few.low < many.low < 0.5 < many.high < few.high
-
-
-def test_quartiles_lie_about_the_median() -> None:
-    assert Estimate.of_median([4.0, 1.0, 2.0, 3.0, 5.0]) == Estimate(3.0, 2.0, 4.0)
-    assert Estimate.of_median([2.0]) == Estimate(2.0, 2.0, 2.0)
-    with pytest.raises(ValueError, match="no samples"):
-        Estimate.of_median([])

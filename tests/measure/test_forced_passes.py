@@ -10,7 +10,7 @@ from helpers import tiny
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.measure.forced_passes import ForcedText, LayerViews
-from selfspec.measure.prefix_tree import Candidate, readings
+from selfspec.measure.prefix_tree import DraftPath, readings
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.runner import ModelRunner
@@ -45,7 +45,7 @@ def test_every_path_says_what_the_loop_would_draft(architecture: str) -> None:
     text = ForcedText(LayerViews(model, find_adapter(model)), ids, _FIRST, _REACH)
     text.check()
     seen = set()
-    for reading in readings(text, [Candidate(path) for path in _PATHS]):
+    for reading in readings(text, [DraftPath(path) for path in _PATHS]):
         seen.add(reading.number)
         for row in range(2):
             for start in (_FIRST - 1, 9):
@@ -64,7 +64,7 @@ def test_what_begins_alike_is_computed_once() -> None:
 
     def layers_run(paths: list[LayerPath]) -> int:
         text = ForcedText(views, ids, _FIRST)
-        assert len(list(readings(text, [Candidate(path) for path in paths]))) == len(paths)
+        assert len(list(readings(text, [DraftPath(path) for path in paths]))) == len(paths)
         return text.passes // ids.numel()
 
     assert layers_run([LayerPath.full(tiny.DEPTH)]) == 0

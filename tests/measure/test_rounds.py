@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -11,9 +10,9 @@ import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_path import PathDrafter
-from selfspec.measure.forced_figures import ForcedFigures, Texts, forced_figures
+from selfspec.measure.forced_figures import ForcedFigures, WrittenTexts, forced_figures
 from selfspec.measure.forced_passes import LayerViews
-from selfspec.measure.prefix_tree import Candidate
+from selfspec.measure.prefix_tree import DraftPath
 from selfspec.measure.rounds import expected_rounds
 from selfspec.model.registry import find_adapter
 
@@ -38,9 +37,9 @@ def prompt() -> Tensor:
     return ids
 
 
-def _figures(model: PreTrainedModel, drafter: PathDrafter, texts: Texts, reach: int) -> ForcedFigures:
-    candidate = Candidate(drafter.path(5))
-    return forced_figures(LayerViews(model, find_adapter(model)), texts, [candidate], reach)[0]
+def _figures(model: PreTrainedModel, drafter: PathDrafter, texts: WrittenTexts, reach: int) -> ForcedFigures:
+    path = DraftPath(drafter.path(5))
+    return forced_figures(LayerViews(model, find_adapter(model)), texts, [path], reach)[0]
 
 
 @pytest.mark.parametrize("drafter", _DRAFTERS, ids=repr)
@@ -50,7 +49,7 @@ def test_greedy_rounds_are_those_of_the_generation(
 ) -> None:
     spec = selfspec.wrap(stories, draft=drafter, draft_length=length)
     output = spec.generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)
-    texts = Texts(output.sequences, prompt.shape[1], temperature=0.0)
+    texts = WrittenTexts(output.sequences, prompt.shape[1], temperature=0.0)
     expected = expected_rounds(_figures(stories, drafter, texts, length), length)
     assert list(expected.judged) == output.stats.judged_per_position
     assert list(expected.accepted) == output.stats.accepted_per_position
@@ -67,19 +66,10 @@ def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrained
     others = selfspec.wrap(stories).generate(
         many, max_new_tokens=_NEW, do_sample=True, top_k=0, eos_token_id=None, seed=2
     )
-    texts = Texts(others.sequences, prompt.shape[1], temperature=1.0)
+    texts = WrittenTexts(others.sequences, prompt.shape[1], temperature=1.0)
     expected = expected_rounds(_figures(stories, drafter, texts, length), length)
     # About 1,500 and 900 draft tokens each: a standard error is 0.013 and 0.017.
     for position in range(length):
         found = output.stats.accepted_per_position[position] / output.stats.judged_per_position[position]
         assert expected.accepted[position] / expected.judged[position] == pytest.approx(found, abs=0.06)
     assert expected.mean_accepted_length == pytest.approx(output.stats.mean_accepted_length, rel=0.04)
-
-
-def test_on_text_of_others_the_chance_is_the_overlap(stories: PreTrainedModel, prompt: Tensor) -> None:
-    texts = Texts(prompt.repeat(2, 1), 3, temperature=1.0, own=False)
-    figures = _figures(stories, _DRAFTERS[0], texts, 2)
-    assert figures.reach == 2
-    assert torch.equal(figures.chance, figures.overlap)
-    assert 0 < figures.alpha < 1
-    assert 0 <= figures.agreement <= 1

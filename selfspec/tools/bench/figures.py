@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from selfspec.measure.interval import Estimate, estimate
+from selfspec.measure.estimate import Estimate
 from selfspec.tools.bench.record import Record
 
 CYCLING = 0.1
@@ -50,19 +50,19 @@ def cycle_share(record: Record) -> float:
 
 def speed(record: Record, speeds: Speeds, calls: Sequence[int] | None = None) -> Estimate:
     """Tokens per second, of all rows together."""
-    return estimate(speeds(record, all_calls(record) if calls is None else calls))
+    return Estimate.of_median(speeds(record, all_calls(record) if calls is None else calls))
 
 
 def ratio(record: Record, reference: Record, speeds: Speeds, calls: Sequence[int] | None = None) -> Estimate:
     """Speed against another arm's, taken repeat by repeat, since both met the same troubles in a repeat."""
     which = all_calls(record) if calls is None else calls
     pairs = zip(speeds(record, which), speeds(reference, which), strict=True)
-    return estimate([own / other for own, other in pairs])
+    return Estimate.of_median([own / other for own, other in pairs])
 
 
 def first_token_seconds(record: Record) -> Estimate:
     """Time until the first tokens of a call stand; of each repeat the mean over calls."""
-    return estimate([statistics.mean(repeat) for repeat in record.first_seconds])
+    return Estimate.of_median([statistics.mean(repeat) for repeat in record.first_seconds])
 
 
 def mean_accepted_length(record: Record) -> float:

@@ -81,9 +81,9 @@ def _speed(cells: Sequence[MeasuredCell]) -> Figure:
             found = figures.ratio(record, reference, figures.decoding)
             own = record.arm.kind in (Kind.PLAIN, Kind.DRAFT)
             panel.errorbar(
-                found.median,
+                found.value,
                 names.index(record.arm.name),
-                xerr=[[found.median - found.low], [found.high - found.median]],
+                xerr=[[found.value - found.low], [found.high - found.value]],
                 fmt="o" if own else "s",
                 color=_COLOURS[0] if own else _COLOURS[1],
                 capsize=3,
@@ -144,13 +144,13 @@ def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
     panel.plot([0, furthest], [0, 0.9 * furthest], color="#888888", linewidth=0.8, linestyle="--")
     for style, name in enumerate(names):
         own = [each for other, each in points if other == name]
-        medians = [each.measured.median for each in own]
+        medians = [each.measured.value for each in own]
         panel.errorbar(
             [each.predicted for each in own],
             medians,
             yerr=[
-                [each.measured.median - each.measured.low for each in own],
-                [each.measured.high - each.measured.median for each in own],
+                [each.measured.value - each.measured.low for each in own],
+                [each.measured.high - each.measured.value for each in own],
             ],
             fmt=_MARKERS[style % len(_MARKERS)],
             color=_COLOURS[style % len(_COLOURS)],

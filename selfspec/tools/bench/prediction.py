@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from selfspec.measure.interval import Estimate
+from selfspec.measure.estimate import Estimate
 from selfspec.tools.bench.figures import decoding, ratio
 from selfspec.tools.bench.record import Record
 
@@ -99,7 +99,7 @@ def prediction(record: Record, plain: Record) -> Prediction | None:
     # Rows advance side by side: a round commits so many tokens in each.
     predicted = sum(map(sum, record.tokens)) / record.cell.batch / total
     measured = ratio(record, plain, decoding)
-    return Prediction(predicted, measured, measured.median / predicted)
+    return Prediction(predicted, measured, measured.value / predicted)
 
 
 def _round_seconds(record: Record) -> float:

@@ -62,7 +62,7 @@ def speeds(measured: MeasuredCell) -> str:
             _ratio(arm, reference, figures.decoding, calm) if calm else ""
         ),
         "whole calls": lambda arm: _ratio(arm, reference, figures.whole_call),
-        "first token, ms": lambda arm: f"{1000 * figures.first_token_seconds(arm).median:.0f}",
+        "first token, ms": lambda arm: f"{1000 * figures.first_token_seconds(arm).value:.0f}",
         "mean accepted length": lambda arm: f"{figures.mean_accepted_length(arm):.2f}",
         "acceptance by position": _acceptance,
         "in cycles": lambda arm: f"{figures.cycle_share(arm):.0%}",

@@ -273,5 +273,5 @@ def _acceptance(
     settings: Settings,
     told: Watch,
 ) -> dict[str, Acceptance]:
-    texts = continued(model, adapter, prompts, settings.max_new_tokens, temperature, settings.seed, told)
+    texts = continued(model, prompts, settings.max_new_tokens, temperature, settings.seed, told)
     return teacher_forced(model, adapter, drafters, texts, (settings.temperature,), told)

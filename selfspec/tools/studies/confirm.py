@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import astuple
 from typing import Any
 
 from torch import Tensor
@@ -12,21 +11,21 @@ from torch import Tensor
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.stats import Stats
-from selfspec.measure.forced_figures import Texts
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.forced_figures import WrittenTexts
 from selfspec.measure.peak_memory import peak_memory
 from selfspec.measure.stock import bare
 from selfspec.runtime import Eager
 from selfspec.tools.studies.drafts import NamedDraft, draft_of
-from selfspec.tools.studies.intervals import ratio
-from selfspec.tools.studies.point import Point
-from selfspec.tools.studies.subject import Subject
+from selfspec.tools.studies.models import StudiedModel
+from selfspec.tools.studies.points import Point
 
 # Texts are sampled from other seeds than those that estimates are made on.
 _OTHER_SEEDS = 1_000_003
 
 
 def measure_point(draft: NamedDraft, texts: Point, draft_length: int, rule: str) -> Point:
-    """The point of confirming one draft at one draft length."""
+    """Return the point of confirming one draft at one draft length."""
     content = {
         "draft": draft.name,
         "draft_content": draft.content,
@@ -35,29 +34,28 @@ def measure_point(draft: NamedDraft, texts: Point, draft_length: int, rule: str)
         "rule": rule,
         "runtime": "eager",
     }
-    place = {**texts.place, "temperature": texts.content["temperature"], "draft": draft.name}
-    return Point("measure", content, place)
+    return Point("measure", content, {**texts.place, "draft": draft.name})
 
 
-def measure(subject: Subject, texts: Texts, point: Point) -> dict[str, Any]:
+def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[str, Any]:
     """Generate from the same prompts, plainly and with the draft in turns.
 
     Raises:
         SelfSpecError: the draft does not fit the model.
     """
     drafter, length = draft_of(point.content["draft"]), point.content["draft_length"]
-    model = bare(subject.model)
+    model = bare(studied.model)
     # Programs take longer to prove themselves than a point takes, and costs are timed without them too.
     eager = Eager()
     spec = wrap(
-        model, drafter, draft_length=length, accept=point.content["rule"], adapter=subject.adapter, runtime=eager
+        model, drafter, draft_length=length, accept=point.content["rule"], adapter=studied.adapter, runtime=eager
     )
-    plain = wrap(model, adapter=subject.adapter, runtime=eager)
+    plain = wrap(model, adapter=studied.adapter, runtime=eager)
     prompts = texts.ids[:, : texts.first].split(1)
     options = _options(texts)
     seed = _OTHER_SEEDS * (1 + point.place["seed"])
     _run(plain, prompts[0], seed, options)
-    peak = peak_memory(lambda: _run(spec, prompts[0], seed, options), subject.model.device)
+    peak = peak_memory(lambda: _run(spec, prompts[0], seed, options), studied.model.device)
     pairs = [
         (_run(plain, prompt, seed + number, options), _run(spec, prompt, seed + number, options))
         for number, prompt in enumerate(prompts)
@@ -66,21 +64,14 @@ def measure(subject: Subject, texts: Texts, point: Point) -> dict[str, Any]:
     stats = [output.stats for output in drafted]
     step = sum(map(_seconds, (output.stats for output, _ in pairs))) / sum(output.lengths[0] for output, _ in pairs)
     speed = sum(map(_seconds, stats)) / sum(each.new_tokens for each in stats)
-    overlap = sum(each.overlap for each in stats)
     return {
         "judged": _summed([each.judged_per_position for each in stats]),
         "accepted": _summed([each.accepted_per_position for each in stats]),
-        "mean_accepted_length": list(
-            astuple(ratio([float(each.new_tokens) for each in stats], [float(each.row_rounds) for each in stats]))
-        ),
-        "overlap": overlap or None,
-        "plain_step_seconds": step,
-        "seconds_per_token": speed,
+        "mean_accepted_length": Estimate.of_ratio(
+            [each.new_tokens for each in stats], [each.row_rounds for each in stats]
+        ).to_dict(),
         "tokens_per_second": 1 / speed,
         "speedup": step / speed,
-        "speedups": [
-            _seconds(one.stats) / one.lengths[0] / (_seconds(other.stats) / other.lengths[0]) for one, other in pairs
-        ],
         "speedup_median": statistics.median(
             _seconds(one.stats) / one.lengths[0] / (_seconds(other.stats) / other.lengths[0]) for one, other in pairs
         ),
@@ -91,14 +82,14 @@ def measure(subject: Subject, texts: Texts, point: Point) -> dict[str, Any]:
     }
 
 
-def _is_exact(texts: Texts, outputs: list[GenerateOutput]) -> bool | None:
+def _is_exact(texts: WrittenTexts, outputs: list[GenerateOutput]) -> bool | None:
     """Whether greedy tokens are those of `model.generate`; None where they need not be, or need not be bit for bit."""
     if texts.temperature or not outputs[0].lossless:
         return None
     return all(output.sequences[0].tolist() == row for output, row in zip(outputs, texts.ids.tolist(), strict=True))
 
 
-def _options(texts: Texts) -> Mapping[str, Any]:
+def _options(texts: WrittenTexts) -> Mapping[str, Any]:
     sampled = {"temperature": texts.temperature, "top_k": 0, "top_p": 1.0} if texts.temperature else {}
     new_tokens = texts.ids.shape[1] - texts.first
     return {"do_sample": bool(sampled), "max_new_tokens": new_tokens, "eos_token_id": None, **sampled}

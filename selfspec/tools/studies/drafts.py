@@ -19,7 +19,7 @@ from selfspec.errors import SelfSpecError, StudyError
 from selfspec.files.json_text import parse_json
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part, Sublayer
-from selfspec.tools.studies.search.space import Space
+from selfspec.tools.studies.skip_sets import Space
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
 # Sets drawn in vain, all known, before there are held to be no more.

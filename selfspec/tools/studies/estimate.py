@@ -1,22 +1,21 @@
-"""Many drafts judged on one workload at once, by teacher forcing."""
+"""Many drafts judged on one model's texts at once, by teacher forcing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
-from selfspec.measure.forced_figures import ForcedFigures, Texts, forced_figures
-from selfspec.measure.prefix_tree import Candidate
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.forced_figures import ForcedFigures, WrittenTexts, forced_figures
+from selfspec.measure.prefix_tree import DraftPath
 from selfspec.measure.rounds import expected_rounds
 from selfspec.tools.studies.drafts import NamedDraft, draft_of
-from selfspec.tools.studies.intervals import ratio
-from selfspec.tools.studies.point import Point
-from selfspec.tools.studies.subject import Subject
+from selfspec.tools.studies.models import StudiedModel
+from selfspec.tools.studies.points import Point
 
 
 def estimate_point(draft: NamedDraft, texts: Point, lengths: Sequence[int], reach: int) -> Point:
-    """The point of judging one draft on some texts."""
+    """Return the point of judging one draft on some texts."""
     content = {
         "draft": draft.name,
         "draft_content": draft.content,
@@ -24,41 +23,37 @@ def estimate_point(draft: NamedDraft, texts: Point, lengths: Sequence[int], reac
         "draft_lengths": list(lengths),
         "reach": min(reach, max(lengths)),
     }
-    place = {**texts.place, "temperature": texts.content["temperature"], "draft": draft.name}
-    return Point("estimate", content, place)
+    return Point("estimate", content, {**texts.place, "draft": draft.name})
 
 
-def estimate(subject: Subject, texts: Texts, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """What each of some drafts would do on the same texts.
+def estimate(studied: StudiedModel, texts: WrittenTexts, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Estimate what each of some drafts would do on the same texts.
 
     Raises:
-        SelfSpecError: a draft does not fit, or this architecture cannot be judged so.
+        SelfSpecError: a draft does not fit, or this architecture cannot be judged by teacher forcing.
     """
     drafters = [draft_of(point.content["draft"]) for point in points]
-    candidates = [Candidate(drafter.path(subject.depth), drafter.head) for drafter in drafters]
+    paths = [DraftPath(drafter.path(studied.depth), drafter.head) for drafter in drafters]
     reach = max(point.content["reach"] for point in points)
-    judged = forced_figures(subject.views, texts, candidates, reach)
+    judged = forced_figures(studied.views, texts, paths, reach)
     return [_found(figures, point.content["draft_lengths"]) for point, figures in zip(points, judged, strict=True)]
 
 
 def _found(figures: ForcedFigures, lengths: Sequence[int]) -> dict[str, Any]:
-    replays = {length: expected_rounds(figures, length) for length in lengths}
-    tokens = figures.agreed[0].numel()
+    by_length = {}
+    for length in lengths:
+        expected = expected_rounds(figures, length)
+        tokens = Estimate.of_ratio([float(expected.tokens)] * len(expected.rounds), expected.rounds)
+        by_length[str(length)] = {
+            "judged": list(expected.judged),
+            "accepted": list(expected.accepted),
+            "mean_accepted_length": tokens.to_dict(),
+        }
     return {
-        "tokens": tokens,
+        "tokens": figures.agreed[0].numel(),
         "agreement": figures.agreement,
         "alpha": figures.alpha,
-        "lengths": {
-            str(length): {
-                "judged": list(replay.judged),
-                "accepted": list(replay.accepted),
-                "acceptance_rate": replay.acceptance_rate,
-                "mean_accepted_length": list(
-                    astuple(ratio([float(replay.tokens)] * len(replay.rounds), replay.rounds))
-                ),
-            }
-            for length, replay in replays.items()
-        },
+        "lengths": by_length,
         # Whether each token's draft would have been its target's likeliest, at the first position of a draft.
         "right": ["".join("1" if each else "0" for each in row) for row in figures.agreed[0].tolist()],
     }

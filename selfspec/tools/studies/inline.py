@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import StudyError
 from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.requirements import require_packages
 from selfspec.tools.studies.run import work_on
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.subject import Subject
 
 _GIVEN = "given"
 
@@ -54,9 +54,9 @@ def ablate(
     if taken:
         raise StudyError(f"{taken[0]} follows from the model and its prompts; leave it out")
     study = Study.of({**declared, **own}, "the study")
-    subject = Subject(type(model).__name__, model, find_adapter(model), {_GIVEN: ids}, tokenizer)
+    studied = StudiedModel(type(model).__name__, model, find_adapter(model), {_GIVEN: ids}, tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        table = work_on(study, lambda name: subject, Path(folder if to is None else to)).table
+        table = work_on(study, lambda name: studied, folder if to is None else to).table
     if find_spec("pandas") is None:
         return table
     import pandas

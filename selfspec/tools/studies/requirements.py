@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from selfspec.errors import StudyError
 
-WORK = ("optuna", "scipy")
+WORK = ("scipy", "sqlalchemy")
 REPORT = ("matplotlib", "pandas", "plotly", "pyarrow")
 
 

@@ -1,20 +1,31 @@
-"""A whole study: check it, join its storage, work, and give its table."""
+"""A whole study: check it, work on it with whoever else does, and give its table."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from selfspec.tools.studies.plan import Plan
-from selfspec.tools.studies.point import Point, Result
+from selfspec.environment import environment
+from selfspec.errors import SelfSpecError
+from selfspec.tools.studies.confirm import measure
+from selfspec.tools.studies.estimate import estimate
+from selfspec.tools.studies.models import StudiedModel, check_inputs, loader, texts_of, write_texts
+from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.studies.prices import find_costs
 from selfspec.tools.studies.requirements import require_packages
+from selfspec.tools.studies.stages import StudyPoints, units
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.subject import Subject, check_inputs, loader
 from selfspec.tools.studies.table import Row, rows
-from selfspec.tools.studies.worker import Board, join, work
 
-LOCKS = "workers"
+if TYPE_CHECKING:
+    from selfspec.tools.studies.board import Board
+
+# A point that killed so many workers is given up.
+_MOST_DEATHS = 3
+_PAUSE = 0.25
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,7 @@ class Finding:
     @property
     def failed(self) -> list[Result]:
         """Points that went wrong."""
-        return [
-            self.results[key] for point in self.points if (key := point.key) in self.results and self.results[key].error
-        ]
+        return [result for result in self.results.values() if result.error is not None]
 
 
 def run_study(
@@ -51,12 +60,12 @@ def run_study(
     device: str = "auto",
     told: Callable[[int, int], None] = lambda done, known: None,
 ) -> Finding:
-    """Work on a study until all of it is found out; called several times at once, together.
+    """Work on a study until all of it is found out. Several calls at once share the work.
 
     Args:
         study: what is declared.
-        to: its folder. The same call goes on with what was begun there.
-        storage: URL of a database to keep it in; None: a journal file in the folder.
+        to: its folder. The same call continues what was begun there.
+        storage: URL of a database to keep it in; None: a SQLite file in the folder.
         device: as in `torch.device`, or "auto".
         told: of progress: points found out, and all that are known of.
 
@@ -66,19 +75,99 @@ def run_study(
     """
     require_packages()
     check_inputs(study)
-    return work_on(study, loader(study, device), to, storage, told)
+    return work_on(study, loader(study, device), storage or to, told)
 
 
 def work_on(
     study: Study,
-    load: Callable[[str], Subject],
-    to: Path,
-    storage: str | None = None,
+    load: Callable[[str], StudiedModel],
+    place: str | Path,
     told: Callable[[int, int], None] = lambda done, known: None,
 ) -> Finding:
-    """The same, of models from wherever they come."""
-    plan = Plan(study, load)
-    board = Board(storage or to, study.name)
-    join(board, study.to_dict())
-    results = work(board, plan, load, to / LOCKS, told)
-    return Finding(study, plan.points(results), results)
+    """Do the same with models from anywhere.
+
+    Args:
+        study: what is declared.
+        load: returns the model of a name.
+        place: folder or URL to keep it in.
+        told: of progress.
+    """
+    from selfspec.tools.studies.board import Board
+
+    points = StudyPoints(study, load)
+    with Board(place) as board:
+        while True:
+            results = board.results()
+            known = points.all(results)
+            missing = [point for point in known if point.key not in results]
+            told(len(known) - len(missing), len(known))
+            if not missing:
+                return Finding(study, known, {point.key: results[point.key] for point in known})
+            if not any(_work(board, unit, load, points.models) for unit in units(missing)):
+                # Others are at work on all of it.
+                time.sleep(_PAUSE)
+
+
+def _work(board: Board, unit: Sequence[Point], load: Callable[[str], StudiedModel], models: Mapping[str, str]) -> bool:
+    """Do some points, as far as nobody else does; return whether there were any."""
+    with board.claimed(unit) as claim:
+        if claim.deaths >= _MOST_DEATHS:
+            board.keep([Result(point, {}, f"{claim.deaths} workers died of it") for point in claim.points])
+        elif claim.points:
+            board.keep(do(claim.points, load, models, board.results()))
+    return bool(claim.points)
+
+
+def do(
+    points: Sequence[Point],
+    load: Callable[[str], StudiedModel],
+    models: Mapping[str, str],
+    results: Mapping[str, Result],
+) -> list[Result]:
+    """Find out some points of one kind, model and text.
+
+    Args:
+        points: what is to be found out.
+        load: returns the model of a name.
+        models: names by fingerprint.
+        results: what they build on.
+
+    Returns:
+        As many results; an error of one point does not touch the others.
+    """
+    begun = time.perf_counter()
+    first = points[0]
+    written = results[first.content["texts"]] if "texts" in first.content else None
+    base = (first if written is None else written.point).content["base"]
+    try:
+        studied = load(models[base])
+        found = _found(points, studied, written)
+        seconds = (time.perf_counter() - begun) / len(points)
+        around = environment(studied.model.device)
+        return [Result(point, each, None, seconds, around) for point, each in zip(points, found, strict=True)]
+    # Whatever a point does must not end the study; its error is its result.
+    except Exception as error:
+        if len(points) > 1:
+            return [result for point in points for result in do([point], load, models, results)]
+        return [Result(first, {}, _message(error))]
+
+
+def _found(points: Sequence[Point], studied: StudiedModel, written: Result | None) -> list[dict[str, Any]]:
+    if points[0].kind == "costs":
+        return [find_costs(studied, point) for point in points]
+    if written is None:
+        return [write_texts(studied, point) for point in points]
+    texts = texts_of(written, studied.model.device)
+    if points[0].kind == "estimate":
+        return estimate(studied, texts, points)
+    return [measure(studied, texts, point) for point in points]
+
+
+def _message(error: Exception) -> str:
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SelfSpecError) or error.__traceback__ is None:
+        return message
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    return f"{message} ({Path(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno})"

@@ -6,26 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from selfspec.control.costs import Costs
-from selfspec.control.forecast import speedup
+from selfspec.control.forecast import Forecast, speedup
+from selfspec.measure.estimate import Estimate
 from selfspec.tools.studies.drafts import draft_of, skip_set
-from selfspec.tools.studies.intervals import Interval, wilson
-from selfspec.tools.studies.point import Point, Result
-from selfspec.tools.studies.pricing import prices_of
-from selfspec.tools.studies.search.prices import Prediction, Prices, predict
+from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.studies.prices import Prices, best_length, prices_of
 
 Row = dict[str, Any]
 """One row; what is not known is None."""
 
 
-def predicted(estimated: Result, prices: Prices) -> Prediction:
-    """What an estimated draft is worth at its best draft length."""
+def promised(estimated: Result, prices: Prices) -> Forecast:
+    """Return the best draft length of an estimated draft, and the speed-up it promises."""
     lengths = estimated.found["lengths"]
-    tokens = {int(length): each["mean_accepted_length"][0] for length, each in lengths.items()}
-    return predict(tokens, costs_of(estimated.point, prices), prices.step_seconds)
+    tokens = {int(length): each["mean_accepted_length"]["value"] for length, each in lengths.items()}
+    return best_length(tokens, _costs(estimated.point, prices))
 
 
-def costs_of(point: Point, prices: Prices) -> Costs:
-    """The costs of a point's draft."""
+def _costs(point: Point, prices: Prices) -> Costs:
     name = point.content["draft"]
     depth = 1 + max(each.layer for each in prices.sublayers)
     return prices.costs(draft_of(name).path(depth), name)
@@ -56,7 +54,7 @@ def rows(points: Sequence[Point], results: Mapping[str, Result]) -> list[Row]:
         base = None if texts is None else texts.point.content["base"]
         priced = costs.get(str(base))
         confirmed = measured.get((point.content["draft"], point.content["texts"]), [])
-        table += _rows_of(results[point.key], None if priced is None else prices_of(dict(priced.found)), confirmed)
+        table += _rows_of(results[point.key], None if priced is None else prices_of(priced.found), confirmed)
     return table
 
 
@@ -70,8 +68,8 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
         yield {**place, "error": estimated.error}
         return
     found = estimated.found
-    costs = None if prices is None else costs_of(estimated.point, prices)
-    best = None if prices is None else predicted(estimated, prices).draft_length
+    costs = None if prices is None else _costs(estimated.point, prices)
+    best = None if prices is None else promised(estimated, prices).draft_length
     by_rule = {(each.point.content["draft_length"], each.point.content["rule"]): each for each in confirmed}
     for length, replay in found["lengths"].items():
         # Estimates are of rejection sampling token by token, which greedily all lossless rules are.
@@ -81,10 +79,10 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
             "draft_length": int(length),
             "best_length": None if best is None else int(length) == best,
             "rule": "token",
-            **_spread("agreement", wilson(found["agreement"] * found["tokens"], found["tokens"])),
-            **_spread("alpha", wilson(found["alpha"] * found["tokens"], found["tokens"])),
-            **_spread("acceptance_rate", wilson(sum(replay["accepted"]), sum(replay["judged"]))),
-            **_spread("mean_accepted_length", Interval(*replay["mean_accepted_length"])),
+            **_spread("agreement", Estimate.of_share(found["agreement"] * found["tokens"], found["tokens"])),
+            **_spread("alpha", Estimate.of_share(found["alpha"] * found["tokens"], found["tokens"])),
+            **_spread("acceptance_rate", Estimate.of_share(sum(replay["accepted"]), sum(replay["judged"]))),
+            **_spread("mean_accepted_length", Estimate(**replay["mean_accepted_length"])),
             **_by_position("", replay),
             **(_priced(found, replay, int(length), costs, prices) if costs and prices else {}),
             **(_measured(own) if own else {}),
@@ -94,13 +92,13 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
 
 
 def _priced(found: Mapping[str, Any], replay: Mapping[str, Any], length: int, costs: Costs, prices: Prices) -> Row:
-    promised = predict({length: replay["mean_accepted_length"][0]}, costs, prices.step_seconds)
+    predicted = replay["mean_accepted_length"]["value"] / costs.of_round(length, length)
     return {
         "c": costs.draft,
         "V": costs.verify + length * costs.widening,
         "o": costs.overhead,
-        "predicted_speedup": promised.speedup,
-        "predicted_tokens_per_second": promised.tokens_per_second,
+        "predicted_speedup": predicted,
+        "predicted_tokens_per_second": None if prices.step_seconds is None else predicted / prices.step_seconds,
         "formula_speedup": speedup(found["alpha"], length, costs),
     }
 
@@ -111,8 +109,8 @@ def _measured(confirmed: Result) -> Row:
     found = confirmed.found
     names = ("speedup", "speedup_median", "tokens_per_second", "peak_bytes", "cache_bytes")
     return {
-        **_spread("measured_acceptance_rate", wilson(sum(found["accepted"]), sum(found["judged"]))),
-        **_spread("measured_mean_accepted_length", Interval(*found["mean_accepted_length"])),
+        **_spread("measured_acceptance_rate", Estimate.of_share(sum(found["accepted"]), sum(found["judged"]))),
+        **_spread("measured_mean_accepted_length", Estimate(**found["mean_accepted_length"])),
         **_by_position("measured_", found),
         **{f"measured_{name}": found[name] for name in names},
         "exact": found["exact"],
@@ -121,7 +119,10 @@ def _measured(confirmed: Result) -> Row:
 
 
 def _by_position(prefix: str, counts: Mapping[str, Any]) -> Row:
-    shares = [wilson(accepted, judged) for accepted, judged in zip(counts["accepted"], counts["judged"], strict=True)]
+    shares = [
+        Estimate.of_share(accepted, judged)
+        for accepted, judged in zip(counts["accepted"], counts["judged"], strict=True)
+    ]
     return {
         f"{prefix}judged_by_position": list(counts["judged"]),
         f"{prefix}acceptance_by_position": [each and each.value for each in shares],
@@ -130,8 +131,8 @@ def _by_position(prefix: str, counts: Mapping[str, Any]) -> Row:
     }
 
 
-def _spread(name: str, interval: Interval | None) -> Row:
-    value, low, high = (None, None, None) if interval is None else (interval.value, interval.low, interval.high)
+def _spread(name: str, estimate: Estimate | None) -> Row:
+    value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 

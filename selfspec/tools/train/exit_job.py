@@ -19,7 +19,7 @@ from selfspec.tools.train.exit_heads import ExitHeads
 from selfspec.tools.train.exit_lesson import ExitLesson, ExitLoss
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.jobs import Source, described, load_base, processes_on, read_split, run_lesson
-from selfspec.tools.train.own_text import own_text
+from selfspec.tools.train.own_text import kept_own_text
 from selfspec.tools.train.recipe import Recipe
 from selfspec.tools.train.requirements import require_packages
 from selfspec.tools.train.side_car import write_side_car
@@ -123,5 +123,5 @@ def _text(
     beginnings = packed(shuffled(documents, course.seed), base.tokenizer, plan.beginning, plan.own_texts)
     # What the model writes is kept there.
     folder.begin(settings)
-    blocks = own_text(base.model, beginnings, course.length, course.seed, folder.path)
+    blocks = kept_own_text(base.model, beginnings, course.length, course.seed, folder.path)
     return split(blocks, min(source.held_out_blocks, max(1, len(blocks) // 10)))

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfspec.errors import TrainingError
 from selfspec.files.writing import whole
+from selfspec.measure.own_text import own_text
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS
 
@@ -19,8 +20,7 @@ _NAME = "own_text.safetensors"
 _BATCH = 32
 
 
-@torch.no_grad()
-def own_text(model: PreTrainedModel, beginnings: Blocks, length: int, seed: int, folder: Path) -> Blocks:
+def kept_own_text(model: PreTrainedModel, beginnings: Blocks, length: int, seed: int, folder: Path) -> Blocks:
     """Let a model write on from some beginnings, at temperature 1, as it would without anyone's filters.
 
     What was written is kept in the folder batch by batch, so that an interrupted call goes on.
@@ -38,22 +38,9 @@ def own_text(model: PreTrainedModel, beginnings: Blocks, length: int, seed: int,
     """
     kept = folder / CHECKPOINTS / _NAME
     written = _read(kept) if kept.exists() else torch.empty(0, length, dtype=torch.long)
-    # One length for all, so nothing may end a text early.
-    settings = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_length=length,
-        min_length=length,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
     for start in range(written.shape[0], len(beginnings), _BATCH):
         ids = beginnings.ids[start : start + _BATCH].to(model.device)
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed + start)
-            texts = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        texts = own_text(model, ids, length - ids.shape[1], 1.0, seed + start)
         written = torch.cat([written, texts.cpu()])
         with whole(kept) as draft:
             save_file({"ids": written}, draft)

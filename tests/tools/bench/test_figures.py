@@ -43,7 +43,7 @@ def drafting(**fields: object) -> Record:
 def test_speeds() -> None:
     assert figures.decoding(STOCK, [0, 1]) == pytest.approx([30 / 3.0, 30 / 6.0])
     assert figures.whole_call(STOCK, [0]) == pytest.approx([16 / 1.1, 16 / 2.1])
-    assert figures.first_token_seconds(STOCK).median == pytest.approx(0.1)
+    assert figures.first_token_seconds(STOCK).value == pytest.approx(0.1)
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
@@ -80,7 +80,7 @@ def test_the_prediction() -> None:
     found = prediction(drafting(costs=costs), PLAIN)
     assert found is not None
     assert found.predicted == pytest.approx(64 / (16 * (3 * 0.2 + 1.2) + 16))
-    assert found.measured.median == pytest.approx(2.0)
+    assert found.measured.value == pytest.approx(2.0)
     assert found.efficiency == pytest.approx(2.0 / found.predicted)
     looked_up = prediction(drafting(costs=costs, rounds={DraftShape(3, 0): 16, DraftShape(0, 0): 16}), PLAIN)
     assert looked_up is not None

@@ -10,7 +10,7 @@ import selfspec
 from helpers import tiny
 from selfspec.errors import StudyError
 
-pytest.importorskip("optuna")
+pytest.importorskip("sqlalchemy")
 
 _QUICK: dict[str, Any] = {
     "drafts": ["exits", "sublayers"],

@@ -12,6 +12,7 @@ import pytest
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StorageError, StudyError
 from selfspec.tools.studies.confirm import measure
+from selfspec.tools.studies.models import texts_of
 from selfspec.tools.studies.report.compare import compare
 from selfspec.tools.studies.report.files import write_data
 from selfspec.tools.studies.report.page import write_page
@@ -20,7 +21,7 @@ from selfspec.tools.studies.report.pictures import draw_all, row_agrees
 from selfspec.tools.studies.report.tokens import printable
 from selfspec.tools.studies.run import Finding, work_on
 
-pytest.importorskip("optuna")
+pytest.importorskip("sqlalchemy")
 pytest.importorskip("plotly")
 
 
@@ -55,13 +56,11 @@ def test_confirmed_points_agree_with_their_estimates(finding: Finding) -> None:
 
 
 def test_a_draft_that_changed_the_text_would_show(finding: Finding) -> None:
-    from selfspec.tools.studies.texts import texts_of
-
     result = next(each for each in finding.results.values() if each.point.kind == "measure" and each.found["exact"])
-    texts = finding.results[result.point.content["texts"]]
-    given = texts_of(dict(texts.found), 0.0, stories_loader()("").model.device)
+    studied = stories_loader()("")
+    given = texts_of(finding.results[result.point.content["texts"]], studied.model.device)
     given.ids[0, -1] += 1
-    assert measure(stories_loader()(""), given, result.point)["exact"] is False
+    assert measure(studied, given, result.point)["exact"] is False
 
 
 def test_data_is_the_same_in_every_form(finding: Finding, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from helpers import tiny
-from selfspec.control.costs import Costs
 from selfspec.errors import DraftConfigError
 from selfspec.measure.forced_passes import ForcedText, LayerViews, parts_run
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import LayerPath, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.tools.studies.search.prices import Prices, predict, prices_by_weights
+from selfspec.tools.studies.prices import Prices, prices_by_weights
 from selfspec.tools.studies.search.similarity import influence, nested, sets_by_similarity
-from selfspec.tools.studies.search.space import Space
+from selfspec.tools.studies.skip_sets import Space
 
 
 def _text() -> tuple[ForcedText, Space, Prices]:
@@ -52,27 +51,6 @@ def test_influence_ranks_sublayers_by_what_they_change() -> None:
     assert all(0 < value < 2 for value in changed.values())
     (both,) = nested(changed, space)
     assert both == frozenset(sorted(changed, key=lambda each: changed[each])[:2])
-
-
-def test_prices_add_up_to_a_plain_step() -> None:
-    model = tiny.llama()
-    prices = prices_by_weights(model, find_adapter(model))
-    assert prices.draft(LayerPath.full(tiny.DEPTH)) == pytest.approx(1.0)
-    nothing_of_two = LayerPath.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
-    expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
-    assert prices.draft(nothing_of_two) == pytest.approx(expected)
-    costs = prices.costs(nothing_of_two)
-    # Two of four layers are exact: only the rest of the target pass grows with the draft.
-    exact = 2 * (prices.of_part(Part.ATTENTION) + prices.of_part(Part.MLP))
-    assert costs.widening == pytest.approx(prices.target.widening * (1 - exact))
-    assert Prices.from_dict(prices.to_dict()) == prices
-
-
-def test_the_best_draft_length_is_where_tokens_by_cost_peak() -> None:
-    found = predict({1: 1.8, 2: 2.5, 3: 2.6}, Costs(0.2, 1.0, 0.1, 0.05), step_seconds=0.5)
-    assert found.draft_length == 2
-    assert found.speedup == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))
-    assert found.tokens_per_second == pytest.approx(found.speedup / 0.5)
 
 
 @pytest.mark.parametrize(("fewest", "most"), [(0, 2), (3, 2), (1, 8), (9, None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,7 +57,7 @@ def described(finding: Finding) -> dict[str, Any]:
         "prices": {result.point.place["model"]: result.found["prices"] for result in costs},
         "points": len(finding.results),
         "seconds": sum(result.seconds for result in finding.results.values()),
-        "failed": [{"point": result.point.to_dict(), "error": result.error} for result in finding.failed],
+        "failed": [{"point": asdict(result.point), "error": result.error} for result in finding.failed],
     }
 
 

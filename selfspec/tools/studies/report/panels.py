@@ -8,7 +8,7 @@ from typing import Any
 
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.drafts import skip_set
-from selfspec.tools.studies.point import Result
+from selfspec.tools.studies.points import Result
 from selfspec.tools.studies.run import Finding
 from selfspec.tools.studies.table import Row
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from selfspec.files.writing import whole
+from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.report.files import KEPT
 from selfspec.tools.studies.report.panels import Panel
@@ -261,13 +262,11 @@ def _agreement(axes: Axes, panel: Panel) -> None:
 
 def row_agrees(row: dict[str, Any]) -> bool:
     """Whether estimate and measurement of a row differ by no more than their intervals explain."""
-    from selfspec.tools.studies.intervals import Interval
-
     estimated, measured = (
-        Interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
+        Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"])
         for name in ("acceptance_rate", "measured_acceptance_rate")
     )
-    return estimated.meets(measured)
+    return estimated.agrees_with(measured)
 
 
 def _tokens(axes: Axes, panel: Panel) -> None:

@@ -1,6 +1,5 @@
 """Searches for the skip set that promises the highest speed."""
 
-from selfspec.tools.studies.search.plan import SearchPlan
-from selfspec.tools.studies.search.run import Found, search
+from selfspec.tools.studies.search.run import Found, SearchPlan, find, save, search
 
-__all__ = ["Found", "SearchPlan", "search"]
+__all__ = ["Found", "SearchPlan", "find", "save", "search"]

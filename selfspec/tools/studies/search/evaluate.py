@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from selfspec.measure.forced_figures import ForcedFigures, Texts, forced_figures
+from selfspec.measure.forced_figures import WrittenTexts, forced_figures
 from selfspec.measure.forced_passes import LayerViews
-from selfspec.measure.prefix_tree import Candidate
+from selfspec.measure.prefix_tree import DraftPath
 from selfspec.measure.rounds import expected_rounds
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.tools.studies.search.prices import Prediction, Prices, predict
+from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.studies.prices import Prices, best_length
+from selfspec.tools.studies.skip_sets import SkipSet
 
-SkipSet = frozenset[Sublayer]
-"""Sublayers that a draft leaves out."""
+if TYPE_CHECKING:
+    from selfspec.tools.studies.board import Board
 
 
 @dataclass(frozen=True)
@@ -26,35 +28,36 @@ class Score:
         alpha: mean of 1 - TV, or of greedy agreement, at the first position of a draft.
         agreement: top-1 agreement there.
         cost: c of a draft step.
-        prediction: best draft length and speed.
+        draft_length: gamma that promises most.
+        speedup: predicted with it, against plain decoding.
+        tokens_per_second: the same by the measured step; None where none was measured.
     """
 
     skipped: SkipSet
     alpha: float
     agreement: float
     cost: float
-    prediction: Prediction
+    draft_length: int
+    speedup: float
+    tokens_per_second: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        return {
-            "attention": sorted(each.layer for each in self.skipped if each.part == Part.ATTENTION),
-            "mlp": sorted(each.layer for each in self.skipped if each.part == Part.MLP),
-            "alpha": self.alpha,
-            "agreement": self.agreement,
-            "cost": self.cost,
-            "draft_length": self.prediction.draft_length,
-            "speedup": self.prediction.speedup,
-            "tokens_per_second": self.prediction.tokens_per_second,
-        }
+        """Return everything, ready for JSON."""
+        figures = {name: value for name, value in vars(self).items() if name != "skipped"}
+        return {**layers_of(self.skipped), **figures}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Score:
-        """From what `to_dict` gave."""
-        skipped = [Sublayer(layer, Part.ATTENTION) for layer in content["attention"]]
-        skipped += [Sublayer(layer, Part.MLP) for layer in content["mlp"]]
-        prediction = Prediction(content["draft_length"], content["speedup"], content["tokens_per_second"])
-        return cls(frozenset(skipped), content["alpha"], content["agreement"], content["cost"], prediction)
+    def from_dict(cls, content: Mapping[str, Any]) -> Score:
+        """Read what `to_dict` returned."""
+        figures = dict(content)
+        skipped = [Sublayer(layer, Part.ATTENTION) for layer in figures.pop("attention")]
+        skipped += [Sublayer(layer, Part.MLP) for layer in figures.pop("mlp")]
+        return cls(frozenset(skipped), **figures)
+
+
+def layers_of(skipped: SkipSet) -> dict[str, list[int]]:
+    """Return the layers whose attention and whose MLP a set leaves out."""
+    return {part.name.lower(): sorted(each.layer for each in skipped if each.part == part) for part in Part}
 
 
 class Evaluator:
@@ -66,13 +69,22 @@ class Evaluator:
         prices: of the model.
         draft_lengths: those to choose from.
         reach: positions of a draft that are told apart.
+        board: keeps scores, and shares them with others who search; None: nobody does.
+        content: what distinguishes this search from others on the board.
 
     Attributes:
-        scores: of every set evaluated so far.
+        scores: of every set evaluated so far, by whomever.
     """
 
     def __init__(
-        self, views: LayerViews, texts: Texts, prices: Prices, draft_lengths: Sequence[int], reach: int = 1
+        self,
+        views: LayerViews,
+        texts: WrittenTexts,
+        prices: Prices,
+        draft_lengths: Sequence[int],
+        reach: int = 1,
+        board: Board | None = None,
+        content: Mapping[str, Any] | None = None,
     ) -> None:
         self.views = views
         self.texts = texts
@@ -80,36 +92,61 @@ class Evaluator:
         self.scores: dict[SkipSet, Score] = {}
         self._lengths = draft_lengths
         self._reach = reach
+        self._board = board
+        self._content = {**(content or {}), "draft_lengths": list(draft_lengths), "reach": reach}
+        self.recall()
 
     @property
     def evaluations(self) -> int:
         """Sets evaluated so far."""
         return len(self.scores)
 
-    def evaluate(self, sets: Iterable[SkipSet]) -> list[Score]:
-        """Score some sets; those seen before cost nothing.
+    def recall(self) -> None:
+        """Take over what the board knows of this search."""
+        for result in [] if self._board is None else self._board.results().values():
+            if result.point.kind == "skip set" and self._content.items() <= result.point.content.items():
+                score = Score.from_dict(result.found)
+                self.scores.setdefault(score.skipped, score)
+
+    def evaluate(self, sets: Iterable[SkipSet]) -> list[SkipSet]:
+        """Score some sets; those known cost nothing, and those that others are at work on are left to them.
+
+        Returns:
+            Those scored by this call.
 
         Raises:
-            UnsupportedModelError: this architecture cannot be read so.
+            UnsupportedModelError: this architecture cannot be judged by teacher forcing.
         """
-        wanted = list(sets)
-        new = [each for each in dict.fromkeys(wanted) if each not in self.scores]
-        if new:
-            paths = [LayerPath.without(self.views.depth, each) for each in new]
-            figures = forced_figures(self.views, self.texts, [Candidate(path) for path in paths], self._reach)
-            for skipped, path, counted in zip(new, paths, figures, strict=True):
-                self.scores[skipped] = self._score(skipped, path, counted)
-        return [self.scores[each] for each in wanted]
+        self.recall()
+        new = {self._point(each).key: each for each in sets if each not in self.scores}
+        if self._board is None:
+            return self._score(list(new.values()))
+        with self._board.claimed([self._point(each) for each in new.values()]) as claim:
+            mine = self._score([new[point.key] for point in claim.points])
+            self._board.keep([Result(self._point(each), self.scores[each].to_dict()) for each in mine])
+            return mine
 
-    def _score(self, skipped: SkipSet, path: LayerPath, figures: ForcedFigures) -> Score:
-        costs = self.prices.costs(path)
-        tokens = {length: expected_rounds(figures, length).mean_accepted_length for length in self._lengths}
-        prediction = predict(tokens, costs, self.prices.step_seconds)
-        return Score(skipped, figures.alpha, figures.agreement, costs.draft, prediction)
+    def _point(self, skipped: SkipSet) -> Point:
+        return Point("skip set", {**self._content, **layers_of(skipped)})
+
+    def _score(self, sets: list[SkipSet]) -> list[SkipSet]:
+        if not sets:
+            return sets
+        paths = [LayerPath.without(self.views.depth, each) for each in sets]
+        judged = forced_figures(self.views, self.texts, [DraftPath(path) for path in paths], self._reach)
+        for skipped, path, figures in zip(sets, paths, judged, strict=True):
+            costs = self.prices.costs(path)
+            tokens = {length: expected_rounds(figures, length).mean_accepted_length for length in self._lengths}
+            best, step = best_length(tokens, costs), self.prices.step_seconds
+            speed = None if step is None else best.speedup / step
+            self.scores[skipped] = Score(
+                skipped, figures.alpha, figures.agreement, costs.draft, best.draft_length, best.speedup, speed
+            )
+        return sets
 
 
 def pareto_front(scores: Iterable[Score]) -> list[Score]:
-    """Those that no other beats in both acceptance and cost, cheapest first."""
+    """Return those that no other beats in both acceptance and cost, cheapest first."""
     front: list[Score] = []
     for each in sorted(scores, key=lambda score: (score.cost, -score.alpha)):
         if not front or each.alpha > front[-1].alpha:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from selfspec.measure.forced_passes import NOTHING, WHOLE, ForcedText, Parts
 from selfspec.model.layer_path import Part, Sublayer
-from selfspec.tools.studies.search.evaluate import SkipSet
-from selfspec.tools.studies.search.prices import Prices
-from selfspec.tools.studies.search.space import Space
+from selfspec.tools.studies.prices import Prices
+from selfspec.tools.studies.skip_sets import SkipSet, Space
 
 # Layers whole, halved either way, or left out; what runs most comes first among equals.
 _WAYS: tuple[Parts, ...] = (WHOLE, frozenset({Part.MLP}), frozenset({Part.ATTENTION}), NOTHING)

@@ -1,13 +1,14 @@
-"""A model under study, loaded once, and the prompts it writes on from."""
+"""A model under study: loaded once, with its prompts, and the texts that it writes itself."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import checkpoint_folder
+from selfspec.measure.forced_figures import WrittenTexts
 from selfspec.measure.forced_passes import LayerViews
+from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import BUILT_IN, Workload, built_in, parse_workloads
 from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint, read_config
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.study import Study
 
 DEMO = "demo"
@@ -28,8 +32,8 @@ DEMO = "demo"
 
 
 @dataclass
-class Subject:
-    """A model, and its prompts by workload.
+class StudiedModel:
+    """A model and its prompts by workload.
 
     Attributes:
         name: what reports call it.
@@ -43,7 +47,7 @@ class Subject:
     model: PreTrainedModel
     adapter: Adapter
     prompts: Mapping[str, Tensor]
-    tokenizer: PreTrainedTokenizerBase | None = field(default=None)
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @cached_property
     def base(self) -> str:
@@ -62,11 +66,11 @@ class Subject:
 
     @property
     def dtype(self) -> str:
-        """What it computes in."""
+        """The dtype it computes in."""
         return str(self.model.dtype).removeprefix("torch.")
 
     def pieces(self, ids: Sequence[int], first: int) -> list[str]:
-        """What each token from the first on adds to a text, as reports show it."""
+        """Return what each token from `first` on adds to a text, as reports show it."""
         if self.tokenizer is None:
             return [f"{token} " for token in ids[first:]]
         read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
@@ -74,13 +78,48 @@ class Subject:
         return [after.removeprefix(before.rstrip("\ufffd")) for before, after in pairwise(read)]
 
 
-def digest(ids: Tensor) -> str:
-    """Of token ids."""
-    return hashlib.sha256(repr((tuple(ids.shape), ids.flatten().tolist())).encode()).hexdigest()[:20]
+def texts_point(studied: StudiedModel, workload: str, new_tokens: int, temperature: float, seed: int) -> Point:
+    """Return the point of letting a model continue the prompts of a workload."""
+    ids = studied.prompts[workload]
+    content = {
+        "base": studied.base,
+        "dtype": studied.dtype,
+        "prompts": hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:20],
+        "new_tokens": new_tokens,
+        "temperature": temperature,
+        # Greedy texts do not depend on a seed.
+        "seed": seed if temperature else 0,
+    }
+    place = {"model": studied.name, "workload": workload, "temperature": temperature, "seed": seed}
+    return Point("texts", content, place)
+
+
+def write_texts(studied: StudiedModel, point: Point) -> dict[str, Any]:
+    """Let the stock model continue the prompts of a workload; nothing ends a text early."""
+    prompts, temperature = studied.prompts[point.place["workload"]], point.content["temperature"]
+    # Exactness is judged by greedy texts, so each is generated alone, as drafts are confirmed.
+    parts = prompts.split(len(prompts) if temperature else 1)
+    seed, new_tokens = point.content["seed"], point.content["new_tokens"]
+    ids = torch.cat([own_text(studied.model, part, new_tokens, temperature, seed) for part in parts])
+    rows: list[list[int]] = ids.tolist()
+    first = prompts.shape[1]
+    return {"ids": rows, "first": first, "tokens": [studied.pieces(row, first) for row in rows]}
+
+
+def texts_of(written: Result, device: torch.device) -> WrittenTexts:
+    """Return the texts of a result, on a device.
+
+    Raises:
+        StudyError: they could not be written.
+    """
+    if written.error is not None:
+        raise StudyError(f"its texts could not be written: {written.error}")
+    ids = torch.tensor(written.found["ids"], device=device)
+    return WrittenTexts(ids, written.found["first"], written.point.content["temperature"])
 
 
 def check_inputs(study: Study) -> None:
-    """Refuse models and workloads that cannot be read, before any weights are.
+    """Refuse models and workloads that cannot be read, before any weights are loaded.
 
     Raises:
         CheckpointError, UnsupportedModelError, PromptError: naming the model or file.
@@ -90,11 +129,11 @@ def check_inputs(study: Study) -> None:
     _workloads(study)
 
 
-def loader(study: Study, device: str) -> Callable[[str], Subject]:
-    """What loads the models of a study when they are first asked for, one at a time."""
-    kept: dict[str, Subject] = {}
+def loader(study: Study, device: str) -> Callable[[str], StudiedModel]:
+    """Return a function that loads the model of a name and keeps the last one."""
+    kept: dict[str, StudiedModel] = {}
 
-    def load(name: str) -> Subject:
+    def load(name: str) -> StudiedModel:
         if name not in kept:
             kept.clear()
             checkpoint = load_checkpoint(_place(name), study.dtype, device)  # type: ignore[arg-type]
@@ -105,7 +144,7 @@ def loader(study: Study, device: str) -> Callable[[str], Subject]:
                 .to(model.device)
                 for workload in _workloads(study)
             }
-            kept[name] = Subject(_label(name), model, find_adapter(model), prompts, tokenizer)
+            kept[name] = StudiedModel(_label(name), model, find_adapter(model), prompts, tokenizer)
         return kept[name]
 
     return load

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from helpers import tiny
 from helpers.studies import stories_loader
+from selfspec.control.costs import Costs
 from selfspec.draft import EarlyExit, LayerSkip
 from selfspec.draft.along_path import PathDrafter
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.tools.studies.pricing import costs_point, find_costs, prices_of
-from selfspec.tools.studies.search.prices import prices_by_measurement
+from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.prices import (
+    Prices,
+    best_length,
+    costs_point,
+    find_costs,
+    prices_by_measurement,
+    prices_by_weights,
+    prices_of,
+)
 
 _DEPTH = 4
 
@@ -57,11 +67,31 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
 
 
 def test_timed_prices_of_a_model_are_in_order() -> None:
-    subject = stories_loader()("")
-    found = find_costs(subject, costs_point(subject, ["exit:1", "exit:4", "skip:attn=1"], "measured"))
+    studied = stories_loader()("")
+    found = find_costs(studied, costs_point(studied, ["exit:1", "exit:4", "skip:attn=1"], "measured"))
     prices = prices_of(found)
     assert prices.known.keys() == {"exit:1", "exit:4"} | {name for name in prices.known if name.startswith("skip")}
     assert prices.known["exit:1"].draft < prices.known["exit:4"].draft
     assert prices.step_seconds is not None
     assert prices.step_seconds > 0
-    assert 0 < prices.draft(LayerPath.full(subject.depth)) < 3
+    assert 0 < prices.draft(LayerPath.full(studied.depth)) < 3
+
+
+def test_prices_add_up_to_a_plain_step() -> None:
+    model = tiny.llama()
+    prices = prices_by_weights(model, find_adapter(model))
+    assert prices.draft(LayerPath.full(tiny.DEPTH)) == pytest.approx(1.0)
+    nothing_of_two = LayerPath.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
+    expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
+    assert prices.draft(nothing_of_two) == pytest.approx(expected)
+    costs = prices.costs(nothing_of_two)
+    # Two of four layers are exact: only the rest of the target pass grows with the draft.
+    exact = 2 * (prices.of_part(Part.ATTENTION) + prices.of_part(Part.MLP))
+    assert costs.widening == pytest.approx(prices.target.widening * (1 - exact))
+    assert Prices.from_dict(prices.to_dict()) == prices
+
+
+def test_the_best_draft_length_is_where_tokens_by_cost_peak() -> None:
+    found = best_length({1: 1.8, 2: 2.5, 3: 2.6}, Costs(0.2, 1.0, 0.1, 0.05))
+    assert found.draft_length == 2
+    assert found.speedup == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))

@@ -1,8 +1,8 @@
-"""Which skip sets a search may choose, and how a sampler of numbers chooses one."""
+"""Which skip sets a search may choose, drawn at random or near a given one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part, Sublayer, sublayers
-from selfspec.tools.studies.search.evaluate import SkipSet
+
+SkipSet = frozenset[Sublayer]
+"""Sublayers that a draft leaves out."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Space:
 
     @classmethod
     def of(cls, model: PreTrainedModel, adapter: Adapter, fewest: int = 1, most: int | None = None) -> Space:
-        """The space of a model.
+        """Return the space of a model.
 
         Args:
             model: the stock model.
@@ -56,34 +58,20 @@ class Space:
         return cls(choices, fewest, largest)
 
     def holds(self, skipped: SkipSet) -> bool:
-        """Whether a set may be chosen."""
+        """Return whether a set may be chosen."""
         return self.fewest <= len(skipped) <= self.most and skipped <= frozenset(self.choices)
 
     def random(self, seed: int) -> Iterator[SkipSet]:
-        """Sets drawn at random, size first; the same one may come again."""
+        """Draw sets at random, size first; the same one may come again."""
         draws = Random(seed)
         while True:
             yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
 
     def near(self, skipped: SkipSet, draws: Random) -> SkipSet:
-        """A set that differs in one sublayer: left out as well, run again, or swapped for another."""
+        """Return a set that differs in one sublayer: left out as well, run again, or swapped for another."""
         inside, outside = sorted(skipped), [each for each in self.choices if each not in skipped]
         moves = ["swap"] + ["add"] * (len(skipped) < self.most) + ["drop"] * (len(skipped) > self.fewest)
         move = draws.choice(moves)
         less = frozenset({draws.choice(inside)}) if move in ("swap", "drop") else frozenset()
         more = frozenset({draws.choice(outside)}) if move in ("swap", "add") else frozenset()
         return skipped - less | more
-
-    def chosen(self, numbers: Mapping[str, float], size: int) -> SkipSet:
-        """The set of the `size` sublayers with the largest numbers."""
-        ranked = sorted(self.choices, key=lambda each: -numbers[parameter(each)])
-        return frozenset(ranked[:size])
-
-    def numbers(self, skipped: SkipSet) -> dict[str, float]:
-        """Numbers that choose a set."""
-        return {parameter(each): 0.75 if each in skipped else 0.25 for each in self.choices}
-
-
-def parameter(sublayer: Sublayer) -> str:
-    """What a sampler calls a sublayer."""
-    return f"{sublayer.part.name.lower()}_{sublayer.layer}"

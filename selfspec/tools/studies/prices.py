@@ -1,21 +1,34 @@
-"""What a draft step costs by the sublayers it runs, and what a round makes of it: predicted tokens per second."""
+"""What drafts of a model cost, by the sublayers a step runs: timed on this machine, or by the weights a step reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from transformers import PreTrainedModel
 
+from selfspec.api import wrap
 from selfspec.control.costs import Costs, share_read
+from selfspec.control.forecast import Forecast
+from selfspec.draft import LayerSkip
 from selfspec.draft.along_path import PathDrafter
-from selfspec.draft.named import PLAIN
-from selfspec.measure.costs import MeasuredCosts
+from selfspec.draft.named import PLAIN, draft_name
+from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.runtime import Eager
+from selfspec.tools.studies.drafts import draft_of
+from selfspec.tools.studies.models import StudiedModel
+from selfspec.tools.studies.points import Point
+from selfspec.tools.studies.study import Pricing
+
+# Drafts timed one by one; what others cost follows from theirs.
+_MOST_TIMED = 12
+_WIDTHS, _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), (1, 3), 7
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class Prices:
         return self.fixed + sum(price for each, price in self.sublayers.items() if path.runs(each))
 
     def costs(self, path: LayerPath, name: str | None = None) -> Costs:
-        """The costs of a draft: as measured, where it was; else put together from its sublayers.
+        """Return the costs of a draft: as measured if it was, else put together from its sublayers.
 
         What is exact of a draft is not computed again: its further tokens widen only the rest of the target pass.
 
@@ -110,7 +123,10 @@ def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDr
         attentions = sum(each.part == Part.ATTENTION for each in ran)
         rows.append([1.0, attentions, len(ran) - attentions])
         costs.append(measured.draft[name].value)
-    fixed, attention, mlp = _non_negative(np.array(rows), np.array(costs))
+    from scipy.optimize import nnls
+
+    # Negative prices would only be noise.
+    fixed, attention, mlp = map(float, nnls(np.array(rows), np.array(costs))[0])
     each_costs = {Part.ATTENTION: attention, Part.MLP: mlp}
     return Prices(
         fixed,
@@ -121,41 +137,78 @@ def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDr
     )
 
 
-def _non_negative(rows: NDArray[np.float64], costs: NDArray[np.float64]) -> tuple[float, float, float]:
-    """The least-squares solution without negative prices, which would only be noise."""
-    from scipy.optimize import nnls
-
-    fixed, attention, mlp = nnls(rows, costs)[0]
-    return float(fixed), float(attention), float(mlp)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The best that can be expected of a draft.
-
-    Attributes:
-        draft_length: gamma that promises most.
-        speedup: against plain decoding.
-        tokens_per_second: the same with the measured step; None where none was measured.
-    """
-
-    draft_length: int
-    speedup: float
-    tokens_per_second: float | None
-
-
-def predict(tokens_per_round: Mapping[int, float], costs: Costs, step_seconds: float | None) -> Prediction:
+def best_length(tokens_per_round: Mapping[int, float], costs: Costs) -> Forecast:
     """Choose the draft length that promises most.
 
     The speed-up is tokens per round by cost per round, after Leviathan et al. (2023), whose (1 - alpha^(gamma+1)) /
     (1 - alpha) tokens are here counted rather than derived from a single alpha.
 
     Args:
-        tokens_per_round: expected tokens of a round, the target's own included, by draft length.
+        tokens_per_round: expected tokens of a round, bonus token included, by draft length.
         costs: of the draft.
-        step_seconds: one step of plain decoding, if it was measured.
     """
     speedups = {length: tokens / costs.of_round(length, length) for length, tokens in tokens_per_round.items()}
     best = max(speedups, key=lambda length: (speedups[length], -length))
-    speed = None if step_seconds is None else speedups[best] / step_seconds
-    return Prediction(best, speedups[best], speed)
+    return Forecast(best, speedups[best])
+
+
+def costs_point(studied: StudiedModel, drafts: Sequence[str], pricing: Pricing) -> Point:
+    """Return the point of finding out what drafts of a model cost.
+
+    Args:
+        studied: the model.
+        drafts: names of all drafts. Exits are timed themselves, skip sets by their sublayers.
+        pricing: timed, or by weights.
+    """
+    timed = [name for name in drafts if not name.startswith("skip")] if pricing == "measured" else []
+    content = {
+        "base": studied.base,
+        "dtype": studied.dtype,
+        "device": studied.model.device.type,
+        "threads": torch.get_num_threads(),
+        "pricing": pricing,
+        "runtime": "eager",
+        "timed": _spread(timed),
+    }
+    return Point("costs", content, {"model": studied.name})
+
+
+def find_costs(studied: StudiedModel, point: Point) -> dict[str, Any]:
+    """Find prices, and keep what was timed."""
+    if point.content["pricing"] == "weights":
+        return {"prices": prices_by_weights(studied.model, studied.adapter).to_dict()}
+    drafters = {name: draft_of(name) for name in point.content["timed"]} | _telling(studied.depth)
+    measured = measure_costs(
+        studied.model,
+        studied.adapter,
+        list(drafters.values()),
+        widths=_WIDTHS,
+        context=64,
+        repeats=_REPEATS,
+        lengths=_LENGTHS,
+        # As drafts are confirmed.
+        base=wrap(bare(studied.model), adapter=studied.adapter, runtime=Eager()),
+    )
+    # They are measured by the names they give themselves.
+    by_name = {draft_name(drafter): drafter for drafter in drafters.values()}
+    prices = prices_by_measurement(measured, by_name, studied.depth)
+    own = {name: prices.known[draft_name(drafter)] for name, drafter in drafters.items()}
+    known = Prices(prices.fixed, prices.sublayers, prices.target, own, prices.step_seconds)
+    return {"prices": known.to_dict(), "measured": measured.to_dict()}
+
+
+def prices_of(found: Mapping[str, Any]) -> Prices:
+    """Return the prices that were found."""
+    return Prices.from_dict(found["prices"])
+
+
+def _telling(depth: int) -> dict[str, PathDrafter]:
+    """Skip sets that tell attention and MLP apart, at two sizes each."""
+    half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
+    sets = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]
+    return {draft_name(each): each for each in sets}
+
+
+def _spread(names: Sequence[str]) -> list[str]:
+    count = min(len(names), _MOST_TIMED)
+    return [names[index * len(names) // count] for index in range(count)]

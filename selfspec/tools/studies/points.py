@@ -1,0 +1,61 @@
+"""One thing a study finds out, identified by its content: asked for twice, it is done once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+PointKind = Literal["texts", "costs", "estimate", "measure", "skip set"]
+"""What is done: write texts, time passes, judge drafts by teacher forcing, confirm them by generation, search."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is to be found out.
+
+    Attributes:
+        kind: what is done.
+        content: everything the result depends on.
+        place: what reports call its model, workload and so on; it does not influence the result.
+    """
+
+    kind: PointKind
+    content: Mapping[str, Any]
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The digest of its kind and content."""
+        written = json.dumps([self.kind, dict(self.content)], sort_keys=True)
+        return hashlib.sha256(written.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a point.
+
+    Attributes:
+        point: what was to be found out.
+        found: the findings; empty after an error.
+        error: what went wrong; None if nothing did.
+        seconds: how long it took.
+        environment: versions and machine.
+    """
+
+    point: Point
+    found: Mapping[str, Any]
+    error: str | None = None
+    seconds: float = 0.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Result:
+        """Read what `to_dict` returned."""
+        return cls(**{**content, "point": Point(**content["point"])})

@@ -1,0 +1,161 @@
+"""A whole study: all that was to be found out is, once, by however many workers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.studies import declared, stories_loader
+from selfspec.errors import StudyError
+from selfspec.tools.studies import run
+from selfspec.tools.studies.estimate import estimate
+from selfspec.tools.studies.models import StudiedModel
+from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.studies.run import Finding, do, work_on
+from selfspec.tools.studies.stages import StudyPoints
+
+pytest.importorskip("sqlalchemy")
+
+Load = Callable[[str], StudiedModel]
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    return stories_loader()
+
+
+@pytest.fixture(scope="module")
+def alone(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Finding:
+    """What one worker finds."""
+    return work_on(declared(), load, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each point was really done."""
+    counted: Counter[str] = Counter()
+
+    def counting(points: Sequence[Point], *rest: Any) -> list[Result]:
+        results = do(points, *rest)
+        counted.update(point.key for point in points)
+        return results
+
+    monkeypatch.setattr(run, "do", counting)
+    return counted
+
+
+def test_a_study_is_done_once_and_grows(alone: Finding, load: Load, tmp_path: Path, done: Counter[str]) -> None:
+    first = work_on(declared(), load, tmp_path)
+    assert first.table == alone.table
+    assert not first.failed
+    # Exits and sublayers, at two temperatures and two lengths.
+    assert len(first.table) == (4 + 10) * 2 * 2
+    assert set(done.values()) == {1}
+    count = done.total()
+    assert work_on(declared(), load, tmp_path).table == first.table
+    assert done.total() == count
+    # A longer study takes over what a shorter one found out.
+    work_on(declared(drafts=["exits", "sublayers", "layers"]), load, tmp_path)
+    assert done.total() == count + 5 * 2
+
+
+def test_four_workers_of_which_one_is_interrupted_find_what_one_does(
+    alone: Finding, load: Load, tmp_path: Path, done: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting, stopped = run.do, []
+
+    def mortal(points: Sequence[Point], *rest: Any) -> list[Result]:
+        if points[0].kind == "estimate" and not stopped:
+            stopped.append(threading.get_ident())
+            raise SystemExit
+        return counting(points, *rest)
+
+    monkeypatch.setattr(run, "do", mortal)
+    found: list[Finding] = []
+
+    def join_in() -> None:
+        # Processes would not share what runs single layers of the model.
+        own = replace(load("stories"))
+        with suppress(SystemExit):
+            found.append(work_on(declared(), lambda name: own, tmp_path))
+
+    workers = [threading.Thread(target=join_in) for _ in range(4)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    assert len(stopped) == 1
+    assert [each.table for each in found] == [alone.table] * 3
+    assert set(done.values()) == {1}
+    assert done.keys() == alone.results.keys()
+
+
+def test_a_point_that_kills_its_workers_is_given_up(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from selfspec.tools.studies import board
+
+    def deadly(points: Sequence[Point], *rest: Any) -> list[Result]:
+        if any(point.content.get("draft") == "exit:2" for point in points):
+            raise SystemExit
+        return do(points, *rest)
+
+    def killed(claims: board.Board, *ended: object) -> None:
+        """As if killed: claims are not given back."""
+
+    study = declared(drafts=["exits"], temperatures=[0.0])
+    monkeypatch.setattr(run, "do", deadly)
+    monkeypatch.setattr(board.Board, "_give_back", killed)
+    kills = 0
+    while True:
+        try:
+            finding = work_on(study, load, tmp_path)
+            break
+        except SystemExit:
+            kills += 1
+            assert kills < 10
+    assert [(each.point.content["draft"], each.error) for each in finding.failed] == [
+        ("exit:2", "3 workers died of it")
+    ]
+    assert len([row for row in finding.table if row.get("error") is None]) == 3 * 2
+
+
+def test_what_goes_wrong_with_a_point_is_its_result(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(studied: StudiedModel, texts: Any, points: Sequence[Point]) -> list[dict[str, Any]]:
+        if any(point.content["draft"] == "exit:3" for point in points):
+            raise ZeroDivisionError("of all things")
+        return estimate(studied, texts, points)
+
+    monkeypatch.setattr(run, "estimate", fails)
+    finding = work_on(declared(drafts=["exits"], temperatures=[0.0]), load, tmp_path)
+    (failed,) = finding.failed
+    assert failed.point.content["draft"] == "exit:3"
+    assert failed.error is not None
+    assert failed.error.startswith("ZeroDivisionError: of all things (test_run.py:")
+    assert {row["draft"] for row in finding.table if row.get("error") is None} == {"exit:1", "exit:2", "exit:4"}
+
+
+def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: Counter[str]) -> None:
+    def interrupt(count: int, known: int) -> None:
+        if count >= 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work_on(declared(), load, tmp_path, interrupt)
+    assert done.total() >= 10
+    work_on(declared(), load, tmp_path)
+    assert set(done.values()) == {1}
+
+
+def test_one_model_is_not_named_twice(load: Load) -> None:
+    with pytest.raises(StudyError, match="same weights"):
+        StudyPoints(declared(models=["a", "b"]), load)
