@@ -134,7 +134,7 @@ class SharedCache(Cache):
     def open(self, tree: Tree) -> None:
         """Let the nodes of this round's block hang together as those of a tree, until the next commit.
 
-        Nodes that no pass has read yet may be added or taken away by another call.
+        Another call may take nodes away, and add nodes that no pass has read yet.
 
         Args:
             tree: of at most `slack` nodes.
@@ -148,6 +148,8 @@ class SharedCache(Cache):
         if any(tree.parents[node] != self._cursors.parent(node) for node in range(read)):
             raise ValueError(f"passes have read {read} nodes of this block, which have other parents in {tree}")
         self._cursors.tree = tree
+        # What passes have read of nodes that are taken away is forgotten.
+        self._cursors.read = min(self._cursors.read, len(tree) + 1)
 
     @contextmanager
     def reading(self, width: int, first: int = -1) -> Iterator[None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.loop import verify
 from selfspec.draft import Draft, Drafter
@@ -129,6 +130,8 @@ class Probe(Drafter):
         return batch.no_draft()
 
     def _time(self, batch: Batch, name: str, length: int) -> None:
+        # The block of the job before has other nodes.
+        batch.cache.open(Tree.chain(length))
         drafts: list[Draft] = []
         if name == PLAIN:
             drafts.append(Draft.chain(batch.last_tokens.repeat(1, length)))
