@@ -23,7 +23,6 @@ from kept import RESULTS
 from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from selfspec.cli.bench_report import write_report
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.model.registry import find_adapter
@@ -32,6 +31,7 @@ from selfspec.tools.bench.arm import Kind
 from selfspec.tools.bench.arms import arm_specs
 from selfspec.tools.bench.bar import Bar
 from selfspec.tools.bench.cell import grid
+from selfspec.tools.bench.report import write_report
 from selfspec.tools.bench.results_file import ResultsFile
 from selfspec.tools.bench.session import Plan, Session, Subject
 

@@ -1,19 +1,31 @@
-"""`selfspec bench`: ways to decode side by side on a checkpoint of one's own, and a report."""
+"""`selfspec bench`: ways to decode side by side on your own checkpoint, and a report."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from selfspec.cli.options import Device, DraftLength, Dtype, Output, Threads
-from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.cli.options import DEMO, DraftLength, ModelOptions, Output, Repeats, read_draft
+from selfspec.cli.outcome import FailedRunError, print_json
+from selfspec.cli.terminal import console, progress_bar
+from selfspec.errors import BenchError, DraftConfigError, PromptError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec.measure.prompts import Workload
+    from selfspec.model.checkpoint import Checkpoint
+    from selfspec.tools.bench.arm import ArmSpec
+    from selfspec.tools.bench.cell import Cell
+    from selfspec.tools.bench.results_file import MeasuredCell
 
 
-class ArmChoice(StrEnum):
-    """What `--arms` takes."""
+class ArmKind(StrEnum):
+    """What `--arm` takes."""
 
     STATIC = "static"
     LOOK_UP = "lookup"
@@ -21,159 +33,254 @@ class ArmChoice(StrEnum):
     DRAFT = "draft"
 
 
-class RuntimeChoice(StrEnum):
-    """What `--runtime` takes."""
-
-    EAGER = "eager"
-    TRACED = "traced"
-    COMPILED = "compiled"
-    GRAPHS = "graphs"
+class RefusedError(Exception):
+    """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
 
 
-def bench(
+@dataclass(frozen=True, kw_only=True)
+class Subject(ModelOptions):
+    """Device and weights."""
+
     model: Annotated[
-        str | None,
-        typer.Argument(help="A folder with config.json, weights and tokenizer, or a hub name; default: the demo's."),
-    ] = None,
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model; none with --report.",
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arms:
+    """Arms: ways to decode."""
+
+    arm: Annotated[
+        list[ArmKind] | None,
+        typer.Option(
+            metavar="ARM",
+            help="An arm besides `model.generate` and selfspec plain; may be repeated. `static`: model.generate "
+            "compiled, with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early exit, and "
+            "selfspec's of the same layer and length; `draft`: each --draft. Default: all, `static` on a GPU only.",
+        ),
+    ] = None
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            "--draft",
             metavar="DRAFT",
-            help="What drafts, e.g. `exit:4`, `lookup+exit:4` or `auto`; may be given several times. Default: "
-            "look-ups, an exit at a third of the depth, and both.",
+            help="What drafts; may be repeated. Default: look-ups, an exit at a third of the depth, and both.",
         ),
-    ] = None,
-    draft_length: DraftLength = None,
+    ] = None
+    draft_length: DraftLength = None
     accept: Annotated[
-        list[str] | None,
+        list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts; may be repeated.")
+    ] = None
+    runtime: Annotated[
+        Literal["eager", "traced", "compiled", "graphs"],
         typer.Option(
-            "--accept",
-            metavar="RULE",
-            help="Acceptance rule of the drafts; may be given several times. Default: selfspec's.",
+            metavar="RUNTIME",
+            help="How selfspec runs passes: `eager`, `traced`, `compiled` (with a larger --warm-up: each kind of pass "
+            "compiles for some ten seconds) or `graphs`, on a CUDA device only.",
         ),
-    ] = None,
-    arms: Annotated[
-        list[ArmChoice] | None,
-        typer.Option(
-            "--arms",
-            help="Arms besides `model.generate` and selfspec plain; may be given several times. `static`: "
-            "model.generate compiled with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early "
-            "exit, and selfspec's of the same exit and length; `draft`: each --draft. Default: all, but `static` on a "
-            "GPU only, since on a CPU it compiles for minutes.",
-        ),
-    ] = None,
+    ] = "traced"
+    exit_layer: Annotated[
+        int | None, typer.Option(min=1, metavar="E", help="Exit of `early-exit`; default: a third of the depth.")
+    ] = None
+    exit_length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that `early-exit` drafts a round.")] = 3
+
+    def specs(self, model: ModelOptions) -> list[ArmSpec]:
+        """The arms, checked as far as the configuration of the model allows.
+
+        Raises:
+            DraftConfigError: a draft does not fit the depth.
+        """
+        from selfspec.draft import Drafter
+        from selfspec.model.checkpoint import find_device
+        from selfspec.runtime.named import RuntimeName
+        from selfspec.tools.bench.arm import Kind
+        from selfspec.tools.bench.arms import arm_specs
+
+        depth = model.prepare()
+        third = max(depth // 3, 1)
+        exit_layer = third if self.exit_layer is None else self.exit_layer
+        drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
+        kinds = [Kind.LOOK_UP, Kind.EARLY_EXIT, Kind.DRAFT]
+        if self.arm is not None:
+            kinds = [Kind(arm.value) for arm in self.arm]
+        elif find_device(model.device).type == "cuda":
+            kinds.append(Kind.STATIC)
+        if Kind.EARLY_EXIT in kinds and exit_layer >= depth:
+            raise DraftConfigError(
+                f"--exit-layer {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
+            )
+        specs = arm_specs(
+            kinds,
+            [draft.strip() for draft in drafts],
+            self.draft_length,
+            self.accept or [None],
+            exit_layer,
+            self.exit_length,
+            model.packed,
+            RuntimeName(self.runtime),
+        )
+        for spec in specs:
+            if spec.draft is None:
+                continue
+            drafter = read_draft(spec.draft)
+            if isinstance(drafter, Drafter):
+                drafter.check(depth)
+            if drafter is None:
+                raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
+        return specs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """Cells: every combination of these."""
+
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            "--workload",
             metavar="NAME=FILE",
-            help="Prompts: JSONL with `prompt`, `turns` or `text`; may be given several times. `NAME=FILE#FIELD=VALUE` "
-            "takes only lines that say so, `NAME=FILE#FIELD` makes a workload of each value. Default: the demo's.",
+            help="Prompts: JSONL with `prompt`, `turns` or `text`; may be repeated. `NAME=FILE#FIELD=VALUE` takes the "
+            "lines that say so, `NAME=FILE#FIELD` makes a workload of each value. Default: four Python files.",
         ),
-    ] = None,
+    ] = None
     temperature: Annotated[
-        list[float] | None, typer.Option("--temperature", help="May be given several times. Default: 0 and 0.8.")
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option("--batch", min=1, help="Rows of a call; several times. Default: 1.")
-    ] = None,
-    context: Annotated[
-        list[int] | None,
-        typer.Option("--context", min=2, help="Tokens of every prompt; may be given several times. Default: 64."),
-    ] = None,
-    exit_layer: Annotated[
-        int | None,
-        typer.Option("--exit", min=1, help="Exit layer of the arm `early-exit`; default: a third of the depth."),
-    ] = None,
-    exit_length: Annotated[int, typer.Option("--exit-length", min=1, help="Tokens it drafts each round.")] = 3,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each workload.")] = 4,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=16, help="Length of each text, in tokens.")
-    ] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often each arm is timed in a cell.")] = 5,
-    warm_up: Annotated[
-        int, typer.Option("--warm-up", min=1, help="How often each arm decodes all prompts before it is timed.")
-    ] = 3,
+        list[float], typer.Option(min=0, max=100, metavar="T", help="0: greedy decoding; may be repeated.")
+    ] = field(default_factory=lambda: [0.0, 0.8])
+    batch: Annotated[list[int], typer.Option(min=1, metavar="N", help="Rows of a call; may be repeated.")] = field(
+        default_factory=lambda: [1]
+    )
+    context: Annotated[list[int], typer.Option(min=2, metavar="N", help="Tokens of every prompt; may be repeated.")] = (
+        field(default_factory=lambda: [64])
+    )
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each workload.")] = 4
+    max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Generate N tokens a text.")] = 64
+
+    def workloads(self) -> dict[str, Workload]:
+        """The workloads by name.
+
+        Raises:
+            PromptError: a workload cannot be read, or two have one name.
+        """
+        from selfspec.measure.prompts import built_in, parse_workloads
+
+        if self.workload is None:
+            return {built_in().name: built_in()}
+        found = [each for given in self.workload for each in parse_workloads(given)]
+        named = {each.name: each for each in found}
+        if len(named) < len(found):
+            raise PromptError("two workloads have one name; give each --workload another NAME")
+        return named
+
+    def prompted(self, workloads: dict[str, Workload], checkpoint: Checkpoint) -> dict[Cell, list[Tensor]]:
+        """The cells with their prompts.
+
+        Raises:
+            PromptError: prompt and text together are longer than the model's context.
+        """
+        from selfspec.tools.bench.cell import grid
+
+        limit = getattr(checkpoint.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = max(self.context)
+        if limit is not None and longest + self.max_new_tokens > limit:
+            raise PromptError(
+                f"a prompt of {longest} and {self.max_new_tokens} new tokens exceed the model's context of {limit}; "
+                "give a smaller --context or --max-new-tokens"
+            )
+        device, tokenizer = checkpoint.model.device, checkpoint.tokenizer
+        cells = grid(list(workloads), self.temperature, self.batch, self.context, self.max_new_tokens)
+        return {
+            cell: [
+                prompts.to(device)
+                for prompts in workloads[cell.workload].prompts(tokenizer, self.prompts, cell.batch, cell.context)
+            ]
+            for cell in cells
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is measured in each cell."""
+
+    repeats: Repeats = 5
+    warm_up: Annotated[int, typer.Option(min=1, metavar="N", help="Decode all prompts N times before timing.")] = 3
     memory: Annotated[
-        bool, typer.Option(help="Measure peak memory, each arm in a process of its own, once per batch and context.")
-    ] = True,
+        bool, typer.Option(help="Measure peak memory, each arm in its own process, once per batch and context.")
+    ] = True
     costs: Annotated[
-        bool,
-        typer.Option(help="Time the parts of a round by themselves in each cell; predict speed-ups from them."),
-    ] = True,
-    plots: Annotated[bool, typer.Option(help="Draw plots, as PNG files.")] = True,
+        bool, typer.Option(help="Time the parts of a round by themselves, and predict speed-ups from them.")
+    ] = True
+
+
+def bench(
+    model: Subject,
+    arms: Arms,
+    cells: Cells,
+    measured: Measured,
     to: Annotated[
-        Path, typer.Option("--to", metavar="FOLDER", help="Where results and report go. Cells in there are not rerun.")
+        Path, typer.Option(metavar="FOLDER", help="Results and report; cells that are there are not measured again.")
     ] = Path("bench"),
-    only_report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FOLDER", help="Make the report of that folder's results anew; run nothing."),
+    report: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Make the report of that folder's results again, and stop.")
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    packed: Annotated[
-        bool,
-        typer.Option("--packed", help="Let selfspec's arms run packed weights; model.generate runs the plain ones."),
-    ] = False,
-    runtime: Annotated[
-        RuntimeChoice,
-        typer.Option(
-            "--runtime",
-            help="How selfspec's arms run passes: `eager`, `traced`, `compiled` (give a larger --warm-up: each kind of "
-            "pass is compiled once, for some ten seconds) or `graphs`, on a CUDA device only.",
-        ),
-    ] = RuntimeChoice.TRACED,
+    plots: Annotated[bool, typer.Option(help="Draw plots, as PNG files.")] = True,
     output: Output = "text",
 ) -> None:
-    """Measure ways to decode side by side: `model.generate` with its own helps, and selfspec with each draft.
+    """Measure ways to decode side by side: `model.generate` with its own speed-ups, and selfspec with each draft.
 
     Each combination of workload, temperature, batch and context is a cell, in which the arms take turns. Results go to
-    `results.jsonl`, from which `report.md` and the plots are made. Interrupted, the same command goes on where it was.
+    `results.jsonl`, from which `report.md` and the plots are made. Repeat an interrupted command to resume it.
+    With --packed selfspec's arms alone run packed weights.
 
     Exit status 1 if any arm was refused because its greedy tokens differ from those of `model.generate`.
     """
-    if only_report is not None:
-        from selfspec.cli.bench_report import make_report
+    if report is None and not model.model:
+        raise BenchError(f"name a model: a checkpoint folder, a hub name, or {DEMO}")
 
-        make_report(only_report, plots, output)
-        return
-    temperatures = [0.0, 0.8] if temperature is None else temperature
-    if any(not 0 <= each <= 100 for each in temperatures):
-        raise UnsupportedOptionError("--temperature is 0 for greedy decoding or above 0, e.g. 0.8")
+    from rich.markdown import Markdown
 
-    from selfspec.cli.bench_run import Job, run
-    from selfspec.measure.prompts import built_in, parse_workloads
-    from selfspec.tools.bench.session import Plan
+    from selfspec.tools.bench.plots import require_packages
+    from selfspec.tools.bench.report import REPORT, overview, write_report
+    from selfspec.tools.bench.results_file import FILE, ResultsFile
+    from selfspec.tools.bench.summary import summary
 
-    workloads = [built_in()] if workload is None else [each for given in workload for each in parse_workloads(given)]
-    names = [each.name for each in workloads]
-    if len(set(names)) < len(names):
-        raise PromptError("two workloads have one name; give each --workload a NAME of its own")
-    run(
-        Job(
-            model=model,
-            drafts=draft,
-            draft_length=draft_length,
-            rules=accept or [None],
-            arms=None if arms is None else [each.value for each in arms],
-            workloads=workloads,
-            temperatures=temperatures,
-            batches=batch or [1],
-            contexts=context or [64],
-            exit_layer=exit_layer,
-            exit_length=exit_length,
-            prompts=prompts,
-            max_new_tokens=max_new_tokens,
-            plan=Plan(repeats, warm_up, memory, costs),
-            plots=plots,
-            folder=to,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            packed=packed,
-            runtime=runtime.value,
-            output=output,
-        )
-    )
+    if plots:
+        require_packages()
+    if report is None:
+        found = _measure(model, arms, cells, measured, to)
+        folder, reported = to, ResultsFile(to).cells()
+    else:
+        folder, found = report, ResultsFile(report).cells()
+        reported = found
+        if not found:
+            raise BenchError(f"{report} holds no results of selfspec bench (no cell in {FILE})")
+    write_report(reported, folder, plots)
+    if output == "text":
+        console().print(Markdown(overview(found)))
+        console().print(f"{folder / REPORT} has the rest.", style="dim")
+    refused = [f"{record.arm.name} ({each.cell.title})" for each in found for record in each.arms if record.refused]
+    if refused and report is None:
+        raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), summary(found))
+    if output == "json":
+        print_json(summary(found))
+
+
+def _measure(model: Subject, arms: Arms, cells: Cells, measured: Measured, to: Path) -> list[MeasuredCell]:
+    from selfspec.tools.bench.bar import Bar
+    from selfspec.tools.bench.results_file import ResultsFile
+    from selfspec.tools.bench.session import Plan, Session
+    from selfspec.tools.bench.session import Subject as Loaded
+
+    workloads = cells.workloads()
+    file = ResultsFile(to)
+    file.check()
+    specs = arms.specs(model)
+    # Arms that run packed weights pack a copy.
+    checkpoint = replace(model, packed=False).load()
+    name = "embedded" if model.model == DEMO else Path(model.model).name
+    session = Session(Loaded(name, model.place, checkpoint.model), specs, Plan(**asdict(measured)), file)
+    prompted = cells.prompted(workloads, checkpoint)
+    with progress_bar("measuring") as progress:
+        return session.measure(prompted, Bar(progress, len(prompted)))

@@ -26,7 +26,7 @@ QUICK = (
     "12",
     "--no-memory",
 )
-ARMS = ("--arms", "lookup", "--arms", "draft", "--draft", "exit:2")
+ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_arms_that_say_something_else_fail_it(
         (["--draft", "exit:9"], "choose 1..4"),
         (["--draft", "none"], "give --draft exit:E"),
         (["--draft", "nonsense"], "--draft"),
-        (["--exit", "5"], "choose 1..4"),
+        (["--exit-layer", "5"], "choose 1..4"),
         (["--workload", "nonsense"], "write NAME=FILE"),
-        (["--temperature", "-1"], "0 for greedy"),
+        (["--temperature", "-1"], "--temperature"),
         (["--context", "600"], "context of 512"),
         (["--max-new-tokens", "4"], "--max-new-tokens"),
         (["--accept", "nonsense"], "nonsense"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from selfspec.tools.bench import figures
+from selfspec.files.writing import whole
+from selfspec.tools.bench import figures, plots
 from selfspec.tools.bench.arm import ArmSpec, Kind
 from selfspec.tools.bench.markdown import escaped, table
 from selfspec.tools.bench.prediction import prediction, round_cost
 from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.results_file import MeasuredCell
+
+REPORT = "report.md"
 
 _NOTES = f"""\
 Every arm decodes the same prompts in one process, one after the other on each batch. Speeds are tokens per second of
@@ -35,6 +39,19 @@ def report(cells: Sequence[MeasuredCell]) -> str:
         parts += [f"## {escaped(measured.cell.title)}", _heading(measured, cells), speeds(measured)]
         parts += [_not_scored(measured), rounds(measured), memory(measured)]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def write_report(cells: Sequence[MeasuredCell], folder: Path, with_plots: bool) -> None:
+    """Write `report.md` into a folder, and the plots if they are wanted.
+
+    Raises:
+        StorageError: they cannot be written; the results are kept.
+    """
+    text = report(cells)
+    if with_plots:
+        text += "\n" + "".join(f"![{Path(name).stem}]({name})\n" for name in plots.draw(cells, folder))
+    with whole(folder / REPORT, plots.KEPT) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def overview(cells: Sequence[MeasuredCell]) -> str:
