@@ -19,7 +19,6 @@ from selfspec.control.costs import CostsByRows
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.decode.evidence import Evidence
     from selfspec.draft.draft import Draft
 
 
@@ -38,6 +37,20 @@ class RowOutcome:
     accepted: int
     committed: int
     dropped: int = 0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the draft is worth on the prompt, where both it and the target were run.
+
+    Attributes:
+        confidences: the largest probability of q at each token of the prompt that was compared.
+        chances: the chance that a draft token there is accepted, 1 - TV(p, q); for greedy decoding the mean of that and
+            of whether p and q have the same best token.
+    """
+
+    confidences: tuple[float, ...]
+    chances: tuple[float, ...]
 
 
 class Controller(ABC):

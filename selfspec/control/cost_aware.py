@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel
-from selfspec.control.base import Control, Controller, RowOutcome, check_length
+from selfspec.control.base import Control, Controller, Evidence, RowOutcome, check_length
 from selfspec.control.batch_progress import BatchProgress
 from selfspec.control.confidence import confidences_of
 from selfspec.control.costs import CostsByRows
@@ -18,7 +18,6 @@ from selfspec.control.loss_budget import MAY_LOSE, LossBudget, may_lose
 from selfspec.control.prospects import Prospects
 
 if TYPE_CHECKING:
-    from selfspec.decode.evidence import Evidence
     from selfspec.draft.draft import Draft
 
 

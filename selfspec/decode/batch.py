@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +11,9 @@ from transformers import Cache
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control import Controller
 from selfspec.decode.sampling import Sampling
-from selfspec.decode.score_record import Record
+from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Sequences
+from selfspec.decode.stopping import Stopping
 from selfspec.draft.draft import Draft
 from selfspec.draft.suffix_index import SuffixIndex
 from selfspec.model.runner import ModelRunner
@@ -31,8 +31,8 @@ class Batch:
         controller: chooses draft lengths.
         last_tokens: the last committed token of each running row, `[rows, 1]`.
         sequences: prompts and committed tokens.
-        scores: keeps the scores of committed tokens; None: the caller did not ask for them.
-        logits: keeps the target's logits of committed tokens; None: the caller did not ask for them.
+        stopping: where rows end.
+        records: keeps scores and logits of committed tokens, as far as the caller asked for them.
         past: receives keys and values when the generation ends; None: they are dropped.
         first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads in place
             of `last_tokens`; None: prompts are token ids, or the first round has begun.
@@ -50,8 +50,8 @@ class Batch:
     controller: Controller
     last_tokens: Tensor
     sequences: Sequences
-    scores: Record | None = None
-    logits: Record | None = None
+    stopping: Stopping
+    records: ScoreRecords
     past: Cache | None = None
     first_embeddings: Tensor | None = None
     needs_lockstep: bool = False
@@ -115,24 +115,3 @@ class Batch:
         self.cache.narrow(kept)
         self.last_tokens = self.last_tokens[kept]
         self.sampling = self.sampling.narrowed(self.running, self.size)
-
-    def record(
-        self, scores: Tensor, logits: Tensor, starts: Sequence[int], counts: Sequence[int]
-    ) -> tuple[Tensor, ...] | None:
-        """Keep scores and logits of tokens about to be committed, as far as the caller asked for them.
-
-        Args:
-            scores: `[rows, places, vocab]`, of the running rows.
-            logits: the same before processors and warpers.
-            starts: new tokens that each row of the batch has before the first place.
-            counts: places of each row of the batch to keep, from the first.
-
-        Returns:
-            The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
-        """
-        if self.logits is not None:
-            self.logits.keep(logits, self.running, starts, counts)
-        if self.scores is None:
-            return None
-        self.scores.keep(scores, self.running, starts, counts)
-        return self.scores.steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor
@@ -10,16 +10,15 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from selfspec.accept import Rule
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
-from selfspec.cache.transfer import check_kinds, is_callers
+from selfspec.cache.transfer import can_store, check_kinds, is_callers, store_past
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
 from selfspec.decode.loop import rounds
-from selfspec.decode.output import GenerateOutput, Round
+from selfspec.decode.output import GenerateOutput, Round, streamed
 from selfspec.decode.request import Request
-from selfspec.decode.score_record import Record
+from selfspec.decode.score_record import ScoreRecord, ScoreRecords
 from selfspec.decode.sequences import Sequences
-from selfspec.decode.stats import Stats
-from selfspec.decode.streaming import streamed
+from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
@@ -79,17 +78,20 @@ class Generation(Iterator[Round]):
                 device
             ),
             sequences=Sequences(request.input_ids, request.pad),
-            scores=Record(request.pad) if request.returned.scores else None,
-            logits=Record(request.pad) if request.returned.logits else None,
+            stopping=request.stopping,
+            records=ScoreRecords(
+                scores=ScoreRecord(request.pad) if request.returned.scores else None,
+                logits=ScoreRecord(request.pad) if request.returned.logits else None,
+            ),
             past=_past_to_fill(request, cache),
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
             needs_lockstep=request.sampling.in_order or request.stopping.stateful,
         )
         # The batch, and with it the cache, belongs to the rounds alone: its memory goes when they end.
         self._committed, self._failed = batch.committed, batch.failed
-        self._scores, self._logits = batch.scores, batch.logits
+        self._records = batch.records
         self._unfinished, self._past = batch.unfinished, batch.past
-        self._rounds = rounds(batch, request, draft, rule, self.stats)
+        self._rounds = _rounds(batch, request, draft, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
 
@@ -146,10 +148,25 @@ class Generation(Iterator[Round]):
             lengths=lengths,
             stats=self.stats,
             lossless=self.lossless,
-            scores=None if self._scores is None else self._scores.padded(lengths),
-            logits=None if self._logits is None else self._logits.padded(lengths),
+            scores=None if self._records.scores is None else self._records.scores.padded(lengths),
+            logits=None if self._records.logits is None else self._records.logits.padded(lengths),
             past_key_values=self._past if self._past and not self._unfinished else None,
         )
+
+
+@torch.no_grad()
+def _rounds(
+    batch: Batch, request: Request, drafter: Drafter | None, rule: Rule, stats: Stats
+) -> Generator[Round, None, None]:
+    """Run the loop, and then store the past and what the whole generation took."""
+    clock = PhaseClock(batch.last_tokens.device)
+    try:
+        yield from rounds(batch, request, drafter, rule, stats, clock)
+        if batch.past is not None and can_store(batch.cache):
+            store_past(batch.cache, batch.past, request.mask)
+    finally:
+        stats.cache_bytes = batch.cache.most_bytes
+        stats.seconds = clock.seconds()
 
 
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:

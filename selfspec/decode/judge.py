@@ -11,80 +11,29 @@ from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.sequences import Prefixes
-from selfspec.decode.stopping import Stopping
+from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
 
 
-@dataclass(frozen=True)
-class RowVerdict:
-    """What a round gives one unfinished row.
-
-    Attributes:
-        drafted: its draft tokens.
-        accepted: how many of them the rule accepted.
-        tokens: what the row commits: accepted draft tokens and then the target's own, up to its end or to where
-            lockstep cuts it.
-        dropped: tokens that lockstep cut off.
-        ended: whether the row is finished.
-        finite: whether the target's logits after the accepted tokens were finite; where not, it has no token there.
-        overlap: for a coupled draft, sum of min(p, q) = 1 - TV at each draft token, the best chance any rule has to
-            accept it; else zeros.
-    """
-
-    drafted: list[int]
-    accepted: int
-    tokens: list[int]
-    dropped: int
-    ended: bool
-    finite: bool
-    overlap: list[float]
-
-    def judged_of(self, tokens: int) -> int:
-        """Draft tokens judged for the first `tokens` of the run: one more than accepted, but for a whole draft."""
-        accepted = self.accepted_of(tokens)
-        return min(accepted + 1, len(self.drafted)) if tokens > accepted else accepted
-
-    def accepted_of(self, tokens: int) -> int:
-        """Draft tokens among the first `tokens` of the run."""
-        return min(self.accepted, tokens)
-
-    def overlap_of(self, tokens: int) -> float:
-        """Sum of the overlap at the draft tokens judged for the first `tokens` of the run."""
-        return sum(self.overlap[: self.judged_of(tokens)])
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a round gives.
-
-    Attributes:
-        rows: by number of the row, of each row that was unfinished.
-        last: the last token of each row that passes run, `[rows, 1]`; anything for a row that is finished.
-    """
-
-    rows: dict[int, RowVerdict]
-    last: Tensor
-
-
-def judge_together(batch: Batch, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge all places of a draft at once, and then wait for the device: the round's one synchronisation.
+def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge all places of a draft at once, and then wait for the device: the one synchronisation of the round.
 
     Args:
         batch: before the round is committed.
-        stopping: where rows end.
         draft: of the round.
         logits: the target's own, `[rows, drafted + 1, vocab]`.
-        rule: judges the draft.
+        rule: accepts or rejects draft tokens.
     """
     accepted = _accept(batch, draft, logits, rule)
     judged = _on_host(batch, draft, accepted)
-    most = lockstep_limit(batch, draft, [row.run for row in judged.values()])
+    limit = lockstep_limit(batch, draft, [row.run for row in judged.values()])
     runs = [judged[row].run if row in judged else [] for row in range(batch.size)]
-    runs = stopping.shortened(batch.sequences, runs)
-    cut = [run[:most] for run in runs]
+    runs = batch.stopping.shortened(batch.sequences, runs)
+    cut = [run[:limit] for run in runs]
     starts = [len(tokens) for tokens in batch.committed]
-    scores = batch.record(accepted.scores, accepted.logits, starts, [len(run) for run in cut])
-    ends = stopping.judged(batch.sequences, cut, scores)
+    counts = [len(run) for run in cut]
+    scores = batch.records.keep(accepted.scores, accepted.logits, batch.running, starts, counts)
+    ends = batch.stopping.judged(batch.sequences, cut, scores)
     rows = {}
     for row, found in judged.items():
         end = ends[row]
@@ -98,10 +47,10 @@ def judge_together(batch: Batch, stopping: Stopping, draft: Draft, logits: Tenso
             overlap=found.overlap,
         )
     # A row without finite logits has no token of the target's own, nor has a row that was cut.
-    own = accepted.finite & (accepted.count < most)
+    own = accepted.finite & (accepted.count < limit)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    last = block.gather(1, accepted.count.clamp(max=most)[:, None])
-    return Verdict(rows, torch.where(own[:, None], accepted.token[:, None], last))
+    last = block.gather(1, accepted.count.clamp(max=limit)[:, None])
+    return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
-from selfspec.decode.judge import RowVerdict, Verdict
-from selfspec.decode.stopping import Stopping
+from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
 
 
@@ -35,7 +34,7 @@ class _Row:
         return RowVerdict(self.drafted, self.accepted, self.tokens, 0, self.ended, self.finite, self.overlap)
 
 
-def judge_in_order(batch: Batch, stopping: Stopping, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge a draft place by place: processors, rule, then stopping criteria, as plain decoding asks them.
 
     Waits for the device at each place. Arguments as in `judge_together`.
@@ -67,12 +66,13 @@ def judge_in_order(batch: Batch, stopping: Stopping, draft: Draft, logits: Tenso
                 row.tokens.append(int(token))
                 row.accepted += int(accepted)
                 row.overlap.append(overlap)
-        _stop(batch, stopping, rows, judged.scores, logits[:, place : place + 1])
+        _stop(batch, rows, judged.scores, logits[:, place : place + 1])
         if not all(row.ended or row.accepted > place for row in rows.values()):
             break
         if all(row.ended for row in rows.values()):
             break
-    return Verdict({number: row.verdict() for number, row in rows.items()}, _last(batch, rows))
+    verdicts = {number: row.verdict() for number, row in rows.items()}
+    return Verdict(tuple(batch.running), verdicts, _last(batch, rows))
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,19 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     return _Place(chosen, accepted, finite[:, 0], overlap, scores)
 
 
-def _stop(batch: Batch, stopping: Stopping, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
+def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
     """Keep the scores of the place just judged, and end the rows that end there."""
     grown = {number: row for number, row in rows.items() if not row.ended}
     starts = [len(tokens) for tokens in batch.committed]
     for number, row in rows.items():
         starts[number] += len(row.tokens) - (number in grown)
-    kept = batch.record(scores, logits, starts, [int(number in grown) for number in range(len(starts))])
+    kept = batch.records.keep(
+        scores, logits, batch.running, starts, [int(number in grown) for number in range(len(starts))]
+    )
     for number, row in grown.items():
-        row.ended = stopping.ends(starts[number] + 1, row.tokens[-1])
-    if stopping.criteria and grown:
-        verdicts = stopping.criteria(batch.sequences.followed_by(_runs(batch, rows)), kept).tolist()
+        row.ended = batch.stopping.ends(starts[number] + 1, row.tokens[-1])
+    if batch.stopping.criteria and grown:
+        verdicts = batch.stopping.criteria(batch.sequences.followed_by(_runs(batch, rows)), kept).tolist()
         for number, row in grown.items():
             row.ended = row.ended or bool(verdicts[number])
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from selfspec.decode.stats import Stats
 
@@ -51,6 +54,32 @@ class Round:
         if len(self.rows) != 1:
             raise ValueError(f"this round has {len(self.rows)} rows; read chunk.rows[i].tokens")
         return self.rows[0].tokens
+
+
+def streamed(
+    rounds: Generator[Round, None, None], prompt: Tensor, streamer: BaseStreamer
+) -> Generator[Round, None, None]:
+    """Give a streamer of `transformers` what plain decoding would: the prompt, token by token, and the end.
+
+    It gets the end however the rounds end, so that nobody waits for text that does not come.
+
+    Args:
+        rounds: of one row; closed when this is.
+        prompt: `[1, prompt]`, padding included.
+        streamer: gets the prompt `[1, prompt]` and tokens `[1]`, on the CPU.
+
+    Yields:
+        What each round committed.
+    """
+    with closing(rounds):
+        try:
+            streamer.put(prompt.cpu())
+            for committed in rounds:
+                for token in committed.tokens:
+                    streamer.put(torch.tensor([token]))
+                yield committed
+        finally:
+            streamer.end()
 
 
 @dataclass

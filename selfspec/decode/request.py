@@ -20,11 +20,10 @@ from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStri
 
 from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
-from selfspec.decode.first_inputs import first_inputs
 from selfspec.decode.option_values import Scope, check_values, value_in_call
 from selfspec.decode.options import CACHES, check_keywords, check_model_inputs, check_options
 from selfspec.decode.processors import read_processing
-from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask
+from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedOptionError

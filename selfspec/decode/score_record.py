@@ -1,18 +1,19 @@
-"""Scores or logits of committed tokens, kept for a caller who asked for them."""
+"""Scores and logits of committed tokens, kept for a caller who asked for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Record:
+class ScoreRecord:
     """One tensor `[batch, vocab]` for each new token, as `transformers` returns them.
 
-    Where a row has ended and others go on, its entry is that of a sure padding token: 0 for it and -inf for all
-    others, normalised or not. So what is summed up over a row is what its own tokens have.
+    Where a row has ended and others have not, its entry is that of a certain padding token: 0 for it and -inf for all
+    others, normalised or not. So a sum over a row counts its own tokens alone.
 
     Args:
         pad: the padding token.
@@ -28,10 +29,10 @@ class Record:
         return tuple(self._steps)
 
     def padded(self, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """One tensor for each new token of the longest row, where rows have so many new tokens.
+        """Return one tensor for each new token of the longest row.
 
         Args:
-            lengths: of the rows; what is kept beyond them is left out.
+            lengths: new tokens of each row; what is kept beyond them is left out.
         """
         return tuple(
             self._with_padding(step, [row for row, length in enumerate(lengths) if length <= index])
@@ -39,12 +40,12 @@ class Record:
         )
 
     def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Keep what stands for committed tokens of a block, and nothing of tokens that were rejected.
+        """Keep the values of committed tokens of a block, and none of rejected tokens.
 
         Args:
-            values: `[rows, places, vocab]`, of the rows that passes run.
+            values: `[rows, places, vocab]`, of the running rows.
             rows: their numbers in the batch.
-            starts: new tokens that each row of the batch had before.
+            starts: new tokens that each row of the batch has before the first place.
             counts: places of each row of the batch to keep, from the first.
         """
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
@@ -62,3 +63,38 @@ class Record:
         step = step.clone()
         step[rows] = padding
         return step
+
+
+@dataclass(frozen=True)
+class ScoreRecords:
+    """What is kept of committed tokens.
+
+    Attributes:
+        scores: the logits as processors and warpers left them; None: the caller did not ask for them.
+        logits: the target's own logits; None: the caller did not ask for them.
+    """
+
+    scores: ScoreRecord | None = None
+    logits: ScoreRecord | None = None
+
+    def keep(
+        self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Tensor, ...] | None:
+        """Keep those of tokens about to be committed.
+
+        Args:
+            scores: `[rows, places, vocab]`, of the running rows.
+            logits: the same before processors and warpers.
+            rows: numbers of the running rows.
+            starts: new tokens that each row of the batch has before the first place.
+            counts: places of each row of the batch to keep, from the first.
+
+        Returns:
+            The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
+        """
+        if self.logits is not None:
+            self.logits.keep(logits, rows, starts, counts)
+        if self.scores is None:
+            return None
+        self.scores.keep(scores, rows, starts, counts)
+        return self.scores.steps

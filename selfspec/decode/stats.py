@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from selfspec.decode.verdict import Verdict
+from selfspec.draft.draft import Draft
+
 
 @dataclass
 class Stats:
@@ -65,16 +68,21 @@ class Stats:
         """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
-    def count_row(self, drafted: int, judged: int, accepted: int, committed: int, overlap: float) -> None:
-        """Count one live row's part of a round."""
-        self.row_rounds += 1
-        self.drafted += drafted
-        self.new_tokens += committed
-        self.overlap += overlap
-        for counts, number in ((self.judged_per_position, judged), (self.accepted_per_position, accepted)):
-            counts.extend([0] * (drafted - len(counts)))
-            for position in range(number):
-                counts[position] += 1
+    def count(self, draft: Draft, verdict: Verdict) -> None:
+        """Count a round by what it committed.
+
+        A draft token counts if its place was committed, with the token itself or another one in it. Lockstep drops
+        places for what other rows accepted, never for their own verdict, so the acceptance rate is that of the rule.
+        """
+        self.rounds += 1
+        for row in verdict.rows.values():
+            count = len(row.tokens)
+            self.row_rounds += 1
+            self.drafted += draft.length
+            self.new_tokens += count
+            self.overlap += row.overlap_of(count)
+            _add(self.judged_per_position, draft.length, row.judged_of(count))
+            _add(self.accepted_per_position, draft.length, row.accepted_of(count))
 
     def to_dict(self) -> dict[str, Any]:
         """All counts, rates and times, ready for JSON; a rate without any data is None."""
@@ -86,6 +94,13 @@ class Stats:
             "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
         }
         return {**asdict(self), **derived}
+
+
+def _add(counts: list[int], positions: int, first: int) -> None:
+    """Add 1 to each of the first `first` counts, of at least `positions`."""
+    counts.extend([0] * (positions - len(counts)))
+    for position in range(first):
+        counts[position] += 1
 
 
 class PhaseClock:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
-from selfspec.decode.loop import verify
+from selfspec.decode.verify import verify
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN

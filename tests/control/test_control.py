@@ -20,9 +20,8 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, assert_rows_are_stock
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
-from selfspec.control import Control, Controller, CostAware, RowOutcome
+from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
 from selfspec.control.costs import CostsByRows
-from selfspec.decode.evidence import Evidence
 from selfspec.draft import Draft
 
 CHEAP = selfspec.Costs(draft=0.1)

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.control import Controller
+from selfspec.control import Controller, Evidence
 from selfspec.control.cost_aware import CostAware, CostAwareController
-from selfspec.decode.evidence import Evidence
 from selfspec.draft import Drafter
 
 NEW = 64

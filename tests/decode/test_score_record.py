@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.decode.score_record import Record
+from selfspec.decode.score_record import ScoreRecord
 from selfspec.draft import Drafter
 
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -110,6 +110,6 @@ def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrained
 
 
 def test_a_pad_id_outside_the_vocabulary_leaves_no_token_likely() -> None:
-    record = Record(pad=99)
+    record = ScoreRecord(pad=99)
     record.keep(torch.zeros(2, 2, 3), [0, 1], [0, 0], [2, 1])
     assert record.padded((2, 1))[1][1].tolist() == [-torch.inf] * 3

@@ -16,7 +16,6 @@ from selfspec.control.costs import Costs
 from selfspec.decode import loop, stats
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge_together
-from selfspec.decode.stopping import Stopping
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.model.registry import find_adapter
@@ -133,9 +132,9 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
     judging = {True: 0.7, False: 0.3}
     judge = judge_together
 
-    def slow(batch: Batch, stopping: Stopping, draft: Draft, *others: Any) -> Any:
+    def slow(batch: Batch, draft: Draft, *others: Any) -> Any:
         clock.now += judging[draft.length > 0]
-        return judge(batch, stopping, draft, *others)
+        return judge(batch, draft, *others)
 
     monkeypatch.setattr(loop, "judge_together", slow)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=clock))

@@ -451,23 +451,23 @@ CATALOGUE = (
     # Scores that are returned.
     Mutation(
         "scores of the place before a token are returned as its own",
-        "Record.keep",
+        "ScoreRecord.keep",
         "(index, place)",
         "(index, place - 1)",
         ("test_score_record.py",),
     ),
     Mutation(
         "scores of tokens after the end of a row are returned",
-        "Record.padded",
+        "ScoreRecord.padded",
         "length <= index",
         "length < index",
         ("test_score_record.py",),
     ),
     Mutation(
         "scores are returned as logits",
-        "Batch.record",
-        "self.logits.keep(logits, self.running, starts, counts)",
-        "self.logits.keep(scores, self.running, starts, counts)",
+        "ScoreRecords.keep",
+        "self.logits.keep(logits, rows, starts, counts)",
+        "self.logits.keep(scores, rows, starts, counts)",
         ("test_score_record.py",),
     ),
     # Keys and values of an earlier turn.
@@ -664,7 +664,7 @@ CATALOGUE = (
     ),
     Mutation(
         "NaN that a draft token left in the cache stays there",
-        "rounds",
+        "scrub_nonfinite_rows",
         "batch.cache.scrub(_1)",
         "pass",
         ("test_generate.py", "-k", "spoils"),
@@ -831,22 +831,22 @@ CATALOGUE = (
     Mutation(
         "a row that was cut goes on from the token that was cut off last",
         "judge_together",
-        "accepted.count.clamp(max=most)",
+        "accepted.count.clamp(max=limit)",
         "accepted.count",
         (_IN_STEP,),
     ),
     Mutation(
         "a row that was cut goes on from the target's token after what was cut off",
         "judge_together",
-        "accepted.finite & (accepted.count < most)",
+        "accepted.finite & (accepted.count < limit)",
         "accepted.finite",
         (_IN_STEP,),
     ),
     Mutation(
         "a row that ends is not cut: ends come too often",
         "judge_together",
-        "run[:most]",
-        "run if set(run) & stopping.eos else run[:most]",
+        "run[:limit]",
+        "run if set(run) & batch.stopping.eos else run[:limit]",
         ("test_lockstep.py::test_samples_follow_the_exact_joint",),
     ),
     Mutation(

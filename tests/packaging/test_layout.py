@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "runtime": {"cache", "errors", "model"},
     "accept": {"arguments", "cache", "draft", "errors"},
     "draft": {"arguments", "cache", "control", "decode", "errors", "files", "model"},
-    "control": {"arguments", "decode", "draft", "environment", "errors", "files", "model", "runtime"},
+    "control": {"arguments", "draft", "environment", "errors", "files", "model", "runtime"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "api", "control", "decode", "draft", "errors", "files"},
     "api": {"accept", "arguments", "control", "decode", "draft", "errors", "files", "model", "runtime", "saved"},

@@ -1,0 +1,33 @@
+"""Committing a verdict: tokens are appended, cursors move, rows end. Nothing is decided or counted here."""
+
+from __future__ import annotations
+
+from selfspec.decode.batch import Batch
+from selfspec.decode.nonfinite_rows import settle_nonfinite_rows
+from selfspec.decode.output import Round, RowRound
+from selfspec.decode.verdict import Verdict
+from selfspec.draft import Draft
+
+
+def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
+    """Make a verdict final.
+
+    Args:
+        batch: moved on by the round.
+        draft: of the round.
+        verdict: on the draft.
+
+    Returns:
+        What every row of the batch committed.
+    """
+    rows = [RowRound((), (), 0)] * batch.size
+    for number, row in verdict.rows.items():
+        batch.committed[number] += row.tokens
+        rows[number] = RowRound(tuple(row.tokens), tuple(row.drafted), row.accepted_of(len(row.tokens)))
+        if row.ended:
+            batch.unfinished.discard(number)
+    batch.cache.commit([len(rows[row].tokens) for row in batch.running])
+    batch.last_tokens = verdict.last_tokens
+    settle_nonfinite_rows(batch, draft, verdict)
+    batch.drop_finished()
+    return Round(tuple(rows), draft.steps)

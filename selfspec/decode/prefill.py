@@ -1,0 +1,95 @@
+"""Prefill: the prompts' keys, values and states, and what the draft is worth on the prompt.
+
+An early exit computes of a prompt what the target computes first. So its prefill runs in two parts, and each part's
+head reads the last tokens of the prompt. That compares draft and target before the first round, for less than a
+rejected draft costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.cache.transfer import load_past
+from selfspec.control import Evidence
+from selfspec.decode.batch import Batch
+from selfspec.decode.request import Request
+from selfspec.decode.sequences import Prefixes
+from selfspec.draft import Drafter
+from selfspec.model.layer_path import LayerPath
+
+# How many tokens of the prompt are compared at most, and the fewest that tell anything.
+_MOST, _FEWEST = 32, 4
+
+
+def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
+    """Fill the cache with each prompt but its last token, which the first round reads.
+
+    Rows are stored without their padding: each is moved to the left, and what follows it is never read. What a past
+    holds is not computed again.
+
+    Args:
+        batch: before its first round.
+        request: the prompts, and the past.
+        drafter: compared with the target on the prompt, if it leaves the network early and the controller asks for it.
+    """
+    if request.past is not None:
+        load_past(request.past, batch.cache, request.mask)
+    unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.seq_lens, strict=True)]
+    if max(unread) == 0:
+        return
+    batch.cache.reserve(max(request.lengths))
+    prompts = torch.zeros_like(request.read[:, : max(unread)])
+    columns = request.mask[:, -request.read.shape[1] :]
+    for row, count in enumerate(unread):
+        prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
+    prompts = prompts.to(batch.last_tokens.device)
+    if drafter is not None and not request.embeddings and _gives_evidence(batch, drafter, unread):
+        batch.controller.learn_prompt(prefill_with_evidence(batch, drafter, prompts))
+        batch.cache.commit(unread)
+        return
+    start = 0
+    for width in batch.cache.prefill_widths(unread):
+        counts = [min(max(count - start, 0), width) for count in unread]
+        batch.runner.prefill(prompts[:, start : start + width], counts)
+        batch.cache.commit(counts)
+        start += width
+
+
+def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Evidence:
+    """Run the prompts through the cache, and compare draft and target on their last tokens.
+
+    Args:
+        batch: with empty slots for the tokens. Its cursors do not move.
+        drafter: leaves the network early.
+        prompts: `[rows, tokens]`.
+    """
+    exit_path = drafter.exit_path(batch.runner.depth)
+    assert exit_path is not None
+    path, start, head = exit_path.path, exit_path.start, exit_path.head
+    drafted = batch.runner.last_logits(path, prompts, _MOST, head=head)
+    assert drafted.states is not None
+    target = LayerPath.full(batch.runner.depth).resumed_at(start)
+    logits = batch.runner.last_logits(target, prompts, _MOST, entering=drafted.states).logits
+    q, p = (batch.sampling.scores(each, Prefixes(batch.sequences)).softmax(-1) for each in (drafted.logits, logits))
+    chances = torch.minimum(p, q).sum(-1)
+    if batch.sampling.greedy:
+        # On so few tokens, the overlap of two distributions tells as much as whether their best tokens are equal.
+        chances = (chances + (p.argmax(-1) == q.argmax(-1))) / 2
+    table = torch.stack([q.amax(-1), chances]).nan_to_num(0.0).flatten(1).tolist()
+    return Evidence(tuple(table[0]), tuple(table[1]))
+
+
+def _gives_evidence(batch: Batch, drafter: Drafter, unread: Sequence[int]) -> bool:
+    """Whether the controller asks for evidence, and a prefill of `unread` tokens of each row can give it."""
+    return (
+        batch.controller.judges_prompt
+        and drafter.exit_path(batch.runner.depth) is not None
+        and not batch.sampling.reads_prefixes
+        and batch.cache.rolls_back_by_cursor
+        and len(set(unread)) == 1
+        and unread[0] >= _FEWEST
+        and (unread[0] <= _MOST or batch.runner.keeps_last_logits)
+    )

@@ -1,0 +1,26 @@
+"""Proposing a draft, as long as the controller allows; none where no draft can be verified."""
+
+from __future__ import annotations
+
+from selfspec.decode.batch import Batch
+from selfspec.decode.nonfinite_rows import scrub_nonfinite_rows
+from selfspec.draft import Draft, Drafter
+
+
+def propose(batch: Batch, drafter: Drafter | None) -> Draft:
+    """Make room for a round in the cache and let the drafter propose tokens for it.
+
+    There is no draft in the round that reads the last embedding of a prompt, nor while the logits of some row are not
+    finite.
+
+    Args:
+        batch: before the round.
+        drafter: proposes tokens; None: decoding is plain.
+    """
+    batch.cache.reserve(batch.longest)
+    scrub_nonfinite_rows(batch)
+    if drafter is None or batch.nonfinite_rows or batch.first_embeddings is not None:
+        return batch.no_draft()
+    wanted = max(batch.stopping.max_new_tokens - len(batch.committed[row]) for row in batch.unfinished)
+    length = batch.controller.choose(wanted, [row in batch.unfinished for row in batch.running])
+    return drafter.draft(batch, length) if length else batch.no_draft()

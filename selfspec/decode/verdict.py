@@ -1,0 +1,67 @@
+"""The verdict on a draft: how much of it each row accepts, which tokens the row commits, and whether it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowVerdict:
+    """The verdict on one unfinished row.
+
+    A run is what the rule lets the row commit: the accepted draft tokens and the target's token after them, up to the
+    end of the row. Lockstep may drop the last tokens of a run.
+
+    Attributes:
+        drafted: its draft tokens.
+        accepted: how many of them the rule accepted.
+        tokens: the part of its run that it commits.
+        dropped: how many tokens of its run lockstep dropped.
+        ended: whether the row ends with `tokens`.
+        finite: whether the target's logits after the accepted tokens were finite; if not, the run has no token there.
+        overlap: for a coupled draft the diagnostic of `selfspec.decode.coupling` at each draft token; else empty.
+    """
+
+    drafted: Sequence[int]
+    accepted: int
+    tokens: Sequence[int]
+    dropped: int
+    ended: bool
+    finite: bool
+    overlap: Sequence[float]
+
+    @property
+    def run_length(self) -> int:
+        """Length of the run: tokens committed and dropped."""
+        return len(self.tokens) + self.dropped
+
+    def accepted_of(self, tokens: int) -> int:
+        """Count the accepted draft tokens among the first `tokens` of the run."""
+        return min(self.accepted, tokens)
+
+    def judged_of(self, tokens: int) -> int:
+        """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
+        accepted = self.accepted_of(tokens)
+        return min(accepted + 1, len(self.drafted)) if tokens > accepted else accepted
+
+    def overlap_of(self, tokens: int) -> float:
+        """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""
+        return sum(self.overlap[: self.judged_of(tokens)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict of one round.
+
+    Attributes:
+        running: number of each row in the order in which tensors hold them.
+        rows: by number, of each unfinished row.
+        last_tokens: the last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
+    """
+
+    running: Sequence[int]
+    rows: Mapping[int, RowVerdict]
+    last_tokens: Tensor
