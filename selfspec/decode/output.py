@@ -1,4 +1,4 @@
-"""What a generation gives: each round as it is committed, and the whole at the end."""
+"""The output of a generation: each round as it is committed, and the whole at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RowRound:
     """One row's part of a round.
 
     Attributes:
-        tokens: committed tokens, final: accepted draft tokens and then one of the target's own. Empty for a row that
-            had ended before. A row that ends inside its accepted draft has no token of the target's after it, nor has
-            one that is cut there to stay in step with the other rows.
+        tokens: committed tokens, final: accepted draft tokens and then a recovered or bonus token. Empty for a row that
+            was finished before. The last one is missing where the row ends inside its accepted draft, and where
+            lockstep cuts it there.
         draft: the draft tokens that were proposed.
         accepted: how many of them are among `tokens`.
     """
@@ -37,8 +37,8 @@ class Round:
     """What one round committed.
 
     Attributes:
-        rows: one entry per row of the batch.
-        steps: draft steps it took; 0 without a draft, and for a look-up.
+        rows: one for each row of the batch.
+        steps: draft steps; 0 without a draft, and for a look-up.
     """
 
     rows: tuple[RowRound, ...]
@@ -64,12 +64,12 @@ def streamed(
     It gets the end however the rounds end, so that nobody waits for text that does not come.
 
     Args:
-        rounds: of one row; closed when this is.
+        rounds: of one row; closed with this generator.
         prompt: `[1, prompt]`, padding included.
         streamer: gets the prompt `[1, prompt]` and tokens `[1]`, on the CPU.
 
     Yields:
-        What each round committed.
+        The same rounds.
     """
     with closing(rounds):
         try:
@@ -84,31 +84,31 @@ def streamed(
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """A finished generation: what `transformers` gives for one, and what selfspec adds to it.
+    """A finished generation: the output of `transformers` with `lengths`, `stats` and `lossless`.
 
     Attributes, items, slices, tuples and iteration are as in every output of `transformers`: items are the fields that
-    are not None, in the order of `GenerateDecoderOnlyOutput`. `lengths`, `stats` and `lossless` are attributes alone,
-    so that code which goes over the items of an output finds what it knows.
+    are not None, in the order of `GenerateDecoderOnlyOutput`. What selfspec adds are attributes alone, and no items, so
+    that code which iterates over an output finds what it knows.
 
     Attributes:
         sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
         scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
-            unless `return_dict_in_generate` and `output_scores` ask for them. Where a row has ended, 0 for the padding
+            unless `return_dict_in_generate` and `output_scores` ask for them. After the end of a row, 0 for the padding
             token and -inf for others.
-        logits: the same of the full model's own logits, for `output_logits`.
-        past_key_values: keys and values of all tokens but each row's last, for the next turn: a cache that the caller
-            passed, or a new one for `return_dict_in_generate`; else None, and of a generation under way.
+        logits: the full model's own logits in the same form, for `output_logits`.
+        past_key_values: keys and values of all tokens but each row's last, for the next turn: the caller's cache, or a
+            new one for `return_dict_in_generate`. None otherwise, and before the generation has finished.
         lengths: number of new tokens of each row.
-        stats: what was counted.
+        stats: counts and times.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
-    # Said again for type checkers, which do not read those of transformers.
+    # Declared again for type checkers, which do not read those of transformers.
     sequences: Tensor
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     past_key_values: Cache | None = None
-    # transformers builds outputs anew from their items, and takes no other default.
+    # transformers rebuilds outputs from their items, so these need a default.
     lengths: tuple[int, ...] = None  # type: ignore[assignment]
     stats: Stats = None  # type: ignore[assignment]
     lossless: bool = None  # type: ignore[assignment]

@@ -43,7 +43,7 @@ from selfspec.errors import UnsupportedOptionError
 
 
 class Processing(Protocol):
-    """Turns the logits of a block into scores.
+    """Turns the logits of a block of places into scores.
 
     Attributes:
         processors: in the order in which `transformers` applies them.
@@ -53,21 +53,21 @@ class Processing(Protocol):
     def processors(self) -> LogitsProcessorList: ...
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """The scores of each place, float32 as in `transformers`.
+        """Return the scores of each place, float32 as in `transformers`.
 
         Args:
-            logits: `[rows, places, vocab]`, any floating dtype, of the rows that passes run.
-            prefixes: what stands before each place.
+            logits: `[rows, places, vocab]`, any floating dtype, of the running rows.
+            prefixes: what comes before each place.
 
         Returns:
-            `[rows, places, vocab]`. Places after the end of a row hold anything.
+            `[rows, places, vocab]`. Places after the end of a row are arbitrary.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Warping:
-    """Processors that look at the scores alone: all places of a block go through them at once.
+    """Processors that depend on the scores alone: they process all places of a block at once.
 
     Attributes:
         processors: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
@@ -76,13 +76,13 @@ class Warping:
     processors: LogitsProcessorList
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """All places at once; the prefixes are not looked at."""
+        """Process all places at once, without the prefixes."""
         scores = logits.float()
         if not self.processors:
             return scores
         flat = scores.flatten(0, 1)
         no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        # One by one: the list would look at the signature of each anew, which takes longer than what they do.
+        # One by one: the list would inspect the signature of each again, which takes longer than the warper itself.
         for warper in self.processors:
             flat = warper(no_prefix, flat)
         return flat.reshape(scores.shape)
@@ -90,16 +90,16 @@ class Warping:
 
 @dataclass(frozen=True)
 class PrefixProcessing:
-    """Processors that read the prefix of a place: each length of prefix is a call of its own.
+    """Processors that depend on the prefix of a place: they are called once for each length of prefix.
 
     A call holds the whole batch, as in `transformers`, so that processors which keep something for each row find it.
-    Rows that have no place at that length are there too, cut or padded to it, and what they get is not used; rows that
-    passes run no more have zeros for scores. Prefixes are known on the host, so each block waits for the device.
+    Rows without a place at that length are cut or padded to it, and their result is not used; dropped rows have scores
+    of zero. Prefixes are needed on the host, so every block waits for the device.
 
     Attributes:
-        processors: in the order in which `transformers` applies them. Functions of ids and scores, for they also see
-            draft tokens that are rejected later.
-        eos: token ids that end a row; what a draft holds after one is no prefix of anything.
+        processors: in the order in which `transformers` applies them. They must be functions of ids and scores, since
+            they also see draft tokens that are rejected later.
+        eos: token ids that end a row. A draft may go on after one; what comes there is not processed.
         limit: length, prompt included, at which rows end.
     """
 
@@ -108,7 +108,7 @@ class PrefixProcessing:
     limit: int
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Place by place, each with its whole prefix."""
+        """Process each place with its whole prefix."""
         scores = logits.float()
         runs = prefixes.runs()
         ids = prefixes.sequences.followed_by(runs)
@@ -136,28 +136,29 @@ class PrefixProcessing:
 
 @dataclass(frozen=True)
 class SequentialProcessing:
-    """Processors of which some have memory, called once for each committed token, in order, as plain decoding does.
+    """Processors of which some have memory: they are called once for each committed token, in order.
 
-    A draft is filtered by those alone that a rejected token does not harm: stateless ones, and those that can go back.
+    Draft steps leave out those whose memory a rejected token would spoil: all but stateless ones and those that can
+    roll back.
 
     Attributes:
         processors: all, in the order in which `transformers` applies them.
-        for_drafts: filters drafts.
+        for_drafts: what draft steps use.
     """
 
     processors: LogitsProcessorList
     for_drafts: Processing
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """The scores of a draft step. The target's places are scored by `next_scores`, one after the other."""
+        """Return the scores of a draft step. The target's places are scored by `next_scores`, one after the other."""
         return self.for_drafts.scores(logits, prefixes)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """The target's scores of the next place.
+        """Return the target's scores of the next place.
 
         Args:
-            ids: all that is committed, `[batch, length]`, rows that have ended padded.
-            logits: `[batch, vocab]`, float32; zeros for rows that passes run no more.
+            ids: the sequences up to the place, `[batch, length]`, finished rows padded.
+            logits: `[batch, vocab]`, float32; zeros for dropped rows.
 
         Returns:
             `[batch, vocab]`.
@@ -165,13 +166,13 @@ class SequentialProcessing:
         return called(self.processors, ids, logits)
 
     def forget_draft(self) -> None:
-        """Take back what draft steps told processors."""
+        """Undo the calls of draft steps."""
         if isinstance(self.for_drafts, RollbackProcessing):
             self.for_drafts.roll_back()
 
 
 class RollbackProcessing:
-    """Filters drafts by processors that can go back: `rollback(calls)` undoes the last `calls` calls of one.
+    """Processors that can roll back, for draft steps: `rollback(calls)` undoes the last `calls` calls of one.
 
     Args:
         processors: stateless, or with `rollback`, in the order in which `transformers` applies them.
@@ -185,9 +186,9 @@ class RollbackProcessing:
         self._stuck = False
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """The scores of one draft step, `[rows, 1, vocab]`, with its whole prefix; raw logits where there is none.
+        """Return the scores of one draft step, `[rows, 1, vocab]`.
 
-        There is none once all rows have ended in the draft, or one has no token left to choose.
+        They are the raw logits once all rows have ended within the draft, or processors left some row no token.
         """
         scores = logits.float()
         sequences = prefixes.sequences
@@ -205,7 +206,7 @@ class RollbackProcessing:
         return found[sequences.running][:, None]
 
     def roll_back(self) -> None:
-        """Undo all calls since the last time."""
+        """Undo all calls since the last roll-back."""
         calls, self._calls, self._stuck = self._calls, 0, False
         for processor in self.processors:
             if calls and _can_roll_back(processor):
@@ -213,7 +214,7 @@ class RollbackProcessing:
 
 
 def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
-    """What processors make of the scores of one place of each row.
+    """Apply processors to the scores of one place of each row.
 
     Args:
         processors: in order.
@@ -221,7 +222,7 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
         scores: `[batch, vocab]`.
 
     Returns:
-        `[batch, vocab]`, where `scores` are.
+        `[batch, vocab]`, on the device of `scores`.
 
     Raises:
         UnsupportedOptionError: a processor returned no scores of this shape.
@@ -232,7 +233,7 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
     return found.to(scores.device)
 
 
-# Their exact classes: one that derives from them may do anything. Those that look at the scores alone.
+# Those that depend on the scores alone. Exact classes: a subclass may do anything.
 _WARPERS = frozenset(
     {
         EpsilonLogitsWarper,
@@ -248,7 +249,7 @@ _WARPERS = frozenset(
         TypicalLogitsWarper,
     }
 )
-# And those that look at the prefix too, and remember nothing.
+# Those that depend on the prefix too, and remember nothing.
 _STATELESS = _WARPERS | {
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -269,8 +270,8 @@ _STATELESS = _WARPERS | {
 def is_stateless(processor: Any) -> bool:
     """Whether a processor is known to be a function of ids and scores, whatever it was called with before.
 
-    Those of `transformers` are, but for SynthID's, guidance and a prefix function of the caller's own. Others say so by
-    an attribute `stateless = True`, of the processor or of the prefix function.
+    Those of `transformers` are, but for SynthID's, guidance and the caller's prefix function. Any other declares it by
+    an attribute `stateless = True`, on the processor or on the prefix function.
     """
     if type(processor) is PrefixConstrainedLogitsProcessor:
         processor = processor._prefix_allowed_tokens_fn
@@ -282,10 +283,10 @@ def _can_roll_back(processor: Any) -> bool:
 
 
 def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:
-    """How the processors that `transformers` has prepared are applied.
+    """Choose how to apply the processors that `transformers` has prepared.
 
     Args:
-        processors: in the order in which they are applied.
+        processors: in the order in which `transformers` applies them.
         eos: token ids that end a row.
         limit: length, prompt included, at which rows end.
 

@@ -1,4 +1,4 @@
-"""Prompts and their attention masks, checked before any pass."""
+"""Prompts, their attention masks and soft prompts, checked before any pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.errors import PromptError, UnsupportedOptionError
 
 
 def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """The prompts as ids of 64 bits, `[batch, prompt]`.
+    """Return the prompts as ids of 64 bits, `[batch, prompt]`.
 
     Raises:
         PromptError: empty, of another shape, or ids outside the vocabulary.
@@ -30,7 +30,7 @@ def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
         )
     if input_ids.numel() == 0:
         raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
-    # Not every module that stands in for an embedding says how many it has.
+    # Some modules that replace an embedding have no num_embeddings.
     vocabulary = model.get_input_embeddings().weight.shape[0]
     lowest, highest = input_ids.min().item(), input_ids.max().item()
     if lowest < 0 or highest >= vocabulary:
@@ -42,7 +42,7 @@ def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
 
 
 def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
-    """The prompts as embeddings, `[batch, prompt, hidden]`.
+    """Return the prompts as embeddings, `[batch, prompt, hidden]`.
 
     Raises:
         PromptError: empty, or of another shape or dtype than the model's own.
@@ -60,18 +60,18 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
 
 
 def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
-    """Which columns hold tokens: of the prompts, and before them of a past where they begin behind it.
+    """Return which columns hold tokens: those of the prompts, and before them those of the past.
 
     Args:
         attention_mask: as given.
-        read: prompts, as ids or embeddings.
-        past: what a cache holds, if there is one.
+        read: prompts, as ids or embeddings. They may begin with the past's tokens or after them.
+        past: keys and values of the first columns; None: there are none.
 
     Returns:
-        Ones and zeros, `[batch, columns]`.
+        1 for tokens and 0 for padding, `[batch, columns]`.
 
     Raises:
-        PromptError: it does not fit, leaves nothing to read, or pads on the right.
+        PromptError: it has another shape, leaves a row without tokens, or pads on the right.
     """
     rows, columns = read.shape[:2]
     known = 0 if past is None else past_length(past)
@@ -102,15 +102,15 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor holds a value at each place: it is neither on the meta device, nor sparse, nor nested."""
+    """Whether a tensor is dense: neither on the meta device, nor sparse, nor nested."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 def check_mask(attention_mask: Tensor) -> None:
-    """Refuse a mask that says anything but token or padding of a place.
+    """Refuse a mask of anything but zeros and ones.
 
     Raises:
-        PromptError: it is no dense tensor, or holds something else than zeros and ones.
+        PromptError: it is no dense tensor, or has other values.
     """
     if not isinstance(attention_mask, Tensor):
         raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
@@ -123,22 +123,22 @@ def check_mask(attention_mask: Tensor) -> None:
 
 
 def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the model's first pass.
+    """Return the inputs of the model's first pass, with a soft prompt if the model has one.
 
-    Libraries of soft prompts put a `prepare_inputs_for_generation` of their own on the model while its `generate` runs.
-    It gives embeddings in place of ids, or a cache that holds a prefix. Only loops of `transformers` call it by
-    themselves.
+    Libraries of soft prompts replace the model's `prepare_inputs_for_generation` while its `generate` runs. Theirs
+    returns embeddings in place of ids, or a cache that holds a prefix. The loops of `transformers` call it; a
+    `custom_generate` has to.
 
     Args:
         model: as `generate` finds it.
         input_ids: `[batch, prompt]`.
-        model_kwargs: what `generate` has prepared besides.
+        model_kwargs: what else `generate` has prepared.
 
     Raises:
-        UnsupportedOptionError: the caller passes a cache as well, or there is padding and no word on positions.
+        UnsupportedOptionError: the caller passes a cache as well, or rows are padded and there are no position_ids.
     """
     prepare = vars(model).get("prepare_inputs_for_generation")
-    # What such a library leaves behind is the model's own method.
+    # Such a library leaves the model's own method behind, set on the instance.
     if prepare is None or getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:
         return {**model_kwargs, "input_ids": input_ids}
     past = past_of(model_kwargs)

@@ -1,4 +1,4 @@
-"""What a generation counted: acceptance by position, tokens per round, and where the time went."""
+"""Statistics of a generation, counted from what its rounds committed; and the time of each phase."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Stats:
     """Counts and times of one generation, over all its rows.
 
     Attributes:
-        rounds: draft-verify-accept-commit cycles. One round makes one target pass.
-        row_rounds: the same counted for each row while it was live; equals `rounds` for a batch of one.
+        rounds: rounds of propose, verify, judge and commit. Each makes one target pass.
+        row_rounds: rounds of each unfinished row, summed over rows; equals `rounds` for a batch of one.
         new_tokens: tokens committed.
-        drafted: draft tokens of live rows, whether or not the target came to judge them.
-        judged: draft tokens the target judged. A token after a rejected one, or after the end of its row, is not; nor
-            is one behind the place where a row was cut to stay in step with others, which goes by the others alone.
+        drafted: draft tokens of unfinished rows, judged or not.
+        judged: draft tokens the target judged. Not counted: tokens after a rejected one, after the end of the row, and
+            after the place where lockstep cuts the row.
         accepted: draft tokens committed.
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_position: `judged` by position in the draft, first token first.
@@ -55,12 +55,12 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Alpha of Leviathan et al. (2023): the share of judged draft tokens that were accepted. NaN without any."""
+        """Alpha of Leviathan et al. (2023): accepted by judged draft tokens. NaN without any."""
         return self.accepted / self.judged if self.judged else float("nan")
 
     @property
     def optimal_acceptance_rate(self) -> float:
-        """For coupled drafts, the mean of 1 - TV(p, q), which no rule's acceptance rate exceeds. NaN for others."""
+        """For coupled drafts, the mean of 1 - TV(p, q), the most that any rule can reach. NaN for others."""
         return self.overlap / self.judged if self.overlap else float("nan")
 
     @property
@@ -85,7 +85,7 @@ class Stats:
             _add(self.accepted_per_position, draft.length, row.accepted_of(count))
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts, rates and times, ready for JSON; a rate without any data is None."""
+        """Return all counts, rates and times, ready for JSON; a rate without data is None."""
         derived = {
             "judged": self.judged,
             "accepted": self.accepted,
@@ -104,7 +104,7 @@ def _add(counts: list[int], positions: int, first: int) -> None:
 
 
 class PhaseClock:
-    """Sums wall time by phase. On CUDA it records events and reads them at the end, so timing never synchronises."""
+    """Sums wall time by phase. On CUDA it records events and reads them at the end, so it never synchronises."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -126,7 +126,7 @@ class PhaseClock:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase so far. Waits for the device."""
+        """Return the seconds of each phase so far. Waits for the device."""
         for name, begin, end in self._events:
             end.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000

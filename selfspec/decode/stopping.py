@@ -28,8 +28,8 @@ class Stopping:
         max_new_tokens: the most tokens a row may grow by, at least 1.
         eos: token ids that end a row.
         criteria: all others. They see what they would see in `transformers`: the whole batch, token by token as each
-            row grows. A stateless criterion may be shown rows of different lengths: others are then cut or padded to
-            that of the call, and what is said of them is not used.
+            row grows. Where rows differ in length, a stateless criterion sees the others cut or padded to the length of
+            the call, and what it answers for them is not used.
     """
 
     max_new_tokens: int
@@ -38,19 +38,19 @@ class Stopping:
 
     @property
     def stateful(self) -> bool:
-        """Whether a criterion may have memory: it is shown rows in lockstep, then, as in plain decoding."""
+        """Whether a criterion may have memory. It then needs rows in lockstep, as in plain decoding."""
         return any(not is_stateless(criterion) for criterion in self.criteria)
 
     def ends(self, count: int, last: int) -> bool:
-        """Whether a row ends with its `count`-th new token, criteria aside."""
+        """Whether a row ends with its `count`-th new token `last`, criteria aside."""
         return count >= self.max_new_tokens or last in self.eos
 
     def shortened(self, sequences: Sequences, runs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Each row's run up to the first end-of-sequence token, and no longer than there is room for.
+        """Cut each row's run after the first end-of-sequence token, and to the tokens the row may still grow by.
 
         Args:
             sequences: what was committed before.
-            runs: accepted tokens of each row; empty for rows that have ended.
+            runs: tokens of each row of the batch; none for finished rows.
         """
         return [
             list(run[: min(first_end(run, self.eos) + 1, self.max_new_tokens - len(tokens))])
@@ -60,7 +60,7 @@ class Stopping:
     def judged(
         self, sequences: Sequences, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
     ) -> list[int | None]:
-        """How many tokens of each shortened run stand when its row ends there; None for rows that go on.
+        """Return how many tokens of its run each row keeps if it ends within the run; None for rows that go on.
 
         Args:
             sequences: what was committed before.
@@ -97,17 +97,17 @@ class Stopping:
 
 
 def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -> Stopping:
-    """Where rows end, by the criteria that `transformers` has prepared.
+    """Read from the criteria that `transformers` has prepared where rows end.
 
     Args:
-        criteria: all of them; those of length and end of sequence, the caller's own among them, need not be asked.
+        criteria: all of them. Those of length and end of sequence become numbers, and are not called.
         width: length of the prompts, padding included.
-        max_length: the most tokens a row may hold, prompt included, where no criterion says so.
+        max_length: the most tokens of a row, prompt included, where no criterion limits them.
 
     Raises:
         UnsupportedOptionError: a criterion that stops a draft model, by name.
     """
-    # Their exact classes: one that derives from them may do anything.
+    # Exact classes: a subclass may do anything.
     longest = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
     others = [criterion for criterion in criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)]
@@ -125,9 +125,9 @@ def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -
 
 
 def is_stateless(criterion: StoppingCriteria) -> bool:
-    """Whether a criterion is known to answer by what it is shown alone, whatever it was shown before.
+    """Whether a criterion is known to be a function of ids and scores, whatever it was called with before.
 
-    Those of `transformers` are; others say so by an attribute `stateless = True`.
+    Those of `transformers` are. Any other declares it by an attribute `stateless = True`.
     """
-    # Their exact classes: one that derives from them may do anything.
+    # Exact classes: a subclass may do anything.
     return type(criterion) in (StopStringCriteria, MaxTimeCriteria) or getattr(criterion, "stateless", False) is True
