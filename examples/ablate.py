@@ -21,7 +21,7 @@ table = selfspec.ablate(
     drafts=["exits", "sublayers"],
     temperatures=[1.0],
     draft_lengths=[1, 2, 4],
-    new_tokens=24,
+    max_new_tokens=24,
     confirm=2,
     pricing="weights",
 )

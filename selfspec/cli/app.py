@@ -33,8 +33,8 @@ app.command()(grouped(verify))
 app.command()(grouped(calibrate))
 app.command()(grouped(demo))
 app.command()(grouped(bench))
-app.command()(ablate)
-app.command()(search)
+app.command()(grouped(ablate))
+app.command()(grouped(search))
 app.add_typer(train)
 
 

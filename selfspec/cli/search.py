@@ -3,56 +3,44 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import Output, Threads
-from selfspec.cli.study_options import (
-    DraftLengths,
-    NewTokens,
-    Pricing,
-    PromptTokens,
-    Storage,
-    StudyDevice,
-    StudyDtype,
-    Texts,
-)
+from selfspec.cli.ablate import DraftLengths, Storage, TextsAndCosts, given, prepare_quietly
+from selfspec.cli.options import Machine, Model, Output, Seed
+from selfspec.cli.outcome import print_json
+from selfspec.cli.terminal import console, counting_bar, figures_table
 from selfspec.errors import DraftConfigError
+
+if TYPE_CHECKING:
+    from selfspec.tools.studies.search import Found
 
 _SIZES = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def search(
-    model: Annotated[str, typer.Argument(help="A folder, a hub name, or demo.")],
-    to: Annotated[
-        Path, typer.Option("--to", metavar="FILE", help="The JSON file to write, for --draft skip-file:FILE.")
-    ],
-    evaluations: Annotated[int, typer.Option("--evaluations", min=1, help="Skip sets to evaluate.")] = 100,
+    model: Model,
+    texts: TextsAndCosts,
+    machine: Machine,
+    to: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write, for `--draft skip-file:FILE`.")],
+    evaluations: Annotated[int, typer.Option(min=1, metavar="N", help="Skip sets to evaluate.")] = 100,
     sublayers: Annotated[
-        str | None,
-        typer.Option("--sublayers", metavar="N|MIN-MAX", help="Sublayers to leave out; default: up to half of them."),
+        str | None, typer.Option(metavar="N|MIN-MAX", help="Sublayers to leave out; default: up to half of them.")
     ] = None,
     workload: Annotated[
-        str, typer.Option("--workload", metavar="WORKLOAD", help="demo, or NAME=FILE of prompts.")
+        str, typer.Option(metavar="NAME=FILE", help="Prompts, as of `selfspec bench`; or `demo`.")
     ] = "demo",
-    temperature: Annotated[float, typer.Option("--temperature", help="Of the texts; 0: greedily.")] = 1.0,
-    draft_length: DraftLengths = None,
-    texts: Texts = None,
-    prompt_tokens: PromptTokens = None,
-    new_tokens: NewTokens = None,
-    reach: Annotated[int, typer.Option("--reach", min=1, help="Positions of a draft that are told apart.")] = 1,
-    pricing: Pricing = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Temperature of the texts; 0: greedy.")] = 1.0,
+    draft_lengths: DraftLengths = None,
+    reach: Annotated[int, typer.Option(min=1, metavar="N", help="Positions of a draft to tell apart.")] = 1,
+    seed: Seed = 0,
     keep: Annotated[
-        Path | None,
-        typer.Option("--keep", metavar="FOLDER", help="Keep the search there, to go on with it or to share it."),
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume or to share it.")
     ] = None,
     storage: Storage = None,
-    dtype: StudyDtype = None,
-    device: StudyDevice = "auto",
-    threads: Threads = None,
     output: Output = "text",
 ) -> None:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
@@ -61,25 +49,37 @@ def search(
     best sets known.
     """
     fewest, most = _sizes(sublayers)
-    declared: dict[str, Any] = {
-        "models": model,
-        "workloads": workload,
-        "temperatures": temperature,
-        "seeds": seed,
-        "texts": texts,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "pricing": pricing,
-        "dtype": dtype,
-    }
-    given = {name: value for name, value in declared.items() if value is not None}
 
-    from selfspec.cli.search_run import Job, run
-    from selfspec.tools.studies.search import SearchPlan
+    from selfspec.environment import versions
+    from selfspec.files.writing import check_output_file, check_output_folder
+    from selfspec.tools.studies.models import check_inputs, loader
+    from selfspec.tools.studies.requirements import require_packages
+    from selfspec.tools.studies.search import SearchPlan, find, save
+    from selfspec.tools.studies.study import Study
 
-    lengths = {"draft_lengths": tuple(draft_length)} if draft_length else {}
+    lengths = {"draft_lengths": tuple(draft_lengths)} if draft_lengths else {}
     plan = SearchPlan(evaluations, fewest, most, reach=reach, seed=seed, **lengths)
-    run(Job(given, plan, to, storage or (None if keep is None else str(keep)), device, threads, output))
+    prepare_quietly(machine.threads)
+    require_packages()
+    declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": 1}
+    declared |= {**given(asdict(texts)), "draft_lengths": list(plan.draft_lengths)}
+    study = Study.of(declared, "the command line")
+    place = storage or (None if keep is None else str(keep))
+    check_output_file(to)
+    if place is not None and "://" not in place:
+        check_output_folder(Path(place))
+    check_inputs(study)
+    studied = loader(study, machine.device)(study.models[0])
+    with counting_bar("searching") as count:
+        found = find(studied, study, plan, place, lambda done: count(done, plan.evaluations))
+    about = {"plan": asdict(plan), "workload": study.workloads[0], "temperature": study.temperatures[0]}
+    about |= {"evaluations": len(found.scores), "pricing": study.pricing}
+    save(found, studied, to, about)
+    if output == "json":
+        print_json({**found.to_dict(), "file": str(to), **about, "versions": versions()})
+    else:
+        _print(found)
+        print(f"{len(found.scores)} sets evaluated; the best is in {to}: --draft skip-file:{to}")
 
 
 def _sizes(text: str | None) -> tuple[int, int | None]:
@@ -89,3 +89,17 @@ def _sizes(text: str | None) -> tuple[int, int | None]:
     if found is None:
         raise DraftConfigError(f"--sublayers {text!r} is not understood; write a number, or a range such as 2-6")
     return int(found[1]), int(found[2] or found[1])
+
+
+def _print(found: Found) -> None:
+    table = figures_table(
+        "Acceptance against cost: what nothing beats",
+        ["attention", "MLP"],
+        ["acceptance", "c", "draft length", "predicted speed-up"],
+    )
+    for score in found.front:
+        row = score.to_dict()
+        layers = (",".join(map(str, row[part])) for part in ("attention", "mlp"))
+        figures = (f"{row['alpha']:.3f}", f"{row['cost']:.3f}", str(row["draft_length"]), f"{row['speedup']:.3f}")
+        table.add_row(*layers, *figures, style="bold" if score == found.best else None)
+    console().print(table)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
@@ -62,6 +63,18 @@ class StepBar:
         """End the step before, if any, and begin `what`."""
         self._progress.update(self._task, description=what, completed=self._begun)
         self._begun += 1
+
+
+@contextmanager
+def counting_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that follows a count: call what it gives with what is done and what there is to do."""
+    with progress_bar(verb) as bar:
+        task = bar.add_task("", total=None)
+
+        def count(done: int, known: int) -> None:
+            bar.update(task, completed=done, total=known, description=f"{done} of {known}")
+
+        yield count
 
 
 def progress_bar(verb: str) -> Progress:

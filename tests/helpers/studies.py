@@ -27,7 +27,7 @@ def declared(**changes: Any) -> Study:
             "draft_lengths": [1, 2],
             "texts": TEXTS,
             "prompt_tokens": PROMPT,
-            "new_tokens": 16,
+            "max_new_tokens": 16,
             "confirm": 0,
             "pricing": "weights",
             **changes,

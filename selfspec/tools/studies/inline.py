@@ -37,7 +37,7 @@ def ablate(
             the shortest has.
         tokenizer: for prompts that are texts.
         to: folder to keep the study in, to be gone on with by the same call; None: it is not kept.
-        **declared: as in a study file: `drafts`, `draft_lengths`, `temperatures`, `rules`, `seeds`, `new_tokens`,
+        **declared: as in a study file: `drafts`, `draft_lengths`, `temperatures`, `accept`, `seeds`, `max_new_tokens`,
             `reach`, `confirm`, `pricing`.
 
     Returns:

@@ -54,7 +54,7 @@ class StudyPoints:
         # Drafts that begin alike side by side, since they share that work.
         ordered = sorted(drafts, key=lambda draft: (not draft.name.startswith("skip"), draft.name))
         for workload, temperature, seed in product(studied.prompts, study.temperatures, study.seeds):
-            texts = texts_point(studied, workload, study.new_tokens, temperature, seed)
+            texts = texts_point(studied, workload, study.max_new_tokens, temperature, seed)
             # Greedy texts are the same whatever the seed.
             if texts.key not in self._texts:
                 self._texts[texts.key] = texts
@@ -84,9 +84,9 @@ class StudyPoints:
             count = min(self.study.confirm, len(ranked))
             chosen, others = ranked[: (count + 1) // 2], ranked[(count + 1) // 2 :]
             chosen += random.Random(texts.key).sample(others, count - len(chosen))
-            for key, rule in product(chosen, self.study.rules):
+            for key, rule in product(chosen, self.study.accept):
                 # Greedily all lossless rules are one.
-                if texts.content["temperature"] or rule == self.study.rules[0]:
+                if texts.content["temperature"] or rule == self.study.accept[0]:
                     content = results[key].point.content
                     draft = NamedDraft(content["draft"], content["draft_content"])
                     yield measure_point(draft, texts, best[key].draft_length, rule)

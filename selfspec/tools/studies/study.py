@@ -27,12 +27,12 @@ class Study:
         drafts: names as of `--draft`, or `exits`, `layers`, `sublayers`, `random:SIZExCOUNT`, `heads:FOLDER`.
         workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model writes on from.
         temperatures: 0 decodes greedily.
-        rules: acceptance rules, for points confirmed by generation; estimates are of rejection sampling by tokens.
+        accept: acceptance rules, for points confirmed by generation; estimates are of rejection sampling by tokens.
         draft_lengths: those to choose from.
         seeds: of sampled texts.
         texts: texts of a workload.
         prompt_tokens: tokens of each prompt.
-        new_tokens: tokens of each text besides.
+        max_new_tokens: tokens that the model adds to each.
         reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
         confirm: drafts of each model, workload, temperature and seed that are confirmed by real generation: half of
             them those that promise most, half at random.
@@ -48,12 +48,12 @@ class Study:
     drafts: tuple[str, ...] = ("exits", "sublayers")
     workloads: tuple[str, ...] = ("demo",)
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    rules: tuple[str, ...] = ("token",)
+    accept: tuple[str, ...] = ("token",)
     draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     seeds: tuple[int, ...] = (0,)
     texts: int = 8
     prompt_tokens: int = 32
-    new_tokens: int = 64
+    max_new_tokens: int = 64
     reach: int = 2
     confirm: int = 6
     pricing: Pricing = "measured"
@@ -70,7 +70,7 @@ class Study:
         for name, least in {
             "texts": 1,
             "prompt_tokens": 1,
-            "new_tokens": 2,
+            "max_new_tokens": 2,
             "reach": 1,
             "confirm": 0,
         }.items():
@@ -84,11 +84,11 @@ class Study:
             raise StudyError(f"pricing = {self.pricing!r} is not known; choose {' or '.join(get_args(Pricing))}")
         if self.dtype not in _DTYPES:
             raise StudyError(f"dtype = {self.dtype!r} is not known; choose one of {', '.join(_DTYPES)}")
-        for rule in self.rules:
+        for rule in self.accept:
             try:
                 find_rule(rule)
             except SelfSpecError as error:
-                raise StudyError(f"rules: {error}") from error
+                raise StudyError(f"accept: {error}") from error
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
@@ -118,7 +118,7 @@ class Study:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-_LISTS = ("models", "drafts", "workloads", "temperatures", "rules", "draft_lengths", "seeds")
+_LISTS = ("models", "drafts", "workloads", "temperatures", "accept", "draft_lengths", "seeds")
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:

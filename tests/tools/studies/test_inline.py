@@ -14,7 +14,7 @@ pytest.importorskip("sqlalchemy")
 
 _QUICK: dict[str, Any] = {
     "drafts": ["exits", "sublayers"],
-    "new_tokens": 8,
+    "max_new_tokens": 8,
     "draft_lengths": [1, 2],
     "temperatures": [0],
     "confirm": 0,

@@ -28,7 +28,7 @@ pytest.importorskip("plotly")
 @pytest.fixture(scope="module")
 def finding(tmp_path_factory: pytest.TempPathFactory) -> Finding:
     """A study with two drafts confirmed, greedily and sampled under two rules."""
-    study = declared(drafts=["exits", "sublayers", "layers"], confirm=1, rules=["token", "block"])
+    study = declared(drafts=["exits", "sublayers", "layers"], confirm=1, accept=["token", "block"])
     return work_on(study, stories_loader(), tmp_path_factory.mktemp("study"))
 
 

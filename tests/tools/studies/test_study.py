@@ -36,7 +36,7 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ('models = "demo"\ndraft_lengths = []', "draft_lengths is empty"),
         ('models = "demo"\ndraft_lengths = [0]', "at least 1 token"),
         ('models = "demo"\ndraft_lengths = [1, 1]', "something twice"),
-        ('models = "demo"\nrules = ["tokn"]', "rules"),
+        ('models = "demo"\naccept = ["tokn"]', "accept"),
         ('models = "demo"\nreach = 0', "reach = 0 is too small"),
         ('models = "demo"\npricing = "guess"', "measured or weights"),
         ('models = "demo"\ndtype = "int3"', "not known"),

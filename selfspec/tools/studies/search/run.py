@@ -129,7 +129,7 @@ def find(
 
     space = Space.of(studied.model, studied.adapter, plan.fewest, plan.most)
     workload, temperature = next(iter(studied.prompts)), study.temperatures[0]
-    point = texts_point(studied, workload, study.new_tokens, temperature, study.seeds[0])
+    point = texts_point(studied, workload, study.max_new_tokens, temperature, study.seeds[0])
     texts = texts_of(Result(point, write_texts(studied, point)), studied.model.device)
     costs = costs_point(studied, [], study.pricing)
     with nullcontext() if place is None else Board(place) as board:
