@@ -154,7 +154,7 @@ class CostAwareController(Controller):
         committed = self._committed.after([None if row is None else row.committed for row in rows])
         stood = self._stood.after([None if row is None else row.committed + row.dropped for row in rows])
         gate = self._gate(draft.match_length)
-        gate.count(committed, stood - committed, self._costs.of_round(draft.steps, draft.length))
+        gate.count(committed, stood - committed, self._costs.of_round(draft.steps, len(draft.tree)))
         if not gate.is_new and gate.rate > self._costs.out_of_step:
             self._in_step = False
 

@@ -26,7 +26,12 @@ def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
         rows[number] = RowRound(tuple(row.tokens), tuple(row.drafted), row.accepted_of(len(row.tokens)))
         if row.ended:
             batch.unfinished.discard(number)
-    batch.cache.commit([len(rows[row].tokens) for row in batch.running])
+    counts = [len(rows[row].tokens) for row in batch.running]
+    if draft.tree.is_chain:
+        batch.cache.commit(counts)
+    else:
+        paths = [verdict.rows[row].path if row in verdict.rows else () for row in batch.running]
+        batch.cache.commit_paths([(-1, *path)[:count] for path, count in zip(paths, counts, strict=True)])
     batch.last_tokens = verdict.last_tokens
     settle_nonfinite_rows(batch, draft, verdict)
     batch.drop_finished()

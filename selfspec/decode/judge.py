@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
+from selfspec.accept.paths import tree_tables
+from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.sequences import Prefixes
@@ -21,7 +24,7 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     Args:
         batch: before the round is committed.
         draft: of the round.
-        logits: the target's own, `[rows, drafted + 1, vocab]`.
+        logits: the target's own, `[rows, nodes + 1, vocab]`.
         rule: accepts or rejects draft tokens.
     """
     accepted = _accept(batch, draft, logits, rule)
@@ -39,7 +42,8 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         end = ends[row]
         rows[row] = RowVerdict(
             drafted=found.drafted,
-            accepted=found.accepted,
+            path=found.path,
+            judged=len(found.path) + bool(draft.tree.children[found.place]),
             tokens=cut[row][:end],
             dropped=len(runs[row]) - len(cut[row]) if end is None else 0,
             ended=end is not None,
@@ -48,8 +52,7 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         )
     # A row without finite logits has no token of the target's own, nor has a row that was cut.
     own = accepted.finite & (accepted.count < limit)
-    block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    last = block.gather(1, accepted.count.clamp(max=limit)[:, None])
+    last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None])
     return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
 
 
@@ -58,26 +61,43 @@ class _Accepted:
     """What is accepted of a draft, and the target's own token after it.
 
     Attributes:
-        count: draft tokens accepted, `[rows]`.
+        place: of the deepest accepted node, `[rows]`.
+        count: draft tokens accepted, `[rows]`; in a chain the same.
         token: the token after them, recovered from the residual or the bonus token, `[rows]`.
         finite: whether the target's logits there were finite; where not, `token` means nothing, `[rows]`.
         overlap: see `RowVerdict`, `[rows, drafted]`; zeros without a coupled draft.
-        logits: the target's own, `[rows, drafted + 1, vocab]`.
+        block: the last committed token and the draft tokens, of a tree those of the accepted path, `[rows, places]`.
+        logits: the target's own at these places, `[rows, places, vocab]`.
         scores: the same as processors and warpers leave them.
     """
 
+    place: Tensor
     count: Tensor
     token: Tensor
     finite: Tensor
     overlap: Tensor
+    block: Tensor
     logits: Tensor
     scores: Tensor
+
+    def along_path(self, tree: Tree) -> _Accepted:
+        """The same with the accepted path for a chain."""
+        tables = tree_tables(tree, self.place.device)
+        path = tables.paths[self.place]
+        places = path[..., None]
+        return replace(
+            self,
+            count=tables.depths[self.place],
+            block=self.block.gather(1, path),
+            logits=torch.take_along_dim(self.logits, places, 1),
+            scores=torch.take_along_dim(self.scores, places, 1),
+        )
 
 
 def _accept(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
     """Judge the draft and draw the token after it. Nothing waits for the device here."""
     sampling = batch.sampling
-    scores = sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
+    scores = _scores(batch, draft, logits)
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # A draft token may have spoiled the logits; processors that mend them are asked without a draft.
@@ -86,15 +106,32 @@ def _accept(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
     decided = torch.where(finite[..., None], sampling.decide(p, batch.cache.positions(p.shape[1]) + 1), 0.0)
     effective = replace(draft, probs=None) if sampling.decided else draft
-    noise = torch.rand((batch.size, draft.length), generator=batch.generator, dtype=p.dtype, device=p.device)
+    noise = torch.rand((batch.size, len(draft.tree)), generator=batch.generator, dtype=p.dtype, device=p.device)
     noise = sampling.left(noise)
     accept_mask = noise < rule.accept_probs(effective, decided, logits)
-    count = rule.accepted(accept_mask, draft.tree)
-    token = sampling.draw(rule.recovery_probs(effective, decided, count), batch.generator)
+    place = rule.accepted(accept_mask, draft.tree)
+    token = sampling.draw(rule.recovery_probs(effective, decided, place), batch.generator)
     overlap = torch.zeros_like(noise)
-    if draft.probs is not None and sampling.decided:
+    if draft.probs is not None and sampling.decided and draft.tree.is_chain:
         overlap = torch.minimum(p[:, :-1], draft.probs).sum(-1)
-    return _Accepted(count, token, finite.gather(1, count[:, None])[:, 0], overlap, logits, scores)
+    block = torch.cat([batch.last_tokens, draft.tokens], 1)
+    finite = finite.gather(1, place[:, None])[:, 0]
+    accepted = _Accepted(place, place, token, finite, overlap, block, logits, scores)
+    return accepted if draft.tree.is_chain else accepted.along_path(draft.tree)
+
+
+def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
+    """The target's logits as processors and warpers leave them, each place with the prefix of its path."""
+    sampling, tree = batch.sampling, draft.tree
+    if tree.is_chain or not sampling.reads_prefixes:
+        return sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
+    scores = torch.empty_like(logits, dtype=torch.float32)
+    for node, path in enumerate(tree.paths):
+        if not tree.children[node + 1]:
+            places = [0, *(each + 1 for each in path)]
+            prefixes = Prefixes(batch.sequences, [draft.tokens[:, list(path)]])
+            scores[:, places] = sampling.scores(logits[:, places], prefixes)
+    return scores
 
 
 @dataclass(frozen=True)
@@ -102,7 +139,8 @@ class _Judged:
     """One row of `_Accepted` and its draft, on the host."""
 
     token: int
-    accepted: int
+    place: int
+    path: Sequence[int]
     finite: bool
     drafted: list[int]
     overlap: list[float]
@@ -110,16 +148,17 @@ class _Judged:
     @property
     def run(self) -> list[int]:
         """The accepted tokens, and the target's own after them."""
-        return self.drafted[: self.accepted] + [self.token] * self.finite
+        return [self.drafted[node] for node in self.path] + [self.token] * self.finite
 
 
 def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
-    verdicts = torch.stack([accepted.token, accepted.count, accepted.finite], 1)
+    paths, nodes = ((), *draft.tree.paths), len(draft.tree)
+    verdicts = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
     # As doubles, which hold every token id exactly, all of it comes over at once.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
     judged = {}
     for row, numbers in zip(batch.running, table, strict=True):
         if row in batch.unfinished:
-            token, count, finite, *drafted = (int(number) for number in numbers[: 3 + draft.length])
-            judged[row] = _Judged(token, count, bool(finite), drafted, numbers[3 + draft.length :])
+            token, place, finite, *drafted = (int(number) for number in numbers[: 3 + nodes])
+            judged[row] = _Judged(token, place, paths[place], bool(finite), drafted, numbers[3 + nodes :])
     return judged

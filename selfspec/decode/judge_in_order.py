@@ -17,6 +17,7 @@ from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
+from selfspec.errors import UnsupportedOptionError
 
 
 @dataclass
@@ -31,14 +32,25 @@ class _Row:
     overlap: list[float] = field(default_factory=list)
 
     def verdict(self) -> RowVerdict:
-        return RowVerdict(self.drafted, self.accepted, self.tokens, 0, self.ended, self.finite, self.overlap)
+        judged = min(self.accepted + 1, len(self.drafted))
+        return RowVerdict(
+            self.drafted, range(self.accepted), judged, self.tokens, 0, self.ended, self.finite, self.overlap
+        )
 
 
 def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge a draft place by place: processors, rule, then stopping criteria, as plain decoding asks them.
 
     Waits for the device at each place. Arguments as in `judge_together`.
+
+    Raises:
+        UnsupportedOptionError: the draft is no chain.
     """
+    if not draft.tree.is_chain:
+        raise UnsupportedOptionError(
+            "logits processors and stopping criteria with memory judge chains, and this drafter drafts trees; draft a "
+            "chain, or give those that remember nothing an attribute `stateless = True`"
+        )
     batch.sampling.forget_draft()
     sequences = batch.sequences
     drafted = draft.tokens.tolist()

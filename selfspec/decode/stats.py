@@ -78,7 +78,7 @@ class Stats:
         for row in verdict.rows.values():
             count = len(row.tokens)
             self.row_rounds += 1
-            self.drafted += draft.length
+            self.drafted += len(draft.tree)
             self.new_tokens += count
             self.overlap += row.overlap_of(count)
             _add(self.judged_per_position, draft.length, row.judged_of(count))

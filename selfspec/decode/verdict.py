@@ -16,8 +16,9 @@ class RowVerdict:
     end of the row. Lockstep may drop the last tokens of a run.
 
     Attributes:
-        drafted: its draft tokens.
-        accepted: how many of them the rule accepted.
+        drafted: its draft tokens, one for each node.
+        path: the nodes that the rule accepted, in order.
+        judged: how many places the rule judged: those of the accepted nodes, and one where it rejected all children.
         tokens: the part of its run that it commits.
         dropped: how many tokens of its run lockstep dropped.
         ended: whether the row ends with `tokens`.
@@ -26,7 +27,8 @@ class RowVerdict:
     """
 
     drafted: Sequence[int]
-    accepted: int
+    path: Sequence[int]
+    judged: int
     tokens: Sequence[int]
     dropped: int
     ended: bool
@@ -40,12 +42,11 @@ class RowVerdict:
 
     def accepted_of(self, tokens: int) -> int:
         """Count the accepted draft tokens among the first `tokens` of the run."""
-        return min(self.accepted, tokens)
+        return min(len(self.path), tokens)
 
     def judged_of(self, tokens: int) -> int:
         """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
-        accepted = self.accepted_of(tokens)
-        return min(accepted + 1, len(self.drafted)) if tokens > accepted else accepted
+        return self.judged if tokens > len(self.path) else tokens
 
     def overlap_of(self, tokens: int) -> float:
         """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""

@@ -1,0 +1,156 @@
+"""Trees through the loop: greedy text is the stock model's, samples follow the exact joint, paths are committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import BATCHES, PROMPTS, TOKENS, VOCAB, Warp, joint, small
+from selfspec.cache.tree import Tree
+from selfspec.draft import Draft, Drafter
+
+FORK = Tree((-1, -1, 0, 0, 1, 2, 4))
+SHAPES = [Tree((-1, -1, -1)), FORK, Tree((-1, 0, -1, 2, 3, 3))]
+
+
+@dataclass(frozen=True)
+class Oracle(Drafter):
+    """Drafts a text: one child of each place says its next token, which of them changes; the others say another."""
+
+    tree: Tree
+    texts: Tensor
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, batch: Any, length: int) -> Draft:
+        tree = Tree(self.tree.parents[:length])
+        rows = []
+        for row in batch.running:
+            start, tokens = len(batch.committed[row]), []
+            for node, path in enumerate(tree.paths):
+                siblings = tree.children[tree.parents[node] + 1]
+                right = siblings[(start + row) % len(siblings)] == node
+                place = min(start + len(path) - 1, self.texts.shape[1] - 1)
+                tokens.append((int(self.texts[row, place]) + (0 if right else node + 1)) % tiny.VOCABULARY)
+            rows.append(tokens)
+        return Draft(torch.tensor(rows), tree)
+
+
+@dataclass(frozen=True)
+class Random(Drafter):
+    """Draws siblings without replacement from a q of its own, with no model."""
+
+    tree: Tree
+    q: Tensor
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7), compare=False)
+
+    def check(self, depth: int) -> None:
+        return
+
+    def draft(self, batch: Any, length: int) -> Draft:
+        tree = Tree(self.tree.parents[:length])
+        rows = len(batch.running)
+        tokens, probs = torch.zeros(rows, len(tree), dtype=torch.long), torch.zeros(rows, len(tree), VOCAB)
+        for children in tree.children:
+            left = self.q.expand(rows, -1)
+            for node in children:
+                probs[:, node] = left / left.sum(-1, keepdim=True)
+                tokens[:, node] = torch.multinomial(probs[:, node], 1, generator=self.generator)[:, 0]
+                left = left.scatter(-1, tokens[:, node, None], 0.0)
+        return Draft(tokens, tree, probs)
+
+
+def stock(model: Any, ids: Tensor, **options: Any) -> Any:
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    return model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **kept, **options)
+
+
+class Never:
+    """A criterion with memory, as far as one can know: it needs all rows at one length."""
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("tree", SHAPES, ids=str)
+def test_greedy_text_is_stock_text(architecture: str, tree: Tree, lockstep: bool) -> None:
+    model, ids = tiny.BUILDERS[architecture](), tiny.prompt(9, 3)
+    expected = stock(model, ids, max_new_tokens=24)
+    drafter = Oracle(tree, expected.sequences[:, ids.shape[1] :])
+    spec = selfspec.wrap(model, drafter, draft_length=len(tree))
+    criteria = [Never()] if lockstep else None
+    output = spec.generate(
+        ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0, stopping_criteria=criteria
+    )
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.stats.mean_accepted_length > 1.5
+    assert len(output.stats.judged_per_position) == tree.depth
+
+
+def test_scores_and_processors_follow_the_path(llama: Any) -> None:
+    ids, options = tiny.prompt(9, 2), {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 20}
+    expected = stock(llama, ids, **options)
+    drafter = Oracle(FORK, expected.sequences[:, ids.shape[1] :])
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    output = selfspec.wrap(llama, drafter, draft_length=len(FORK)).generate(
+        ids, do_sample=False, eos_token_id=None, pad_token_id=0, **kept, **options
+    )
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.stats.mean_accepted_length > 1.5
+    for ours, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=0, check_dtype=False)
+
+
+def test_samples_follow_the_exact_joint() -> None:
+    found, q = {}, torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05])
+    for number, tree in enumerate(SHAPES):
+        spec = selfspec.wrap(small(seed=number), Random(tree, q), draft_length=len(tree), accept="token")
+        warp, prompt = (Warp(), Warp(temperature=1.4, top_k=3), Warp(top_p=0.8))[number], PROMPTS[number % 2]
+        ids, outputs = torch.tensor([prompt] * 256), []
+        for batch in range(BATCHES):
+            output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
+            outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
+        found[str(tree)] = p_value(outputs, joint(spec.model, prompt, warp, None))
+    assert holm_rejects(found, 0.01) == []
+
+
+def test_coupled_samples_do_not_depend_on_the_tree() -> None:
+    model, ids = small(), torch.tensor([PROMPTS[0]] * 16)
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": None, "accept": "coupled", "seed": 3}
+    plain = selfspec.wrap(model, None).generate(ids, eos_token_id=None, **options)
+    for tree in SHAPES:
+        drafter = Random(tree, torch.full((VOCAB,), 1 / VOCAB))
+        output = selfspec.wrap(model, drafter, draft_length=len(tree)).generate(ids, eos_token_id=None, **options)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.stats.accepted > 0
+
+
+class Remembering(LogitsProcessor):
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"accept": "block"}, "accept='token'"),
+        ({"logits_processor": LogitsProcessorList([Remembering()])}, "stateless = True"),
+    ],
+    ids=["block", "processors with memory"],
+)
+def test_what_cannot_judge_a_tree_is_refused_by_name(options: dict[str, Any], remedy: str) -> None:
+    spec = selfspec.wrap(small(), Random(FORK, torch.full((VOCAB,), 1 / VOCAB)), draft_length=len(FORK))
+    with pytest.raises(selfspec.UnsupportedOptionError, match=remedy):
+        spec.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=TOKENS, do_sample=True, eos_token_id=None, **options)
+    plain = spec.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=TOKENS, do_sample=True, accept="token", seed=0)
+    assert plain.sequences.shape[1] > len(PROMPTS[0])
