@@ -29,8 +29,7 @@ _COLUMNS = {
 }
 
 DraftLengths = Annotated[
-    list[int] | None,
-    typer.Option("--draft-length", metavar="N", help="Draft length to choose from; may be repeated."),
+    list[int] | None, typer.Option("--draft-length", help="Draft length to choose from; may be repeated.")
 ]
 Storage = Annotated[
     str | None,
@@ -42,12 +41,12 @@ Storage = Annotated[
 class TextsAndCosts:
     """Texts and costs."""
 
-    texts: Annotated[int | None, typer.Option(metavar="N", help="Texts of each workload.")] = None
-    prompt_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens of each prompt.")] = None
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens that the model adds to each.")] = None
+    texts: Annotated[int | None, typer.Option(help="Texts of each workload.")] = None
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt.")] = None
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens that the model adds to each.")] = None
     pricing: Annotated[
         Literal["measured", "weights"] | None,
-        typer.Option(metavar="NAME", help="Costs as `measured` here, or by the `weights` that a step reads."),
+        typer.Option(help="Costs as `measured` here, or by the `weights` that a step reads."),
     ] = None
     dtype: Annotated[DtypeOption | None, typer.Option(metavar="DTYPE", help="Compute in it; default: float32.")] = None
 
@@ -72,14 +71,12 @@ class Lists:
         list[str] | None,
         typer.Option("--workload", metavar="NAME=FILE", help="Prompts, as of `selfspec bench`; or `demo`."),
     ] = None
-    temperatures: Annotated[
-        list[float] | None, typer.Option("--temperature", metavar="T", help="0: greedy decoding.")
-    ] = None
+    temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="0: greedy decoding.")] = None
     accept: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts to confirm.")
     ] = None
     draft_lengths: DraftLengths = None
-    seeds: Annotated[list[int] | None, typer.Option("--seed", metavar="N", help="Seed of sampled texts.")] = None
+    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Seed of sampled texts.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +84,10 @@ class Estimates(TextsAndCosts):
     """Texts, estimates and costs."""
 
     reach: Annotated[
-        int | None, typer.Option(metavar="N", help="Positions of a draft that estimates tell apart; each costs a pass.")
+        int | None, typer.Option(help="Positions of a draft that estimates tell apart; each costs a pass.")
     ] = None
     confirm: Annotated[
-        int | None, typer.Option(metavar="N", help="Drafts of each text and temperature to confirm by generation.")
+        int | None, typer.Option(help="Drafts of each text and temperature to confirm by generation.")
     ] = None
 
 
@@ -99,16 +96,14 @@ def ablate(
     estimates: Estimates,
     machine: Machine,
     study: Annotated[
-        Path | None,
-        typer.Argument(metavar="STUDY", help="A study as TOML or YAML; options override it."),
+        Path | None, typer.Argument(metavar="STUDY", help="A study as TOML or YAML; options override it.")
     ] = None,
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")
     ] = None,
     storage: Storage = None,
     compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(metavar="A B", help="Show two finished studies side by side, and stop."),
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Show two finished studies side by side, and stop.")
     ] = None,
     output: Output = "text",
 ) -> None:

@@ -28,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=EPILOG)(grouped(generate))
-app.command()(inspect)
+app.command()(grouped(inspect))
 app.command()(grouped(verify))
 app.command()(grouped(calibrate))
 app.command()(grouped(demo))

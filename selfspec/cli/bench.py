@@ -84,9 +84,9 @@ class Arms:
         ),
     ] = "traced"
     exit_layer: Annotated[
-        int | None, typer.Option(min=1, metavar="E", help="Exit of `early-exit`; default: a third of the depth.")
+        int | None, typer.Option(min=1, help="Exit of `early-exit`; default: a third of the depth.")
     ] = None
-    exit_length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that `early-exit` drafts a round.")] = 3
+    exit_length: Annotated[int, typer.Option(min=1, help="Tokens that `early-exit` drafts a round.")] = 3
 
     def specs(self, model: ModelOptions) -> list[ArmSpec]:
         """The arms, checked as far as the configuration of the model allows.
@@ -146,17 +146,17 @@ class Cells:
             "lines that say so, `NAME=FILE#FIELD` makes a workload of each value. Default: four Python files.",
         ),
     ] = None
-    temperature: Annotated[
-        list[float], typer.Option(min=0, max=100, metavar="T", help="0: greedy decoding; may be repeated.")
-    ] = field(default_factory=lambda: [0.0, 0.8])
-    batch: Annotated[list[int], typer.Option(min=1, metavar="N", help="Rows of a call; may be repeated.")] = field(
+    temperature: Annotated[list[float], typer.Option(min=0, max=100, help="0: greedy decoding; may be repeated.")] = (
+        field(default_factory=lambda: [0.0, 0.8])
+    )
+    batch: Annotated[list[int], typer.Option(min=1, help="Rows of a call; may be repeated.")] = field(
         default_factory=lambda: [1]
     )
-    context: Annotated[list[int], typer.Option(min=2, metavar="N", help="Tokens of every prompt; may be repeated.")] = (
-        field(default_factory=lambda: [64])
+    context: Annotated[list[int], typer.Option(min=2, help="Tokens of every prompt; may be repeated.")] = field(
+        default_factory=lambda: [64]
     )
-    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each workload.")] = 4
-    max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Generate N tokens a text.")] = 64
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4
+    max_new_tokens: Annotated[int, typer.Option(min=16, help="Generate N tokens a text.")] = 64
 
     def workloads(self) -> dict[str, Workload]:
         """The workloads by name.
@@ -205,7 +205,7 @@ class Measured:
     """What is measured in each cell."""
 
     repeats: Repeats = 5
-    warm_up: Annotated[int, typer.Option(min=1, metavar="N", help="Decode all prompts N times before timing.")] = 3
+    warm_up: Annotated[int, typer.Option(min=1, help="Decode all prompts N times before timing.")] = 3
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each arm in its own process, once per batch and context.")
     ] = True

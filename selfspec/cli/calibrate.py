@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import (
-    ModelOptions,
-    Output,
-    PromptFile,
-    Repeats,
-    Seed,
-    Temperature,
-    read_draft,
-    read_prompts,
-)
+from selfspec.cli.options import ModelOptions, Output, PromptFile, Repeats, Seed, Temperature, read_draft
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
@@ -35,10 +26,10 @@ if TYPE_CHECKING:
 class Measurements:
     """What is measured."""
 
-    max_new_tokens: Annotated[int, typer.Option(min=8, metavar="N", help="Generate N tokens a text.")] = 48
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Generate N tokens a text.")] = 48
     temperature: Temperature = 0.8
-    longest_draft: Annotated[int, typer.Option(min=1, metavar="N", help="Draft at most N tokens a round.")] = 7
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Generate N rows at once.")] = 1
+    longest_draft: Annotated[int, typer.Option(min=1, help="Draft at most N tokens a round.")] = 7
+    batch: Annotated[int, typer.Option(min=1, help="Generate N rows at once.")] = 1
     repeats: Repeats = 3
     seed: Seed = 0
 
@@ -55,13 +46,12 @@ def calibrate(
         ),
     ] = None,
     prompt_file: PromptFile = None,
-    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Use the first N prompts of the file.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
     to: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
             help="Where the profile goes, for `--draft auto:FILE`. Default: where `--draft auto` looks, the folder "
-            "in SELFSPEC_PROFILES or one in the user's cache.",
+            "in SELFSPEC_PROFILES or one in the user's cache."
         ),
     ] = None,
     output: Output = "text",
@@ -73,18 +63,22 @@ def calibrate(
     profile holds for these weights, this device, dtype, number of threads and these versions.
     """
     drafters = None if draft is None else [_path(text) for text in draft]
-    given = None if prompt_file is None else read_prompts(prompt_file, prompts)
 
     from selfspec.control import profile_place
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
+    from selfspec.measure.prompts import read_prompts
     from selfspec.tools.calibrate import Settings
     from selfspec.tools.calibrate import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.verify import PROMPTS
 
     settings = Settings(**asdict(measurements))
+    # The embedded model writes nothing but code.
+    texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else PROMPTS
+    if prompt_file is not None:
+        texts = read_prompts(prompt_file, prompts)
     depth = model.prepare()
     considered(depth, drafters)
     if to is None:
@@ -92,8 +86,6 @@ def calibrate(
     else:
         check_output_file(to)
     checkpoint = model.load()
-    # The embedded model writes nothing but code.
-    texts = given or (DEMO_PROMPTS if model.is_demo else PROMPTS)
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         ids = [checkpoint.encode(text) for text in texts]

@@ -43,17 +43,12 @@ class Runs:
 
     draft: Draft = "lookup+exit:4"
     draft_length: DraftLength = None
-    max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Generate N tokens a text.")] = 64
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 64
     temperature: Temperature = 0.8
     repeats: Repeats = 3
 
 
-def demo(
-    runs: Runs,
-    device: Device = "cpu",
-    threads: Threads = None,
-    output: Output = "text",
-) -> None:
+def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> None:
     """Continue four Python files plainly and with self-speculation: check that all tokens are the same, compare speed.
 
     Greedy first, then sampled. Exit status 1 if any greedy token differs. The embedded model has 10M parameters and was

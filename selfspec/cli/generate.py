@@ -45,19 +45,15 @@ EPILOG = "Drafts:\n\n" + "\n".join(f"- `{draft}`: {meaning}" for draft, meaning 
 class Sampling:
     """Sampling."""
 
-    temperature: Annotated[float, typer.Option(min=0, metavar="T", help="0: greedy decoding; above 0: sampling.")] = 0.0
-    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample from the K likeliest tokens.")] = None
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy decoding; above 0: sampling.")] = 0.0
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the N likeliest tokens.")] = None
     top_p: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, metavar="P", help="Sample from the likeliest tokens that sum to probability P."),
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to probability X.")
     ] = None
     min_p: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, metavar="P", help="Sample from tokens at least P times as likely as the likeliest."),
+        float | None, typer.Option(min=0, max=1, help="Sample from tokens at least X times as likely as the likeliest.")
     ] = None
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Repeat a sampled text on this machine; random by default.")
-    ] = None
+    seed: Annotated[int | None, typer.Option(help="Repeat a sampled text on this machine; random by default.")] = None
 
     def __post_init__(self) -> None:
         if self.temperature == 0:
@@ -93,14 +89,12 @@ class Sampling:
 class Shaping:
     """Penalties and stop strings."""
 
-    repetition_penalty: Annotated[
-        float, typer.Option(metavar="R", help="Above 1: make tokens of the text so far less likely.")
-    ] = 1.0
-    no_repeat_ngram_size: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Let no run of N tokens come twice; 0: let it.")
-    ] = 0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: make tokens of the text so far less likely.")] = (
+        1.0
+    )
+    no_repeat_ngram_size: Annotated[int, typer.Option(min=0, help="Let no run of N tokens come twice; 0: let it.")] = 0
     stop_strings: Annotated[
-        list[str] | None, typer.Option("--stop-string", metavar="TEXT", help="Stop after this text; may be repeated.")
+        list[str] | None, typer.Option("--stop-string", help="Stop after this text; may be repeated.")
     ] = None
 
 
@@ -121,9 +115,9 @@ def generate(
     sampling: Sampling,
     shaping: Shaping,
     shown: Shown,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the text to continue, less its last line break.")
+        Path | None, typer.Option(help="File with the text to continue, less its last line break.")
     ] = None,
     draft: Annotated[str, typer.Option(metavar="DRAFT", help="What drafts: see Drafts below.")] = "none",
     draft_length: DraftLength = None,
@@ -135,7 +129,7 @@ def generate(
             "Default: `block` where tokens are sampled, else `token`.",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Generate at most N tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most N tokens.")] = 128,
 ) -> None:
     """Continue a prompt: --prompt, --prompt-file or standard input.
 

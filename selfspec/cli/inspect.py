@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def inspect(
     model: Model,
     draft_vocabulary: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show also the cost of drafts that read N rows of the head.")
+        int | None, typer.Option(min=1, help="Show also the cost of drafts that read N rows of the head.")
     ] = None,
     output: Output = "text",
 ) -> None:

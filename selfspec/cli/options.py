@@ -9,33 +9,32 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
-from selfspec.errors import DraftConfigError, PromptError
+from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
     from selfspec.model.checkpoint import Checkpoint
 
-# Characters of a document that make a prompt.
-_BEGINNING = 400
 DEMO = "demo"
 """What every command calls the embedded model."""
+
+# What help calls the value of an option.
+_METAVARS = {int: "N", float: "X", Path: "FILE", Literal: "NAME", str: "TEXT"}
 
 OutputFormat = Literal["text", "json"]
 DtypeOption = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 Output = Annotated[
-    OutputFormat,
-    typer.Option(metavar="FORMAT", help="`text`, or `json`: one object on stdout, all else on stderr."),
+    OutputFormat, typer.Option(metavar="FORMAT", help="`text`, or `json`: one object on stdout, all else on stderr.")
 ]
 Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model."),
+    str, typer.Argument(metavar="MODEL", help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model.")
 ]
 Dtype = Annotated[
     DtypeOption,
@@ -47,22 +46,19 @@ Dtype = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="`cpu`, `cuda`, `cuda:1`, ...; `auto`: a CUDA GPU if there is one.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads; by default torch chooses.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch chooses.")]
 Packed = Annotated[
-    bool,
-    typer.Option("--packed", help="Pack the weights for oneDNN: faster on CPUs with AVX-512, in bfloat16 most."),
+    bool, typer.Option("--packed", help="Pack the weights for oneDNN: faster on CPUs with AVX-512, in bfloat16 most.")
 ]
 Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspec generate --help` lists every kind.")]
 DraftLength = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Draft N tokens a round; by default as many as pay, or none."),
+    int | None, typer.Option(min=1, help="Draft N tokens a round; by default as many as pay, or none.")
 ]
-Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all random draws.")]
-Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Time N times.")]
-Temperature = Annotated[float, typer.Option(metavar="T", help="Temperature of sampling, above 0.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Time N times.")]
+Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in."),
+    Path | None, typer.Option(help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in.")
 ]
 
 
@@ -161,49 +157,12 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
         raise DraftConfigError(re.sub("^draft ", "--draft ", str(error))) from error
 
 
-def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
-    """The prompts of a `--prompt-file`; of a document under `text`, its beginning.
-
-    Args:
-        file: UTF-8 text with one prompt a line; JSONL with `prompt` or `text`, if its name ends in `.jsonl`.
-        most: read no more than these; None: all.
-
-    Raises:
-        PromptError: the file cannot be read, is not UTF-8, or holds no prompt.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PromptError(f"--prompt-file {file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{file} is not UTF-8 text ({error}); convert it first") from error
-    lines = [line for line in text.splitlines() if line.strip()][:most]
-    if not lines:
-        raise PromptError(f"{file} holds no prompt; write one a line")
-    if file.suffix != ".jsonl":
-        return tuple(lines)
-    return tuple(_prompt(line, f"{file}, line {number}") for number, line in enumerate(lines, 1))
-
-
-def _prompt(line: str, place: str) -> str:
-    from selfspec.files.json_text import parse_json
-
-    try:
-        content = parse_json(line)
-    except ValueError as error:
-        raise PromptError(f"{place} is no JSON ({error})") from error
-    found = {name: content.get(name) for name in ("prompt", "text")} if isinstance(content, dict) else {}
-    for name, text in found.items():
-        if isinstance(text, str) and text:
-            return text if name == "prompt" else text[:_BEGINNING]
-    raise PromptError(f"{place} has no text under 'prompt' or 'text'")
-
-
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Turn the dataclasses among a command's parameters into options.
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring
-    titles. The command gets the dataclasses.
+    titles. The command gets the dataclasses. Its other parameters are annotated as typer's options and arguments. A
+    value that has no metavar is called by its type.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[Any]] = {
@@ -213,9 +172,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in signature(command).parameters.values():
         group = groups.get(parameter.name)
         if group is None:
-            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=Parameter.KEYWORD_ONLY))
+            parameters.append(_option(parameter.name, hints[parameter.name], parameter.default, None))
         else:
-            parameters += _options(group)
+            title = (group.__doc__ or "").partition("\n")[0].removesuffix(".")
+            types = get_type_hints(group, include_extras=True)
+            parameters += [_option(each.name, types[each.name], _default(each), title) for each in fields(group)]
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -230,18 +191,19 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _options(group: type) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    title = (group.__doc__ or "").partition("\n")[0].removesuffix(".")
-    parameters = []
-    for field in fields(group):
-        hint = hints[field.name]
-        info = copy(hint.__metadata__[0])
-        if isinstance(info, OptionInfo):
-            info.rich_help_panel = title
-        annotation = cast(Any, Annotated)[hint.__origin__, info]
-        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation))
-    return parameters
+def _option(name: str, hint: Any, default: Any, panel: str | None) -> Parameter:
+    info = copy(hint.__metadata__[0])
+    if isinstance(info, OptionInfo):
+        kinds = _kinds(hint.__origin__)
+        info.rich_help_panel = panel
+        info.metavar = info.metavar or next((short for kind, short in _METAVARS.items() if kind in kinds), None)
+    annotation = cast(Any, Annotated)[hint.__origin__, info]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """A type, and the types it is made of."""
+    return {hint, get_origin(hint)}.union(*map(_kinds, get_args(hint)))
 
 
 def _default(field: Field[Any]) -> Any:

@@ -25,17 +25,17 @@ def search(
     model: Model,
     texts: TextsAndCosts,
     machine: Machine,
-    to: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write, for `--draft skip-file:FILE`.")],
-    evaluations: Annotated[int, typer.Option(min=1, metavar="N", help="Skip sets to evaluate.")] = 100,
+    to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
+    evaluations: Annotated[int, typer.Option(min=1, help="Skip sets to evaluate.")] = 100,
     sublayers: Annotated[
         str | None, typer.Option(metavar="N|MIN-MAX", help="Sublayers to leave out; default: up to half of them.")
     ] = None,
     workload: Annotated[
         str, typer.Option(metavar="NAME=FILE", help="Prompts, as of `selfspec bench`; or `demo`.")
     ] = "demo",
-    temperature: Annotated[float, typer.Option(metavar="T", help="Temperature of the texts; 0: greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of the texts; 0: greedy.")] = 1.0,
     draft_lengths: DraftLengths = None,
-    reach: Annotated[int, typer.Option(min=1, metavar="N", help="Positions of a draft to tell apart.")] = 1,
+    reach: Annotated[int, typer.Option(min=1, help="Positions of a draft to tell apart.")] = 1,
     seed: Seed = 0,
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume or to share it.")

@@ -33,13 +33,12 @@ train = typer.Typer(
 
 To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes. Repeat the command to resume there.")]
 Exits = Annotated[str, typer.Option(metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4.")]
-HeldOutBlocks = Annotated[int, typer.Option(min=1, metavar="N", help="Measure on at most N blocks.")]
-Length = Annotated[int, typer.Option(min=8, metavar="N", help="Tokens of a block.")]
-LearningRate = Annotated[float, typer.Option(metavar="R", help="Highest learning rate of AdamW.")]
-Decay = Annotated[float, typer.Option(metavar="SHARE", help="Share of the steps, the last, over which the rate falls.")]
+HeldOutBlocks = Annotated[int, typer.Option(min=1, help="Measure on at most N blocks.")]
+Length = Annotated[int, typer.Option(min=8, help="Tokens of a block.")]
+LearningRate = Annotated[float, typer.Option(help="Highest learning rate of AdamW.")]
+Decay = Annotated[float, typer.Option(help="Share of the steps, the last, over which the rate falls.")]
 Files = Annotated[
-    list[Path],
-    typer.Option(metavar="FILE", help='Text to learn from: JSONL with "text" in each line, or plain; also .gz.'),
+    list[Path], typer.Option(help='Text to learn from: JSONL with "text" in each line, or plain; also .gz.')
 ]
 
 
@@ -48,9 +47,7 @@ class Texts:
     """Text."""
 
     text: Files
-    held_out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text to measure on; default: a part of --text.")
-    ] = None
+    held_out: Annotated[Path | None, typer.Option(help="Text to measure on; default: a part of --text.")] = None
     held_out_blocks: HeldOutBlocks = 32
 
     def source(self, model: str, device: str) -> Source:
@@ -64,22 +61,20 @@ class Texts:
 class CourseOptions:
     """Steps and learning rate."""
 
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Optimiser steps.")] = 1000
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Blocks a step, on each device.")] = 8
-    accumulate: Annotated[int, typer.Option(min=1, metavar="N", help="Batches summed up into one step.")] = 1
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 1000
+    batch: Annotated[int, typer.Option(min=1, help="Blocks a step, on each device.")] = 8
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches summed up into one step.")] = 1
     length: Length = 256
     learning_rate: LearningRate = 5e-4
-    warmup: Annotated[float, typer.Option(metavar="SHARE", help="Share of the steps over which the rate rises.")] = 0.05
+    warmup: Annotated[float, typer.Option(help="Share of the steps over which the rate rises.")] = 0.05
     decay: Decay = 0.4
     precision: Annotated[
         Literal["float32", "bfloat16"],
         typer.Option(metavar="DTYPE", help="Compute in `float32` or `bfloat16`; weights are float32."),
     ] = "float32"
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the order of the text, of dropout and of new weights.")
-    ] = 0
-    save_every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between checkpoints.")] = 100
-    evaluate_every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between measurements.")] = 100
+    seed: Annotated[int, typer.Option(help="Seed of the order of the text, of dropout and of new weights.")] = 0
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between measurements.")] = 100
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write logs for TensorBoard as well.")] = False
 
     def course(self) -> Course:
@@ -106,28 +101,25 @@ class RecipeOptions:
     """Recipe."""
 
     exits: Exits = ""
-    dropout: Annotated[float, typer.Option(metavar="P", help="Chance that a sample skips the last layer.")] = 0.1
+    dropout: Annotated[float, typer.Option(help="Chance that a sample skips the last layer.")] = 0.1
     dropout_curriculum: Annotated[
         Literal["constant", "exponential"],
-        typer.Option(metavar="NAME", help="`constant`, or `exponential`: the chance rises from 0 over the training."),
+        typer.Option(help="`constant`, or `exponential`: the chance rises from 0 over the training."),
     ] = "constant"
     curriculum: Annotated[
         Literal["rotational", "gradual", "all"],
         typer.Option(
-            metavar="NAME",
-            help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`.",
+            help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`."
         ),
     ] = "rotational"
     rotation: Annotated[int, typer.Option(min=1, metavar="R", help="R of the rotational curriculum.")] = 4
-    exit_scale: Annotated[float, typer.Option(metavar="W", help="Weight of the exits against the full model.")] = 0.2
+    exit_scale: Annotated[float, typer.Option(help="Weight of the exits against the full model.")] = 0.2
     weighting: Annotated[
-        Literal["depth", "even"], typer.Option(metavar="NAME", help="Exits weigh more with `depth`, or all `even`.")
+        Literal["depth", "even"], typer.Option(help="Exits weigh more with `depth`, or all `even`.")
     ] = "depth"
     exit_target: Annotated[
         Literal["text", "model"],
-        typer.Option(
-            metavar="NAME", help="Exits learn the next token of the `text`, or the distribution of the full `model`."
-        ),
+        typer.Option(help="Exits learn the next token of the `text`, or the distribution of the full `model`."),
     ] = "text"
 
 
@@ -136,22 +128,20 @@ class HeadOptions:
     """Heads."""
 
     exits: Exits = ""
-    rank: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Width of each head's MLP; default: twice the model's.")
-    ] = None
+    rank: Annotated[int | None, typer.Option(min=1, help="Width of each head's MLP; default: twice the model's.")] = (
+        None
+    )
     loss: Annotated[
         Literal["kl", "tv", "both"],
-        typer.Option(
-            metavar="NAME", help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."
-        ),
+        typer.Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
     ] = "both"
     vocabulary: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Draft only the N most frequent tokens of the text.")
+        int | None, typer.Option(min=1, help="Draft only the N most frequent tokens of the text.")
     ] = None
     own_texts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Learn from N texts that the model continues from beginnings.")
+        int, typer.Option(min=0, help="Learn from N texts that the model continues from beginnings.")
     ] = 0
-    beginning: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each beginning.")] = 16
+    beginning: Annotated[int, typer.Option(min=1, help="Tokens of each beginning.")] = 16
 
 
 @train.command()
@@ -179,14 +169,7 @@ def layerskip(
 
 @train.command()
 @grouped
-def plain(
-    model: Model,
-    to: To,
-    text: Texts,
-    course: CourseOptions,
-    machine: Machine,
-    output: Output = "text",
-) -> None:
+def plain(model: Model, to: To, text: Texts, course: CourseOptions, machine: Machine, output: Output = "text") -> None:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
     _continue(text.source(model, machine.device), course.course(), None, to, machine.threads, output)
 
@@ -219,14 +202,13 @@ def exit_heads(
 
 
 @train.command()
+@grouped
 def average(
     trained: Annotated[str, typer.Argument(metavar="TRAINED", help="What `train layerskip` made.")],
     base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint it was made from.")],
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the new checkpoint goes.")],
-    base_share: Annotated[float, typer.Option(metavar="SHARE", help="Weight of the base, between 0 and 1.")] = 0.1,
-    held_out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text to measure on, before and after; default: none.")
-    ] = None,
+    base_share: Annotated[float, typer.Option(help="Weight of the base, between 0 and 1.")] = 0.1,
+    held_out: Annotated[Path | None, typer.Option(help="Text to measure on, before and after; default: none.")] = None,
     held_out_blocks: HeldOutBlocks = 32,
     length: Length = 256,
     threads: Threads = None,
@@ -245,11 +227,12 @@ def average(
 
 
 @train.command()
+@grouped
 def vocabulary(
     model: Model,
     text: Files,
-    to: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
-    size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to keep.")],
+    to: Annotated[Path, typer.Option(help="The JSON file to write.")],
+    size: Annotated[int, typer.Option(min=1, help="Tokens to keep.")],
     output: Output = "text",
 ) -> None:
     """Count which tokens a draft needs, for `--draft exit:4+vocab:FILE`: its steps then read only their rows."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output, PromptFile, Seed, read_draft, read_prompts
+from selfspec.cli.options import ModelOptions, Output, PromptFile, Seed, read_draft
 from selfspec.cli.outcome import FAILED, print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
@@ -40,12 +40,10 @@ class Checks:
         list[str],
         typer.Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
     ] = field(default_factory=lambda: ["token", "block", "coupled"])
-    max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Generate N tokens a text.")] = 64
-    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="Draft N tokens a round.")] = 4
-    samples: Annotated[int, typer.Option(min=100, metavar="N", help="Sample N texts for each test of fit.")] = 400
-    level: Annotated[
-        float, typer.Option(metavar="P", help="Significance level of all tests together (Holm's procedure).")
-    ] = 0.01
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 64
+    draft_length: Annotated[int, typer.Option(min=1, help="Draft N tokens a round.")] = 4
+    samples: Annotated[int, typer.Option(min=100, help="Sample N texts for each test of fit.")] = 400
+    level: Annotated[float, typer.Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
     seed: Seed = 0
 
 
@@ -68,16 +66,17 @@ def verify(
     Exit status 0: EXACT, or EXACT WITHIN ROUNDING. 1: NOT EXACT.
     """
     named = None if draft is None else [_drafting(text) for text in draft]
-    given = None if prompt_file is None else read_prompts(prompt_file)
 
     import torch
 
     from selfspec.draft import Drafter
     from selfspec.environment import versions
+    from selfspec.measure.prompts import read_prompts
     from selfspec.tools.verify import PROMPTS, Settings, default_drafts
     from selfspec.tools.verify import verify as run
 
     settings = Settings(**{**asdict(checks), "accept": tuple(checks.accept)})
+    texts = PROMPTS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named
     for each in drafts:
@@ -85,7 +84,6 @@ def verify(
             each.check(depth)
     checkpoint = model.load()
     drafters = _drafters(checkpoint, drafts)
-    texts = PROMPTS if given is None else given
     started = time.perf_counter()
     with progress_bar("verifying") as progress:
         prompts = [checkpoint.encode(text) for text in texts]

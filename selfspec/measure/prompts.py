@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from selfspec.measure.embedded import PROMPTS
 BUILT_IN = "demo"
 """The workload of whoever names none: beginnings of four Python files."""
 
+# Characters of a document that make a prompt of text.
+_BEGINNING = 400
 _FIELDS = ("prompt", "turns", "text")
 
 
@@ -107,22 +109,48 @@ def parse_workloads(given: str) -> list[Workload]:
     ]
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
+    """The prompts of a file, as text.
+
+    Args:
+        file: one prompt a line; JSONL as of a workload, if its name ends in `.jsonl`, and of a document its beginning.
+        most: read no more than these; None: all.
+
+    Raises:
+        PromptError: the file cannot be read, is not UTF-8, or holds no prompt.
+    """
+    if file.suffix != ".jsonl":
+        prompts = tuple(line for line in _read(file).splitlines() if line.strip())[:most]
+    else:
+        texts = [_text(line) for line in _lines(file, most)]
+        if None in texts:
+            raise PromptError(f"line {texts.index(None) + 1} of {file} has no text in any of {', '.join(_FIELDS)}")
+        prompts = tuple(each.text[:_BEGINNING] if each.whole else each.text for each in texts if each is not None)
+    if not prompts:
+        raise PromptError(f"{file} holds no prompt; write one a line")
+    return prompts
+
+
+def _read(file: Path) -> str:
     try:
-        content = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise PromptError(f"the workload file {file} cannot be read: {error.strerror or error}") from error
+        raise PromptError(f"the prompts in {file} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise PromptError(f"{file} is not UTF-8 text ({error}); convert it first") from error
+
+
+def _lines(file: Path, most: int | None = None) -> list[dict[str, Any]]:
     # Not `splitlines`: a JSON string may hold other line separators than this.
-    return [_line(file, number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
+    return [_line(file, number, line) for number, line in lines[:most]]
 
 
 def _line(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise PromptError(f"line {number} of {file} is no JSON ({error}); a workload is JSONL") from error
+        raise PromptError(f"line {number} of {file} is no JSON ({error})") from error
     if not isinstance(found, dict):
         raise PromptError(f"line {number} of {file} is no JSON object")
     return found
@@ -136,14 +164,11 @@ def _workload(name: str, file: str, lines: Sequence[dict[str, Any]]) -> Workload
 
 
 def _text(line: dict[str, Any]) -> Text | None:
-    readers: dict[str, Callable[[Any], Text]] = {
-        "prompt": lambda prompt: Text(prompt, whole=False),
-        "turns": lambda turns: Text(turns[0], whole=False),
-        "text": lambda text: Text(text, whole=True),
-    }
-    for field in _FIELDS:
-        if line.get(field):
-            return readers[field](line[field])
+    turns = line.get("turns")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    for field, text in {"prompt": line.get("prompt"), "turns": first, "text": line.get("text")}.items():
+        if isinstance(text, str) and text:
+            return Text(text, whole=field == "text")
     return None
 
 

@@ -95,7 +95,7 @@ def test_an_interrupt_writes_nothing(
         (("--draft", "lookup"), "no path of the model"),
         (("--draft", "auto"), "auto"),
         (("--temperature", "0"), "above 0"),
-        (("--prompt-file", "missing.txt"), "--prompt-file missing.txt"),
+        (("--prompt-file", "missing.txt"), "missing.txt cannot be read"),
         (("--to", "."), "is a folder"),
         (("--device", "nowhere"), "nowhere"),
     ],

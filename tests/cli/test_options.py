@@ -97,7 +97,11 @@ class Numbers:
 def test_a_dataclass_becomes_a_panel_of_options() -> None:
     seen = []
 
-    def add(name: Annotated[str, typer.Argument()], numbers: Numbers, twice: bool = False) -> None:
+    def add(
+        name: Annotated[str, typer.Argument()],
+        numbers: Numbers,
+        twice: Annotated[bool, typer.Option("--twice")] = False,
+    ) -> None:
         """Add."""
         seen.append((name, asdict(numbers), twice))
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from selfspec import EarlyExit, ExitHead, Profile, ReducedVocabulary, SelfSpecError, SkipFile
-from selfspec.cli.options import read_prompts
 from selfspec.draft.named import parse_draft
 from selfspec.files.json_text import parse_json
-from selfspec.measure.prompts import parse_workloads
+from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
 from selfspec.tools.bench.results_file import FILE, ResultsFile
 from selfspec.tools.studies.report.compare import compare
