@@ -1,4 +1,4 @@
-"""The way in: a stock `transformers` causal LM that drafts for itself."""
+"""Wrap a stock `transformers` causal LM so that it drafts for itself: `wrap` and `SelfSpeculative`."""
 
 from __future__ import annotations
 
@@ -71,27 +71,27 @@ def wrap(
 ) -> SelfSpeculative:
     """Make a model draft for itself.
 
-    The model is not changed: every generation runs it through views of its own that share all weights.
+    The model is not changed: every generation runs it through views that share all its weights.
 
     Args:
-        model: any causal LM of a supported architecture. Of one in `torch.compile`'s or PEFT's wrapper, what is inside
-            is wrapped: see `selfspec.model.unwrap`.
-        draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" drafts as
-            `selfspec calibrate` found best here, "auto:FILE" or a `Profile` by a profile of your choice; None decodes
-            plainly, in the same loop.
+        model: any causal LM of a supported architecture. Wrappers of `torch.compile` and PEFT are removed first: see
+            `selfspec.model.unwrap`.
+        draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" reads the profile
+            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" or a `Profile` another one; None
+            decodes plainly, in the same loop.
         draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
-            which drafts no longer than it pays.
+            which drafts as long as it pays.
         accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
-        adapter: where the model keeps its layers, for an architecture selfspec does not know.
-        runtime: how passes are run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`.
+        adapter: where the model keeps its layers, for an architecture that selfspec does not know.
+        runtime: how passes run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
         ProfileError: there is no profile that fits model, device, dtype, threads and versions.
-        UnsupportedOptionError: there is no acceptance rule of that name, or an argument is of another kind.
+        UnsupportedOptionError: there is no acceptance rule of that name, or an argument has the wrong type.
     """
     model = stock_model(model)
     check_causal(model)
@@ -106,12 +106,12 @@ def wrap(
 class SelfSpeculative:
     """A wrapped model. Make one with `selfspec.wrap`.
 
-    It holds the model, the draft's configuration and programs recorded of passes, and nothing of any generation, so
-    several threads may generate with it at once, each with a seed of its own. Copies, deep ones too, are wrappers of
-    the same model. A pickle carries the model, and no programs.
+    It holds the model, the draft's configuration and recorded passes, and nothing of any generation, so several threads
+    may generate with it at once; give each its own seed. Copies, deep ones too, wrap the same model. A pickle contains
+    the model, and no recorded passes.
 
-    Where a pipeline of `transformers` asks its model (`config`, `generation_config`, `device`, `dtype`,
-    `can_generate()` and the like), this answers as the model does.
+    It has the attributes that a pipeline of `transformers` reads of its model: `config`, `generation_config`, `device`,
+    `dtype`, `can_generate()` and the like.
 
     Attributes:
         model: the stock model, unchanged.
@@ -119,8 +119,8 @@ class SelfSpeculative:
         control: how long drafts are, unless a call says otherwise.
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
-        runtime: how passes are run.
-        programs: recorded of passes so far.
+        runtime: how passes run.
+        programs: the passes recorded so far.
         config: the model's.
         generation_config: the model's.
         device: the model's.
@@ -176,7 +176,7 @@ class SelfSpeculative:
         )
 
     def to(self, device: torch.device | str | int) -> SelfSpeculative:
-        """Move the model itself to a device, and give this wrapper back.
+        """Move the model itself to a device, and return this wrapper.
 
         Raises:
             UnsupportedOptionError: the runtime cannot run passes there.
@@ -198,20 +198,20 @@ class SelfSpeculative:
         accept: str | Rule | None = None,
         **options: Any,
     ) -> GenerateOutput:
-        """Generate, meaning by every argument what `model.generate` means.
+        """Generate. Every argument of `model.generate` means what it means there.
 
         Args:
             input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ.
             attention_mask: 1 for tokens, 0 for padding, of the same shape; None: no padding.
             generation_config: as in `model.generate`.
-            seed: makes sampling repeatable on the same machine, dtype and settings; None draws a fresh one from
-                torch's default generator, so `torch.manual_seed` works as it does in `transformers`.
+            seed: makes sampling repeatable on the same machine, dtype and settings; None draws one from torch's default
+                generator, so `torch.manual_seed` works as it does in `transformers`.
             draft_length: tokens drafted each round of this call, or a control.
             accept: the rule that judges drafts in this call.
             **options: any other keyword of `model.generate`; one that cannot be honoured is refused by name.
 
         Returns:
-            Sequences and stats.
+            Sequences, their lengths, and statistics.
 
         Raises:
             PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass.
@@ -233,8 +233,8 @@ class SelfSpeculative:
     ) -> Generation:
         """Generate step by step: iterate over the result for what each round commits. Arguments as in `generate`.
 
-        Errors in the arguments are raised by the call itself, not by the first step of the iteration. Change the model
-        before or after the iteration, not within it: how much of a change the rest of it sees is left open.
+        Errors in the arguments are raised by the call itself, not by the first step of the iteration. Do not change the
+        model during the iteration: how much of the change the remaining rounds see is undefined.
         """
         return self._begin(
             self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept
@@ -252,7 +252,7 @@ class SelfSpeculative:
         accept: str | Rule | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
-        """Serve `model.generate(..., custom_generate=spec)`: the same, with the result `transformers` would return.
+        """Serve `model.generate(..., custom_generate=spec)`, with the result that `transformers` would return.
 
         Returns:
             The sequences, `[batch, length]`, or a `GenerateOutput` if `return_dict_in_generate` is set.
@@ -260,14 +260,14 @@ class SelfSpeculative:
         if model is not self.model:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
         check_not_dropped(currentframe())
-        # The mask is no parameter of its own: transformers would then pass it twice.
+        # The mask comes in model_kwargs: transformers would pass it twice to a parameter of that name.
         request = prepared_request(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
         return self._begin(request, seed, draft_length, accept).answer()
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Save the model so that plain `generate` of `transformers` drafts for itself: see `selfspec.saved`.
+        """Save the model so that it drafts for itself in the `generate` of `transformers`: see `selfspec.saved`.
 
         Args:
             folder: where to.
@@ -293,7 +293,7 @@ class SelfSpeculative:
     def drafting(
         self, draft: Drafter | Plan | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
-        """Another wrapper of the same model with another draft; what is recorded of passes serves both.
+        """Return a wrapper of the same model with another draft. Both share their recorded passes.
 
         Args:
             draft: as in `wrap`.
@@ -310,10 +310,10 @@ class SelfSpeculative:
         return other
 
     def unwrap(self) -> PreTrainedModel:
-        """Give the model back and end this wrapper. The model needs no restoring: it was never changed.
+        """Return the model and close this wrapper. The model was never changed, so nothing is restored.
 
         Raises:
-            ClosedError: it was unwrapped before.
+            ClosedError: this wrapper was unwrapped before.
         """
         self._check_open()
         self._closed = True
@@ -354,7 +354,7 @@ class SelfSpeculative:
         return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs)
 
     def _prepare(self) -> None:
-        """Check runtime and draft, and estimate costs, for where the model is."""
+        """Check runtime and draft on the model's device, and estimate costs there."""
         self.runtime.check(self.model.get_input_embeddings().weight.device)
         self._plan.check_model(self.model, self.adapter)
         self._choices = {greedy: self._checked(self._plan.choose(greedy)) for greedy in (True, False)}
@@ -384,7 +384,7 @@ class SelfSpeculative:
         return control.begin(choice.costs)
 
     def _checked(self, choice: Choice) -> Choice:
-        """The choice, if it fits the model, with costs estimated where nobody measured them."""
+        """Return the choice with estimated costs where none were measured, if it fits the model."""
         draft = choice.draft
         if draft is None:
             return choice
@@ -402,7 +402,7 @@ class SelfSpeculative:
 def _drafting(model: PreTrainedModel, draft: Drafter | Plan | str | None) -> Drafter | Plan | None:
     if not isinstance(draft, str):
         return draft
-    # Reading profiles is of no concern to those who name a drafter.
+    # Profiles are imported only by calls that read one.
     from selfspec.control.auto import named_draft
 
     return named_draft(model, draft)

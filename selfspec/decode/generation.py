@@ -1,4 +1,4 @@
-"""One generation under way: iterate over it for what each round commits, ask it for what there is so far."""
+"""One call of `generate` or `stream`: iterate over it for its rounds, or ask it for its output so far."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from selfspec.runtime.graph_cache import GraphCache
 
 
 class Generation(Iterator[Round]):
-    """One call of `generate` or `stream`. It runs as it is iterated over, and not before.
+    """One call of `generate` or `stream`. Each iteration runs one round.
 
-    It may be abandoned at any round.
+    It may be abandoned after any round.
 
     Attributes:
-        stats: what has been counted. Times and bytes are filled in when the generation ends or is closed.
+        stats: counts so far. Times and bytes are filled in when the generation ends or is closed.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
@@ -53,7 +53,7 @@ class Generation(Iterator[Round]):
             depth=len(adapter.decoder_layers(model)),
             batch=rows,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
-            # No draft is longer than what is left to generate, whatever the control allows.
+            # No draft is longer than what remains to be generated, whatever the controller allows.
             slack=min(control.longest, request.stopping.max_new_tokens),
             device=device,
             aligned="right" if adapter.ragged == "padding" else "left",
@@ -73,7 +73,7 @@ class Generation(Iterator[Round]):
             sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
             generator=generator,
             controller=control,
-            # No token stands at the end of embeddings; the first round reads these, and no id.
+            # Embeddings end with no token id; the first round reads them, and not these zeros.
             last_tokens=(torch.zeros(rows, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(
                 device
             ),
@@ -87,7 +87,7 @@ class Generation(Iterator[Round]):
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
             needs_lockstep=request.sampling.in_order or request.stopping.stateful,
         )
-        # The batch, and with it the cache, belongs to the rounds alone: its memory goes when they end.
+        # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
         self._committed, self._failed = batch.committed, batch.failed
         self._records = batch.records
         self._unfinished, self._past = batch.unfinished, batch.past
@@ -110,11 +110,11 @@ class Generation(Iterator[Round]):
             raise
 
     def close(self) -> None:
-        """Stop here. `stats` is then complete; nothing else needs it."""
+        """Stop here and complete `stats`. Nothing else requires it."""
         self._rounds.close()
 
     def finish(self) -> GenerateOutput:
-        """Run all rounds that are left.
+        """Run all remaining rounds.
 
         Raises:
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
@@ -124,7 +124,7 @@ class Generation(Iterator[Round]):
         return self.output()
 
     def answer(self) -> GenerateOutput | Tensor:
-        """Run all rounds that are left and give what `model.generate` returns.
+        """Run all remaining rounds and return what `model.generate` would.
 
         Returns:
             The sequences, `[batch, length]`; the whole output where `return_dict_in_generate` is set.
@@ -136,7 +136,7 @@ class Generation(Iterator[Round]):
         return output if self._request.returned.whole else output.sequences
 
     def output(self) -> GenerateOutput:
-        """What has been generated so far."""
+        """Return what has been generated so far."""
         committed = self._committed
         longest = max(len(tokens) for tokens in committed)
         padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
@@ -158,7 +158,7 @@ class Generation(Iterator[Round]):
 def _rounds(
     batch: Batch, request: Request, drafter: Drafter | None, rule: Rule, stats: Stats
 ) -> Generator[Round, None, None]:
-    """Run the loop, and then store the past and what the whole generation took."""
+    """Run the loop; then store the past, the times and the bytes of the whole generation."""
     clock = PhaseClock(batch.last_tokens.device)
     try:
         yield from rounds(batch, request, drafter, rule, stats, clock)
@@ -170,10 +170,10 @@ def _rounds(
 
 
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
-    """Where keys and values go at the end: to the caller's own cache, or to a new one where they are to be returned.
+    """Return the cache that receives keys and values at the end: the caller's own, or a new one to be returned.
 
     Raises:
-        UnsupportedOptionError: the caller's cache is another model's, or could not be filled at the end.
+        UnsupportedOptionError: the caller's cache is another model's, or cannot be filled at the end.
     """
     if request.past is not None:
         check_kinds(request.past, cache)
@@ -189,6 +189,6 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
 
 
 def _device(model: PreTrainedModel, request: Request) -> torch.device:
-    """Where tokens go in and logits come out: with the weights, or with the prompt if all weights are offloaded."""
+    """Return the device of token ids and logits: that of the weights, or of the prompt if all weights are offloaded."""
     embeddings: torch.device = model.get_input_embeddings().weight.device
     return request.input_ids.device if embeddings.type == "meta" else embeddings

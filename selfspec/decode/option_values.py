@@ -1,9 +1,9 @@
 """The values that generation options of `transformers` may have: one table, checked before any pass.
 
-`transformers` checks some of them, some only when a pass has run, and lets others through without a word. Where a value
-that looks odd has a meaning there, it keeps it here: `top_p=1.0`, `top_k=0`, `min_p=0.0` and cutoffs of 0 or 1 filter
-nothing, `max_time=0` stops after one token, `max_time=inf` never, a negative `eos_token_id` never ends a row, and a
-negative `pad_token_id` is as good as none where there is nothing to fill up.
+`transformers` checks some of them, some only after a pass, and others never. A value that looks odd and means something
+there means the same here: `top_p=1.0`, `top_k=0`, `min_p=0.0` and cutoffs of 0 or 1 filter nothing, `max_time=0` stops
+after one token, `max_time=inf` never, a negative `eos_token_id` never ends a row, and a negative `pad_token_id` is
+allowed where nothing is padded.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from selfspec.errors import UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Scope:
-    """What the values of a call have to fit.
+    """The sizes that the values of a call have to fit.
 
     Attributes:
-        vocabulary: number of token ids that the model knows.
-        rows: of the batch.
+        vocabulary: number of token ids of the model.
+        rows: rows of the batch.
     """
 
     vocabulary: int
@@ -44,7 +44,7 @@ class _Check:
     Attributes:
         names: options.
         must_be: what they must be, in words.
-        allows: whether a value is that.
+        allows: whether it allows a value.
     """
 
     names: tuple[str, ...]
@@ -61,12 +61,12 @@ def _is_flag(value: object, _: Scope) -> bool:
 
 
 def _is_float_above_0(value: object, _: Scope) -> bool:
-    # `transformers` takes no integers here, but for the 1 that changes nothing.
+    # `transformers` takes no integer here but 1, which changes nothing.
     return (isinstance(value, float) and 0 < value < math.inf) or (_is_real(value) and value == 1)
 
 
 def _is_whole(least: int) -> Callable[[Any, Scope], bool]:
-    # False is another way to write 0, as in `no_repeat_ngram_size=False`.
+    # False means 0, as in `no_repeat_ngram_size=False`.
     return lambda value, _: isinstance(value, Integral) and value is not True and least <= int(value) < 2**63
 
 
@@ -87,7 +87,7 @@ def _is_token(value: object, scope: Scope) -> bool:
 
 
 def _listed(value: object) -> list[Any] | None:
-    """What a list, tuple, set, array or tensor holds; None for anything else."""
+    """Return the items of a list, tuple, set, array or tensor; None for anything else."""
     if isinstance(value, Tensor | np.ndarray):
         if isinstance(value, Tensor) and not has_values(value):
             return None
@@ -97,7 +97,7 @@ def _listed(value: object) -> list[Any] | None:
 
 
 def _one_or_more(value: object) -> list[Any]:
-    """What a list holds, or the one value that is no list."""
+    """Return the items of a list, or a single value in a list."""
     listed = _listed(value)
     return [value] if listed is None else listed
 
@@ -210,7 +210,7 @@ _CHECKS = (
         _are_ends,
     ),
     _Check(("pad_token_id",), f"{_ID}: it fills rows that end early; 0 will do where there is none", _is_padding),
-    # Nothing reads these where there is a prompt.
+    # Where there is a prompt, these are not read.
     _Check(
         ("bos_token_id", "decoder_start_token_id"),
         "an integer",
@@ -231,7 +231,7 @@ _CHECKS = (
     ),
     _Check(("watermarking_config",), "a WatermarkingConfig, whose bias is a finite number", _is_watermark),
 )
-# Read where tokens are sampled and nowhere else: a greedy call may hold anything here, as `temperature=0.0`.
+# Read in sampling alone: a greedy call may have any value here, such as `temperature=0.0`.
 _SAMPLING_CHECKS = (
     _Check(("temperature",), "a finite float above 0; for greedy decoding pass do_sample=False", _is_float_above_0),
     _Check(("top_k",), "an integer of at least 0; 0 keeps all tokens", _is_whole(0)),
@@ -244,7 +244,7 @@ _SAMPLING_CHECKS = (
 
 
 def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
-    """Refuse values that mean nothing.
+    """Refuse values that are not valid.
 
     Args:
         value_of: the value of an option by its name; None: it is not set.
@@ -263,7 +263,7 @@ def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
 
 
 def value_in_call(name: str, options: Mapping[str, Any], configs: Sequence[GenerationConfig | None]) -> Any:
-    """The value of an option as `transformers` will see it: of a keyword, or else of the first config that has one.
+    """Return the value of an option as `transformers` will read it: of a keyword, or of the first config that has one.
 
     Args:
         name: of the option.

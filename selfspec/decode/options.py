@@ -56,7 +56,7 @@ _HONOURED = frozenset(
         "guidance_scale",
         "max_time",
         "stop_strings",
-        # Only read by other decoding methods, or by transformers before it hands over.
+        # Read by other decoding methods alone, or by transformers before it calls selfspec.
         "early_stopping",
         "length_penalty",
         "diversity_penalty",
@@ -65,7 +65,7 @@ _HONOURED = frozenset(
         "decoder_start_token_id",
         "transformers_version",
         "disable_compile",
-        # Only read beside an assistant, a `cache_implementation` or in continuous batching.
+        # Read only with an assistant, a `cache_implementation` or in continuous batching.
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
@@ -81,14 +81,14 @@ _HONOURED = frozenset(
     }
 )
 
-# Names of caches among the inputs of a model.
+# Names that inputs of models have for the cache.
 CACHES = ("past_key_values", "cache_params")
-# Inputs of the model that a call may bring along.
+# Inputs of the model that a call may contain.
 _MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHES})
-# What is computed for nobody unless the whole output is returned.
+# Not computed unless the whole output is returned.
 _ONLY_RETURNED = frozenset({"output_attentions", "output_hidden_states"})
 
-# Keywords of `generate` that are no fields of its config, and those that are read before these are looked at.
+# Keywords of `generate` that are no fields of its config; and those that are read before the others are checked.
 _BESIDE_CONFIG = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"})
 _BY_NAME = frozenset(
     {
@@ -121,10 +121,10 @@ _REMEDIES = {
 
 
 def check_not_dropped(frame: FrameType | None) -> None:
-    """Refuse what `model.generate` was given and does not hand over to a `custom_generate` callable.
+    """Refuse arguments of `model.generate` that it does not pass to a `custom_generate` callable.
 
-    `transformers` drops some arguments without a word. They can still be seen where it calls: among the variables of
-    its `generate`. Where Python keeps no frames, or `generate` is not the caller, there is nothing to see.
+    `transformers` drops some arguments silently. They are still among the local variables of its `generate`. Nothing is
+    checked where Python keeps no frames, or `generate` is not the caller.
 
     Args:
         frame: of the callable that `generate` calls.
@@ -144,7 +144,7 @@ def check_not_dropped(frame: FrameType | None) -> None:
 
 
 def check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
-    """Refuse what `transformers` would drop for a `custom_generate`, or fail over, without a word about selfspec.
+    """Refuse keywords that `transformers` would drop for a `custom_generate`, or fail on without naming selfspec.
 
     Raises:
         UnsupportedOptionError: naming the option.
@@ -173,7 +173,7 @@ def _defaults() -> dict[str, Any]:
 def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
     """Refuse options that selfspec cannot honour, of a config that `transformers` has prepared.
 
-    What changes nothing without another option is no reason to.
+    Options that have no effect without another one are allowed.
 
     Raises:
         UnsupportedOptionError: naming the option.
@@ -187,7 +187,7 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
         if name.startswith("_") or name in _HONOURED | inert or value in (None, False, default):
             continue
         raise unsupported(name, value)
-    # Where the checkpoint says so by itself, nobody asked for it in this call.
+    # A checkpoint may say so by itself; then this call did not ask for it.
     if generation_config.use_cache is False and model.generation_config.use_cache is not False:
         raise unsupported("use_cache", False)
 
@@ -195,7 +195,7 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
 def check_model_inputs(
     config: PreTrainedConfig, inputs: Mapping[str, Any], width: int, generation_config: GenerationConfig
 ) -> None:
-    """Refuse inputs of the model that selfspec does not pass on.
+    """Refuse inputs of the model that selfspec does not pass to it.
 
     `transformers` adds caches and default positions of its own; only what differs from these was asked for.
 
@@ -212,14 +212,14 @@ def check_model_inputs(
     if not generation_config.return_dict_in_generate:
         read |= _ONLY_RETURNED
     for name, value in inputs.items():
-        # For models that read images, `transformers` adds an empty mapping of what their encoders gave.
+        # For models that read images, `transformers` adds an empty mapping for the outputs of their encoders.
         nothing = value is None or (isinstance(value, Mapping) and not value)
         if nothing or name in read or isinstance(value, Cache):
             continue
         if name == "position_ids" and _follow_from(value, inputs["attention_mask"], width):
             continue
         raise unsupported(name)
-    # Without positions it counts as such in `transformers`, and windows there reach over it.
+    # `transformers` counts such padding as tokens in windows, and where there are no position_ids.
     counts = inputs.get("position_ids") is None or smallest_window(config) is not None
     if counts and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
         raise UnsupportedOptionError(
@@ -229,7 +229,7 @@ def check_model_inputs(
 
 
 def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
-    """Whether positions, of all columns or of the last `width`, are those that count the tokens of a mask."""
+    """Whether positions, of all columns or of the last `width`, count the tokens of a mask."""
     if position_ids.ndim != 2 or position_ids.shape[1] not in (width, mask.shape[1]):
         return False
     if len(position_ids) not in (1, len(mask)):
@@ -240,7 +240,7 @@ def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
 
 
 def unsupported(name: str, value: object = ...) -> UnsupportedOptionError:
-    """The error that names an option, its value where one is given, and what to do instead."""
+    """Return the error that names an option, its value if given, and what to do instead."""
     shown = name if value is ... else f"{name}={value!r}"
     return UnsupportedOptionError(f"{shown} is not supported: {_REMEDIES.get(name, 'drop it or use model.generate')}")
 

@@ -1,8 +1,8 @@
-"""What a caller asked for, checked and in one form, before any forward pass.
+"""Read a call of `generate` into one form and check it, before any forward pass.
 
-`transformers` itself reads the arguments: the call goes through `model.generate` with a `custom_generate` that hands
-back what it was given. So defaults, `GenerationConfig`, overrides and logits warpers mean what they mean there. What
-cannot be honoured is refused by name.
+`transformers` itself reads the arguments: the call goes through `model.generate` with a `custom_generate` that returns
+what it receives. So defaults, `GenerationConfig`, overrides and logits warpers mean what they mean there. What cannot
+be honoured is refused by name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from selfspec.errors import PromptError, UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Returned:
-    """What a caller of `transformers`' `generate` asks back.
+    """What a call of `generate` asks to be returned.
 
     Attributes:
-        whole: an output object rather than the sequences alone (`return_dict_in_generate`).
-        scores: the scores of each new token in it.
-        logits: the logits of each new token in it.
+        whole: an output object, not the sequences alone (`return_dict_in_generate`).
+        scores: the scores of each new token.
+        logits: the target's logits of each new token.
     """
 
     whole: bool
@@ -49,18 +49,18 @@ class Request:
     """One call, ready to run.
 
     Attributes:
-        input_ids: the text that new tokens are added to, `[batch, prompt]`: what is returned before them, and what
-            logits processors see. Of no columns where a prompt is given as embeddings alone.
-        read: what the prefill reads of the prompts: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`.
-            Either may lack the first columns of `mask`, those that `past` holds.
-        mask: which columns of the prompts hold a token, those that `past` holds included, `[batch, columns]`, bool.
-        lengths: true length of each prompt.
+        input_ids: the text before the new tokens, `[batch, prompt]`: it is returned with them, and logits processors
+            see it. It has no columns where the prompt is embeddings alone.
+        read: what the prefill reads: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`. The first
+            columns of `mask` may be missing, those that `past` holds.
+        mask: which columns hold a token, those of `past` included, `[batch, columns]`, bool.
+        lengths: tokens of each prompt, without padding.
         sampling: how logits become probabilities.
         stopping: where rows end.
         pad: token id that fills rows which ended early.
-        returned: what is to be returned besides the sequences.
-        streamer: gets the prompt and then each token as it is committed; None: nobody listens.
-        past: keys and values of the first columns are read from it. If it is the caller's own, all are left in it.
+        returned: what is returned beside the sequences.
+        streamer: receives the prompt and then each committed token; None: there is none.
+        past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
     """
 
     input_ids: Tensor
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def embeddings(self) -> bool:
-        """Whether prompts are read as embeddings, so that their last position has no token id."""
+        """Whether prompts are embeddings, so that their last position has no token id."""
         return self.read.is_floating_point()
 
 
@@ -87,12 +87,12 @@ def read_request(
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
 ) -> Request:
-    """Check a call of `generate` and bring it into one form.
+    """Check a call of `generate` and return it in one form.
 
     Args:
         model: the model that will run.
         inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
-        attention_mask: 1 for tokens and 0 for padding, of the same shape; None: no padding. Never guessed from ids.
+        attention_mask: 1 for tokens and 0 for padding, of the same shape; None: no padding, whatever the ids.
         generation_config: as in `model.generate`.
         options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
 
@@ -111,7 +111,7 @@ def read_request(
         check_past(past)
     mask = read.new_ones(read.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask
     mask = checked_mask(mask, read, past)
-    # transformers drops these two where it hands over to a callable.
+    # transformers does not pass these two to a callable.
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     check_keywords(generation_config, options)
@@ -119,27 +119,27 @@ def read_request(
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, read))
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
-    handed_over: dict[str, Any] = {}
+    prepared: dict[str, Any] = {}
 
-    def resume_point(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> None:
-        handed_over.update(prepared, input_ids=input_ids)
+    def receive(_model: PreTrainedModel, input_ids: Tensor, **others: Any) -> None:
+        prepared.update(others, input_ids=input_ids)
 
     try:
-        # The class's own: a model loaded with a `generate` from its folder has another on the instance.
+        # The class's `generate`: a model that was loaded with one from its folder has another on the instance.
         type(model).generate(
             call.model,
             input_ids,
             attention_mask=mask,
             generation_config=call.generation_config,
-            custom_generate=resume_point,
+            custom_generate=receive,
             **call.options,
         )
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
-    # Rows may have been repeated for num_return_sequences; their masks with them.
-    repeats = handed_over["input_ids"].shape[0] // mask.shape[0]
-    handed_over["attention_mask"] = mask.repeat_interleave(repeats, 0)
-    request = prepared_request(model, **handed_over)
+    # num_return_sequences repeats rows; their masks have to follow.
+    repeats = prepared["input_ids"].shape[0] // mask.shape[0]
+    prepared["attention_mask"] = mask.repeat_interleave(repeats, 0)
+    request = prepared_request(model, **prepared)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -150,14 +150,14 @@ def read_request(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `generate`, as it goes to `transformers` to be read."""
+    """A call of `generate` for `transformers` to read."""
 
     model: PreTrainedModel
     generation_config: GenerationConfig | None
     options: dict[str, Any]
 
     def with_stop_strings_as_criterion(self, tokenizer: PreTrainedTokenizerBase | None) -> _Call:
-        """The same with the criterion made here, for which `transformers` would miss the tokenizer.
+        """Return the same call with the criterion of stop strings made here: `transformers` would lack the tokenizer.
 
         Raises:
             UnsupportedOptionError: there are stop strings and no tokenizer.
@@ -168,7 +168,7 @@ class _Call:
         if tokenizer is None:
             raise UnsupportedOptionError("stop_strings need the model's tokenizer: pass tokenizer=... as well")
         check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
-        # A twin, because the model's own defaults are not to be touched, and come in whatever else is said.
+        # A copy: the model's own defaults are read in any case, and must not change.
         model = copy(self.model)
         model.generation_config = _without_stop_strings(self.model.generation_config)
         criteria = [*(self.options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
@@ -193,7 +193,7 @@ def prepared_request(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Request:
-    """Check what `transformers` prepared and hands to a `custom_generate` callable.
+    """Check what `transformers` passes to a `custom_generate` callable.
 
     Args:
         model: the model that will run.
@@ -229,7 +229,7 @@ def prepared_request(
     mask = checked_mask(mask, read, past)
     config = model.config.get_text_config(decoder=True)
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
-    # transformers has settled what pads.
+    # transformers has chosen the padding token.
     pad = generation_config._pad_token_tensor
     stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
     max_new_tokens = stopping.max_new_tokens
@@ -251,7 +251,7 @@ def prepared_request(
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
-        # A negative one, which an end that never comes may leave, fills nothing.
+        # It may be negative if no token ends a row; then nothing is padded.
         pad=0 if pad is None else max(int(pad.flatten()[0]), 0),
         returned=Returned(
             whole,
@@ -263,7 +263,7 @@ def prepared_request(
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:
-    """How many columns a mask of ones has, which `transformers` does not hand over."""
+    """Return how many columns a mask of ones has that `transformers` left out."""
     if past is not None and not is_callers(past):
         return past_length(past) + read.shape[1]
     if past is not None and not read.is_floating_point():
