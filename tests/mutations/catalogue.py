@@ -52,7 +52,7 @@ _IN_STEP = "test_lockstep.py"
 _TOKEN_PROOF = "test_token_level.py"
 _BLOCK_PROOF = "test_block.py"
 _TREE_PROOF = "test_trees.py"
-_TREE_ROUNDS = "test_tree_rounds.py"
+_TREE_DRAFTS = "test_tree_drafts.py"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -167,28 +167,28 @@ CATALOGUE = (
         "_Judged.run",
         "[self.drafted[node] for node in self.path]",
         "self.drafted[: len(self.path)]",
-        (_TREE_ROUNDS,),
+        (_TREE_DRAFTS,),
     ),
     Mutation(
         "the number of a node is taken for its depth",
         "_Accepted.along_path",
         "tables.depths[self.place]",
         "self.place",
-        (_TREE_ROUNDS,),
+        (_TREE_DRAFTS,),
     ),
     Mutation(
         "scores kept for the first nodes of a tree, not for the accepted path",
         "_Accepted.along_path",
         "torch.take_along_dim(self.scores, places, 1)",
         "self.scores",
-        (_TREE_ROUNDS,),
+        (_TREE_DRAFTS,),
     ),
     Mutation(
         "processors see all nodes before one, not its path",
         "_scores",
         "tree.is_chain or not sampling.reads_prefixes",
         "True",
-        (_TREE_ROUNDS,),
+        (_TREE_DRAFTS,),
     ),
     # Acceptance of the block.
     Mutation(
