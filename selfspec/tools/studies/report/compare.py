@@ -13,7 +13,15 @@ from selfspec.tools.studies.table import Row
 
 DATA = "points.jsonl"
 _SAME = ("workload", "temperature", "seed", "draft", "rule")
-_FIGURES = ("alpha", "acceptance_rate", "mean_accepted_length", "c", "predicted_speedup", "measured_speedup_median")
+_FIGURES = (
+    "draft_length",
+    "alpha",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "c",
+    "predicted_speedup",
+    "measured_speedup_median",
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Comparison:
     alone: tuple[int, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {"studies": list(self.names), "rows": list(self.rows), "alone": list(self.alone)}
 
 
@@ -48,25 +56,19 @@ def compare(first: Path, second: Path) -> Comparison:
         StudyError: a folder holds no study, or they have nothing in common.
     """
     tables = _best(first), _best(second)
-    models = [{row["model"] for row in table} for table in tables]
-    names = _SAME if all(len(each) == 1 for each in models) else ("model", *_SAME)
+    one_model = all(len({row["model"] for row in table}) == 1 for table in tables)
+    names = _SAME if one_model else ("model", *_SAME)
     one, other = ({tuple(row[name] for name in names): row for row in table} for table in tables)
     shared = [key for key in one if key in other]
     if not shared:
         raise StudyError(f"{first} and {second} have no draft, workload, temperature and seed in common")
-    rows = tuple(
-        {
-            **dict(zip(names, key, strict=True)),
-            **_both("draft_length", one[key], other[key]),
-            **{name: value for figure in _FIGURES for name, value in _both(figure, one[key], other[key]).items()},
-        }
-        for key in shared
-    )
+    rows = tuple(_side_by_side(dict(zip(names, key, strict=True)), one[key], other[key]) for key in shared)
     return Comparison((first.name, second.name), rows, (len(one) - len(shared), len(other) - len(shared)))
 
 
-def _both(figure: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Row:
-    return {f"{figure}_a": one.get(figure), f"{figure}_b": other.get(figure)}
+def _side_by_side(place: Row, one: Mapping[str, Any], other: Mapping[str, Any]) -> Row:
+    sides = {"a": one, "b": other}
+    return {**place, **{f"{name}_{side}": row.get(name) for name in _FIGURES for side, row in sides.items()}}
 
 
 def _best(folder: Path) -> list[Row]:

@@ -10,6 +10,7 @@ from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.drafts import skip_set
 from selfspec.tools.studies.points import Result
 from selfspec.tools.studies.run import Finding
+from selfspec.tools.studies.skip_sets import SkipSet
 from selfspec.tools.studies.table import Row
 
 
@@ -37,7 +38,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """What stands over it."""
+        """The title of its pictures."""
         how = "greedy" if not self.temperature else f"temperature {self.temperature:g}"
         return f"{self.model}, {self.workload}, {how}" + (f", seed {self.seed}" if self.seed else "")
 
@@ -49,23 +50,16 @@ class Panel:
     @property
     def single(self) -> dict[Sublayer, float]:
         """Acceptance with one sublayer left out, by sublayer."""
-        found = {}
-        for row in self._at_one("skip"):
-            if row["skipped"] == 1:
-                (sublayer,) = skip_set(row["draft"])
-                found[sublayer] = row["alpha"]
-        return found
+        return {next(iter(skipped)): alpha for skipped, alpha in self._skip_sets().items() if len(skipped) == 1}
 
     @property
     def whole_layers(self) -> dict[int, float]:
         """Acceptance with one layer left out whole, by layer."""
-        found = {}
-        for row in self._at_one("skip"):
-            skipped = skip_set(row["draft"])
-            layers = {each.layer for each in skipped}
-            if len(layers) == 1 and len(skipped) == len(Part):
-                found[layers.pop()] = row["alpha"]
-        return found
+        return {
+            next(iter(skipped)).layer: alpha
+            for skipped, alpha in self._skip_sets().items()
+            if len(skipped) == len(Part) and len({each.layer for each in skipped}) == 1
+        }
 
     @property
     def exits(self) -> dict[tuple[int, int], Row]:
@@ -95,21 +89,21 @@ class Panel:
         ]
 
     def promising(self, count: int) -> list[Row]:
-        """The drafts that promise most, at their best draft lengths, those of each kind in turns."""
-        ranked = sorted(self.best, key=lambda row: -row["predicted_speedup"])
+        """The drafts that promise most, at their best draft lengths, those of each kind in turns; cheapest first."""
         by_kind: dict[str, list[Row]] = {}
-        for row in ranked:
+        for row in sorted(self.best, key=lambda row: -row["predicted_speedup"]):
             by_kind.setdefault(row["kind"], []).append(row)
         mixed = [rows[turn] for turn in range(count) for rows in by_kind.values() if turn < len(rows)]
         return sorted(mixed[:count], key=lambda row: row["c"])
 
-    def _at_one(self, kind: str) -> list[Row]:
-        lengths = [row["draft_length"] for row in self.rows if row.get("draft_length")]
-        return [
-            row
-            for row in self.rows
-            if row["kind"] == kind and row.get("draft_length") == min(lengths) and "alpha" in row
-        ]
+    def longest(self, count: int) -> list[Row]:
+        """The same drafts at the longest draft length, which shows the most positions."""
+        last = {row["draft"]: row for row in self.rows if row.get("acceptance_by_position")}
+        return [last[row["draft"]] for row in self.promising(count)]
+
+    def _skip_sets(self) -> dict[SkipSet, float]:
+        """Acceptance at the first position, by skip set."""
+        return {skip_set(row["draft"]): row["alpha"] for row in self.rows if row["kind"] == "skip" and "alpha" in row}
 
 
 def panels(finding: Finding) -> list[Panel]:
@@ -136,7 +130,7 @@ def panels(finding: Finding) -> list[Panel]:
 _PLACE = ("model", "workload", "temperature", "seed")
 
 
-def coloured(panel: Panel, drafts: Sequence[str], text: int) -> list[int | None]:
-    """For each token of a text the first of some drafts that would have been right; None: none of them."""
-    rows = [panel.right[draft][text] for draft in drafts]
-    return [next((index for index, row in enumerate(rows) if row[at] == "1"), None) for at in range(len(rows[0]))]
+def cheapest_right(panel: Panel, drafts: Sequence[str], text: int) -> list[int | None]:
+    """Return, for each token of a text, the first of some drafts that would have been right; None: none of them."""
+    digits = zip(*(panel.right[draft][text] for draft in drafts), strict=True)
+    return [each.index("1") if "1" in each else None for each in digits]
