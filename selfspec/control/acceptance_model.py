@@ -17,7 +17,6 @@ class AcceptanceModel:
     _BINS = 10
     _PRIOR = 4.0  # tokens
     _UNSURE, _SURE = 0.35, 0.95
-    _FAIR_MEAN = 0.6
 
     def __init__(self) -> None:
         width = (self._SURE - self._UNSURE) / self._BINS
@@ -29,7 +28,7 @@ class AcceptanceModel:
     @property
     def mean(self) -> float:
         """The chance of a token whose confidence is not known."""
-        return self._drawn(sum(self._accepted), sum(self._judged))
+        return drawn_to_fair(sum(self._accepted), sum(self._judged))
 
     def chance(self, confidence: float) -> float:
         """The chance that a token is accepted which the draft is so confident of."""
@@ -49,14 +48,15 @@ class AcceptanceModel:
         self._judged[bin_] += weight
         self._accepted[bin_] += weight * accepted
         of_fair = sum(fair * judged for fair, judged in zip(self._fair, self._judged, strict=True))
-        self._shift = _log_odds(self.mean) - _log_odds(self._drawn(of_fair, sum(self._judged)))
-
-    def _drawn(self, accepted: float, judged: float) -> float:
-        """A rate, drawn towards a fair draft's."""
-        return (accepted + self._PRIOR * self._FAIR_MEAN) / (judged + self._PRIOR)
+        self._shift = _log_odds(self.mean) - _log_odds(drawn_to_fair(of_fair, sum(self._judged)))
 
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * self._BINS), self._BINS - 1)
+
+
+def drawn_to_fair(accepted: float, judged: float) -> float:
+    """The rate at which tokens are accepted, drawn towards a fair draft's as by two tokens more."""
+    return (accepted + 2 * 0.6) / (judged + 2)
 
 
 def _log_odds(chance: float) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from selfspec.arguments import check_kind
-from selfspec.control.acceptance_model import AcceptanceModel
+from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
 from selfspec.control.base import Control, Controller, Evidence, RowOutcome, check_length
 from selfspec.control.batch_progress import BatchProgress
 from selfspec.control.confidence import confidences_of
@@ -132,8 +132,7 @@ class CostAwareController(Controller):
     def learn_prompt(self, evidence: Evidence) -> None:
         for confidence, chance in zip(evidence.confidences, evidence.chances, strict=True):
             self._acceptance.count(confidence, chance, _PROMPT_WEIGHT)
-        # Drawn towards what a fair draft shows, as by two tokens more.
-        mean = (sum(evidence.chances) + 2 * 0.6) / (len(evidence.chances) + 2)
+        mean = drawn_to_fair(sum(evidence.chances), len(evidence.chances))
         self._on_prompt = mean + mean**2 * (1 - mean)
 
     @property
