@@ -60,7 +60,7 @@ def test_twenty_thousand_rounds(rule: Rule) -> None:
     assert fit(rule, 20_000, seed=0) > 0.005
 
 
-@pytest.mark.slow
+@pytest.mark.statistical
 @pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_two_hundred_thousand_rounds(rule: Rule, seed: int) -> None:

@@ -63,14 +63,14 @@ NOT_RECORDED = {"falcon"}
 
 def _types() -> list[object]:
     working = [name for name in MODEL_TYPES if (declared(name) or "").startswith("works")]
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in working]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.contract) for name in working]
 
 
 def _cases() -> list[object]:
     cases: list[object] = []
     for name in MODEL_TYPES:
         if (declared(name) or "").startswith("works"):
-            marks = () if name in QUICK else pytest.mark.slow
+            marks = () if name in QUICK else pytest.mark.contract
             cases += [pytest.param(name, check, marks=marks, id=f"{name}-{check}") for check in checks(name)]
     return cases
 
@@ -85,7 +85,7 @@ def test_contract(model_type: str, check: str) -> None:
     CHECKS[check](_subject(model_type))
 
 
-@pytest.mark.slow
+@pytest.mark.contract
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("model_type", QUICK)
 def test_greedy_text_in_float32(model_type: str, seed: int) -> None:

@@ -48,7 +48,7 @@ TestAnyRounds = Jamba.TestCase
 TestAnyRoundsFalconH1 = FalconH1.TestCase
 TestAnyRoundsLfm2 = Lfm2.TestCase
 TestAnyRoundsMamba2 = Mamba2.TestCase
-TestAnyRoundsQwen3Next = pytest.mark.slow(Qwen3Next.TestCase)
+TestAnyRoundsQwen3Next = pytest.mark.contract(Qwen3Next.TestCase)
 
 
 def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:

@@ -19,6 +19,7 @@ from selfspec.tools.demo.verdict import verdict
 QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
 
 
+@pytest.mark.tools
 def test_text(invoke: Invoke) -> None:
     ending = invoke(*QUICK)
     assert ending.status == 0

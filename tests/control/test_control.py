@@ -421,6 +421,7 @@ def test_greedy_text_is_stock_text(
     assert_rows_are_stock(model, spec, prompts, max_new_tokens=new, eos_token_id=eos)
 
 
+@pytest.mark.statistical
 def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is() -> None:
     # One row at a time, so that its own tokens decide, and not the mean of many.
     found = {}

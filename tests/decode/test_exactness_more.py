@@ -27,6 +27,7 @@ def prompts(rows: int = ROWS) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.statistical
 def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     # A draft of two may be the whole text in one round; drafts of one spread it over two rounds and a bonus token.
     found = {}
@@ -85,6 +86,7 @@ def pairs(rows: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.statistical
 def test_rows_of_one_prompt_are_independent_samples(rule: str) -> None:
     model, found = network(), {}
     single: dict[tuple[int, ...], float] = {}

@@ -102,7 +102,7 @@ def test_samples_follow_the_exact_joint() -> None:
     assert holm_rejects(found, 0.01) == []
 
 
-@pytest.mark.slow
+@pytest.mark.statistical
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
 def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: str) -> None:
@@ -114,7 +114,7 @@ def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: st
     assert holm_rejects(found, 0.01) == []
 
 
-@pytest.mark.slow
+@pytest.mark.statistical
 def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
     class Mismatched(selfspec.EarlyExit):
         def draft(self, batch: Any, length: int) -> selfspec.Draft:
@@ -219,7 +219,7 @@ def test_greedy_equals_stock_generate(case: Case) -> None:
     assert_case_is_stock(case)
 
 
-@pytest.mark.slow
+@pytest.mark.statistical
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(cases())
 def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:

@@ -192,7 +192,7 @@ def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
     assert holm_rejects(found, 0.01) == [], found
 
 
-@pytest.mark.slow
+@pytest.mark.statistical
 def test_many_more_samples_follow_the_exact_joint() -> None:
     found = p_values(rows=3, batches=1500)
     assert holm_rejects(found, 0.01) == [], found

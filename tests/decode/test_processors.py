@@ -196,6 +196,7 @@ def p_values(spec: selfspec.SelfSpeculative, options: dict[str, Any], seed: int)
     return {str(prompt): p_value(outputs, joint(spec.model, prompt, options)) for prompt, outputs in seen.items()}
 
 
+@pytest.mark.statistical
 def test_samples_follow_the_exact_joint() -> None:
     found = {}
     drafts: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(1), selfspec.LayerSkip(attention=[1]))

@@ -61,11 +61,13 @@ def test_greedy_text_is_the_stock_models(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.compile
 def test_greedy_text_of_every_draft_is_the_stock_models(draft: selfspec.Drafter | None) -> None:
     _check_greedy(tiny.llama(attention="eager"), draft)
 
 
-@pytest.mark.parametrize("draft", [None, pytest.param(EXIT, marks=pytest.mark.slow)], ids=["plain", "exit"])
+@pytest.mark.parametrize("draft", [None, EXIT], ids=["plain", "exit"])
+@pytest.mark.compile
 def test_greedy_text_is_the_stock_models_when_it_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: selfspec.Drafter | None
 ) -> None:
@@ -73,6 +75,7 @@ def test_greedy_text_is_the_stock_models_when_it_is_compiled(
     _check_greedy(tiny.llama(), draft, Compiled(0))
 
 
+@pytest.mark.compile
 def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(llama: PreTrainedModel) -> None:
     tokens: list[list[list[int]]] = []
     for runtime in (Eager(), Interpreted(0)):
@@ -82,6 +85,7 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(llama: PreTrai
     assert any(not kind.uniform for kind in spec.programs.proved)
 
 
+@pytest.mark.compile
 def test_one_graph_serves_any_number_of_slots_and_alike_layers(llama: PreTrainedModel) -> None:
     runtime = Interpreted(0)
     spec = _wrapped(llama, runtime=runtime)
@@ -140,6 +144,7 @@ def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> 
     check_inference_mode(_wrapped(llama), PROMPT, NEW, first)
 
 
+@pytest.mark.compile
 def test_threads_share_what_is_compiled(llama: PreTrainedModel) -> None:
     spec = _wrapped(llama, EXIT)
     prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]

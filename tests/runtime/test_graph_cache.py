@@ -68,6 +68,7 @@ def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: 
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.statistical
 def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(
     architecture: str, draft: selfspec.Drafter | None
 ) -> None:

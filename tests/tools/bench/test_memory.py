@@ -13,6 +13,7 @@ CELL = Cell("w", 0.0, 2, 8, 16)
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.tools
 def test_a_process_of_its_own_weighs_an_arm(packed: bool) -> None:
     prompts = [list(range(10, 18)), list(range(20, 28))]
     arm = ArmSpec(Kind.DRAFT, "exit:4", packed=packed)

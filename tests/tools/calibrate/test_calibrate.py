@@ -210,6 +210,7 @@ def test_its_profile_can_be_written_read_and_drafted_with(
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.tools
 def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
@@ -234,6 +235,7 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
     [({4: 1.1, 16: 1.2}, [4, 16], None), ({4: 1.1, 16: 1.0}, [4, 16], 15), ({4: 0.9, 16: 1.2}, [4], 3)],
     ids=["pays in all", "pays in some", "pays in none"],
 )
+@pytest.mark.tools
 def test_batches_in_which_drafts_lose_are_decoded_plainly(
     model: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,

@@ -66,6 +66,7 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     assert prices.step_seconds == 0.01
 
 
+@pytest.mark.tools
 def test_timed_prices_of_a_model_are_in_order() -> None:
     studied = stories_loader()("")
     found = find_costs(studied, costs_point(studied, ["exit:1", "exit:4", "skip:attn=1"], "measured"))

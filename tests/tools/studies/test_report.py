@@ -38,6 +38,7 @@ def shown(finding: Finding) -> list[Panel]:
     return panels(finding)
 
 
+@pytest.mark.tools
 def test_confirmed_points_agree_with_their_estimates(finding: Finding) -> None:
     rows = [row for row in finding.table if row.get("measured_acceptance_rate") is not None]
     assert {(row["temperature"], row["rule"]) for row in rows} == {(0.0, "token"), (1.0, "token"), (1.0, "block")}
@@ -56,6 +57,7 @@ def test_confirmed_points_agree_with_their_estimates(finding: Finding) -> None:
         assert row["measured_cache_bytes"] > 0
 
 
+@pytest.mark.tools
 def test_a_draft_that_changed_the_text_would_show(finding: Finding) -> None:
     result = next(each for each in finding.results.values() if each.point.kind == "measure" and each.found["exact"])
     studied = stories_loader()("")

@@ -66,6 +66,7 @@ def test_a_study_is_done_once_and_grows(alone: Finding, load: Load, tmp_path: Pa
     assert done.total() == count + 5 * 2
 
 
+@pytest.mark.tools
 def test_four_workers_of_which_one_is_interrupted_find_what_one_does(
     alone: Finding, load: Load, tmp_path: Path, done: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_four_workers_of_which_one_is_interrupted_find_what_one_does(
     assert done.keys() == alone.results.keys()
 
 
+@pytest.mark.tools
 def test_a_point_that_kills_its_workers_is_given_up(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

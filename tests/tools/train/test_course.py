@@ -77,6 +77,7 @@ def test_training_leaves_the_log_level_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.tools
 def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on_from_there(
     tmp_path: Path, uninterrupted: Tensor, number: signal.Signals
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on_from_there(
 
 
 @pytest.mark.parametrize("last", [1, 3, 5, 7])
+@pytest.mark.tools
 def test_a_killed_training_goes_on_from_its_last_checkpoint(tmp_path: Path, uninterrupted: Tensor, last: int) -> None:
     def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
         if step == last:

@@ -12,7 +12,7 @@ import pytest
 from helpers.stories import checkpoint_folder
 
 
-@pytest.mark.slow
+@pytest.mark.tools
 def test_two_processes_write_one_result(tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a dog who liked to play with a big red ball in the park. " * 60)
