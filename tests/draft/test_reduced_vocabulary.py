@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import selfspec
-from helpers import tiny
+from helpers import stories, tiny
 from helpers.goodness import p_value
 from selfspec.draft.along_path import PathDrafter
 from selfspec.errors import DraftConfigError
 from selfspec.tools.train.corpus import Blocks
-from selfspec.tools.train.vocabulary import Counted, most_frequent, write_vocabulary
+from selfspec.tools.train.vocabulary import Counted, count_vocabulary, most_frequent
 
 _KEPT = tuple(range(1, 50, 3))
 
@@ -97,17 +97,19 @@ def test_tokens_the_model_does_not_have_are_refused() -> None:
 
 def test_the_most_frequent_tokens_are_counted() -> None:
     counted = most_frequent(Blocks(torch.tensor([[3, 3, 3, 7], [7, 1, 0, 3]])), 2, 10)
-    assert counted == Counted((3, 7), 0.75)
+    assert counted == Counted((3, 7), 0.75, 10)
     with pytest.raises(selfspec.TrainingError, match="out of range"):
         most_frequent(Blocks(torch.zeros(1, 1, dtype=torch.long)), 11, 10)
 
 
 def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "v.json"
-    write_vocabulary(Counted((3, 7), 0.75), file)
-    assert selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), file).tokens == (3, 7)
+    text, file = tmp_path / "text.txt", tmp_path / "v.json"
+    text.write_text("Once upon a time there was a little girl. She was happy and she was little.\n" * 9)
+    counted = count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
+    assert selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), file).tokens == counted.tokens
+    assert len(counted.tokens) == 8
     with pytest.raises(selfspec.TrainingError, match="exists"):
-        write_vocabulary(Counted((1,), 1.0), file)
+        count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"tokens": 3}), json.dumps({"tokens": ["a"]})])
