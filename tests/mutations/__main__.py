@@ -24,7 +24,9 @@ _RESULTS = user_cache_path("selfspec") / "planted-bugs"
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Plant only the bugs whose name holds this text.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Plant only the bugs whose name holds this text; may be given again.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Bugs to try at once.")] = 2,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that a bug may take.")] = 300,
     results: Annotated[
@@ -35,7 +37,7 @@ def main(
     """Plant every bug of the catalogue; exit with 1 if the tests let one pass."""
     # Children that share the cores; set before torch is imported. Nothing is downloaded.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    chosen = [mutation for mutation in CATALOGUE if only in mutation.name]
+    chosen = [mutation for mutation in CATALOGUE if any(text in mutation.name for text in only or [""])]
     started = time.monotonic()
     count = 0
 
