@@ -28,7 +28,7 @@ def main(
         list[str] | None, typer.Option(help="Plant only the bugs whose name holds this text; may be given again.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Bugs to try at once.")] = 2,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that a bug may take.")] = 300,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that a bug may take.")] = 900,
     results: Annotated[
         Path, typer.Option(help="Folder of what is found. What was caught there in the same tree is not tried again.")
     ] = _RESULTS,

@@ -239,7 +239,7 @@ CATALOGUE = (
         "PathDrafter.draft",
         "distributions.append(q)",
         "distributions.append(last if distributions else q)\nlast = q",
-        (_JOINT, _OWN_Q),
+        (_OWN_Q, _JOINT),
     ),
     Mutation(
         "an argmax draft scored with a softmax q",
