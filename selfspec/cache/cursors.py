@@ -56,7 +56,7 @@ class Cursors:
     @property
     def uniform(self) -> bool:
         """Whether all cursors are equal."""
-        return all(length == self.seq_lens[0] for length in self.seq_lens)
+        return len(set(self.seq_lens)) == 1
 
     def parent(self, node: int) -> int:
         """The node of the block that another one, from 0 on, is a child of."""
