@@ -30,10 +30,13 @@ def smallest_window(config: PreTrainedConfig) -> int | None:
     return min((span for span in spans if span is not None), default=None)
 
 
-def sees_all_without_mask(config: PreTrainedConfig) -> bool:
-    """Whether the model's attention kernel is given no mask where the one last token of every row sees all."""
+def needs_mask(config: PreTrainedConfig, slots: Tensor, block: Block | None, padded: bool) -> bool:
+    """Whether full attention over these slots is given a mask; arguments as in `attention_mask`.
+
+    Not for the one last token of every row, which sees all: models on the sdpa kernel give it none either.
+    """
     kernel: str = config._attn_implementation
-    return kernel == "sdpa"
+    return block is not None or padded or slots.shape != (1, 1) or kernel != "sdpa"
 
 
 def attention_mask(
@@ -66,12 +69,12 @@ def attention_mask(
         stands where nothing is masked: for the one last token of every row, in full attention.
     """
     tokens = slots.shape[1]
-    is_last = block is None and not padded and slots.shape == (1, 1) and sees_all_without_mask(config)
+    masks_full = needs_mask(config, slots, block, padded)
     slots = slots.expand(rows, tokens)
     allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)
 
     def mask(pattern: Pattern) -> Tensor | None:
-        if pattern is causal_mask_function and is_last:
+        if pattern is causal_mask_function and not masks_full:
             return None
         made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
             batch_size=rows,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.cache.masks import sees_all_without_mask, smallest_window
+from selfspec.cache.masks import needs_mask, smallest_window
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
@@ -190,12 +190,7 @@ class ModelRunner:
             rows=rows,
             width=width,
             uniform=self._cache.uniform,
-            masked=padded
-            or slots.block is not None
-            or windowed
-            or width > 1
-            or not self._cache.uniform
-            or not sees_all_without_mask(self._config),
+            masked=windowed or needs_mask(self._config, slots.slot_mapping, slots.block, padded),
             nodes=None if slots.block is None else slots.block.nodes,
             windowed=windowed,
             padded=padded,

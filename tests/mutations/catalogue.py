@@ -665,9 +665,9 @@ CATALOGUE = (
     ),
     Mutation(
         "the last token sees what stands behind it in its bucket",
-        "attention_mask",
-        "not padded",
-        "True",
+        "needs_mask",
+        "padded",
+        "False",
         ("test_cuda_graphs.py::test_greedy_text_is_the_stock_models",),
     ),
     Mutation(
