@@ -16,7 +16,7 @@ out = spec.generate(**prompts, max_new_tokens=30, do_sample=False)
 
 for sequence, length in zip(out.sequences, out.lengths, strict=True):
     print(f"{length:3} new tokens:", tokenizer.decode(sequence, skip_special_tokens=True))
-print("accepted by position in the draft:", out.stats.accepted_per_position)
+print("accepted by depth in the draft:", out.stats.accepted_per_depth)
 
 assert torch.equal(out.sequences, model.generate(**prompts, max_new_tokens=30, do_sample=False))
 assert out.stats.accepted > 0

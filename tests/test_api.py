@@ -477,7 +477,7 @@ def test_accelerate_hooks_keep_working_and_stay(
     alone = selfspec.wrap(bare, drafter, draft_length=4).generate(
         tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False
     )
-    assert out.stats.accepted_per_position == alone.stats.accepted_per_position, "the draft was another"
+    assert out.stats.accepted_per_depth == alone.stats.accepted_per_depth, "the draft was another"
     for name, module in model.named_modules():
         assert module.__dict__.get("forward") is before[name].get("forward"), name
         assert module.__dict__.get("_hf_hook") is before[name].get("_hf_hook"), name
@@ -870,7 +870,7 @@ def test_custom_generate_gives_what_the_wrapper_gives(architecture: str, options
     whole = model.generate(prompts, custom_generate=spec, return_dict_in_generate=True, **options)
     assert torch.equal(whole.sequences, wanted.sequences)
     assert whole.lengths == wanted.lengths
-    assert whole.stats.accepted_per_position == wanted.stats.accepted_per_position
+    assert whole.stats.accepted_per_depth == wanted.stats.accepted_per_depth
     if not options["do_sample"]:
         plain = {name: value for name, value in options.items() if name not in ("seed", "draft_length")}
         assert torch.equal(found, model.generate(prompts, **plain))

@@ -55,7 +55,7 @@ class _Everyone:
 
 
 def _counts(stats: selfspec.Stats) -> tuple[object, ...]:
-    return stats.rounds, stats.drafted, stats.judged_per_position, stats.accepted_per_position
+    return stats.rounds, stats.drafted, stats.judged_per_depth, stats.accepted_per_depth
 
 
 class PlantedError(Exception):

@@ -158,8 +158,8 @@ def outputs(spec: selfspec.SelfSpeculative, scenario: str) -> list[str]:
             "tokens": out.sequences[:, ids.shape[1] :].tolist(),
             "rounds": stats.rounds,
             "mean_accepted_length": stats.mean_accepted_length,
-            "judged": stats.judged_per_position,
-            "accepted": stats.accepted_per_position,
+            "judged": stats.judged_per_depth,
+            "accepted": stats.accepted_per_depth,
         }
         turns.append(json.dumps(found))
         past, ids = out.past_key_values, torch.cat([out.sequences, words(4, 5 + turn)], 1)

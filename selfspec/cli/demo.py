@@ -23,7 +23,7 @@ from selfspec.cli.options import (
     read_draft,
 )
 from selfspec.cli.outcome import FailedRunError, print_json
-from selfspec.cli.terminal import by_position, console, figures_table, progress_bar
+from selfspec.cli.terminal import by_depth, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _measurements(title: str, comparison: Comparison) -> Table:
         "tokens/s, range": lambda arm: f"{min(arm.tokens_per_second):.0f}-{max(arm.tokens_per_second):.0f}",
         "in cycles": lambda arm: f"{arm.cycle_share:.0%}",
         "mean accepted length": lambda arm: f"{Total.of(arm.stats).mean_accepted_length:.2f}" if arm.stats else "1.00",
-        "acceptance by position": _acceptance,
+        "acceptance by depth": _acceptance,
         "peak memory": lambda arm: "n/a" if arm.peak_bytes is None else _kib(arm.peak_bytes),
         "KV cache": lambda arm: _kib(Total.of(arm.stats).cache_bytes) if arm.stats else "n/a",
     }
@@ -197,7 +197,7 @@ def _acceptance(arm: Arm) -> str:
     if not arm.stats:
         return "-"
     total = Total.of(arm.stats)
-    return by_position(total.accepted_per_position, total.judged_per_position)
+    return by_depth(total.accepted_per_depth, total.judged_per_depth)
 
 
 def _kib(number: int) -> str:

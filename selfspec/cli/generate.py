@@ -12,7 +12,7 @@ import typer
 
 from selfspec.cli.options import DraftLength, ModelOptions, Output, read_draft
 from selfspec.cli.outcome import FailedRunError, print_json
-from selfspec.cli.terminal import by_position, console, require_colours, two_digits
+from selfspec.cli.terminal import by_depth, console, require_colours, two_digits
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _print_stats(stats: Stats) -> None:
         table.add_row(
             "acceptance rate", f"{two_digits(stats.acceptance_rate)} of {stats.judged} judged, {stats.drafted} drafted"
         )
-        table.add_row("acceptance by position", by_position(stats.accepted_per_position, stats.judged_per_position))
+        table.add_row("acceptance by depth", by_depth(stats.accepted_per_depth, stats.judged_per_depth))
     else:
         table.add_row("drafted", "nothing")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))

@@ -99,8 +99,8 @@ def progress_bar(verb: str) -> Progress:
     )
 
 
-def by_position(accepted: Sequence[int], judged: Sequence[int]) -> str:
-    """The acceptance rate at each position of the draft."""
+def by_depth(accepted: Sequence[int], judged: Sequence[int]) -> str:
+    """The acceptance rate at each depth of the draft."""
     rates = (two_digits(a / j if j else math.nan) for a, j in zip(accepted, judged, strict=True))
     return " ".join(rates) or "-"
 

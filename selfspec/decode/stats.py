@@ -23,12 +23,12 @@ class Stats:
         row_rounds: rounds of each unfinished row, summed over rows; equals `rounds` for a batch of one.
         new_tokens: tokens committed.
         drafted: draft tokens of unfinished rows, judged or not.
-        judged: draft tokens the target judged. Not counted: tokens after a rejected one, after the end of the row, and
-            after the place where lockstep cuts the row.
+        judged: draft tokens the target judged; siblings in a tree count as one. Not counted: tokens after a rejected
+            one, after the end of the row, and after the place where lockstep cuts the row.
         accepted: draft tokens committed.
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
-        judged_per_position: `judged` by position in the draft, first token first.
-        accepted_per_position: `accepted` by position in the draft.
+        judged_per_depth: `judged` by depth in the draft, first token first.
+        accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: the most that was allocated for keys and values, in bytes.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
@@ -38,20 +38,20 @@ class Stats:
     new_tokens: int = 0
     drafted: int = 0
     overlap: float = 0.0
-    judged_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
+    judged_per_depth: list[int] = field(default_factory=list)
+    accepted_per_depth: list[int] = field(default_factory=list)
     cache_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def judged(self) -> int:
         """Draft tokens the target judged."""
-        return sum(self.judged_per_position)
+        return sum(self.judged_per_depth)
 
     @property
     def accepted(self) -> int:
         """Draft tokens committed."""
-        return sum(self.accepted_per_position)
+        return sum(self.accepted_per_depth)
 
     @property
     def acceptance_rate(self) -> float:
@@ -81,8 +81,8 @@ class Stats:
             self.drafted += len(draft.tree)
             self.new_tokens += count
             self.overlap += row.overlap_of(count)
-            _add(self.judged_per_position, draft.length, row.judged_of(count))
-            _add(self.accepted_per_position, draft.length, row.accepted_of(count))
+            _add(self.judged_per_depth, draft.length, row.judged_of(count))
+            _add(self.accepted_per_depth, draft.length, row.accepted_of(count))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, rates and times, ready for JSON; a rate without data is None."""

@@ -23,8 +23,8 @@ class ExpectedRounds:
     """Expected counts of a generation.
 
     Attributes:
-        judged: draft tokens that the target judges, by position in the draft.
-        accepted: of them, by position.
+        judged: draft tokens that the target judges, by depth in the draft.
+        accepted: of them, by depth.
         rounds: of each text.
         tokens: that each text commits.
     """

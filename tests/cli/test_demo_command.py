@@ -43,7 +43,7 @@ def test_json(invoke: Invoke) -> None:
         assert len(speed["repeats"]) == 2
         assert 0 < speed["lowest"] <= speed["median"] <= speed["highest"]
         assert 0 <= found[mode][arm]["cycle_share"] <= 1
-    assert len(found["greedy"]["drafting"]["total"]["accepted_per_position"]) == 2
+    assert len(found["greedy"]["drafting"]["total"]["accepted_per_depth"]) == 2
     assert (found["settings"]["draft"], found["settings"]["repeats"]) == ("exit:3", 2)
 
 
@@ -76,7 +76,7 @@ def test_bad_input(invoke: Invoke, words: list[str], remedy: str) -> None:
 def measured(plain: list[float], drafting: list[float], judged: int = 30) -> Comparison:
     """A comparison with these speeds: 10 rounds that commit 30 tokens, 20 of them accepted of `judged`."""
     stats = Stats(rounds=10, row_rounds=10, new_tokens=30, drafted=30)
-    stats.accepted_per_position, stats.judged_per_position = [20], [judged]
+    stats.accepted_per_depth, stats.judged_per_depth = [20], [judged]
     stats.seconds = {"draft": 3.0, "verify": 1.0}
 
     def arm(name: str, speeds: list[float]) -> Arm:

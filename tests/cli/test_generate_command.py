@@ -74,8 +74,8 @@ def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expecte
     assert found["sequence"] == expected == found["prompt_token_ids"] + found["token_ids"]
     assert (found["prompt"], found["text"]) == (PROMPT, expected_text)
     assert found["stats"]["new_tokens"] == NEW == len(found["token_ids"])
-    assert found["stats"]["accepted"] == sum(found["stats"]["accepted_per_position"])
-    assert len(found["stats"]["accepted_per_position"]) == 3
+    assert found["stats"]["accepted"] == sum(found["stats"]["accepted_per_depth"])
+    assert len(found["stats"]["accepted_per_depth"]) == 3
     assert found["versions"].keys() == {"selfspec", "torch", "transformers", "python"}
     settings = found["settings"]
     assert (settings["model"], settings["draft"], settings["draft_length"]) == (folder, "exit:4", 3)
@@ -144,7 +144,7 @@ def test_the_checkpoints_sampling_defaults_are_not_used(invoke: Invoke, copied: 
 def test_stats_are_a_table_on_stderr(invoke: Invoke, folder: str, expected_text: str) -> None:
     ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--stats"))
     assert ending.stdout == expected_text + "\n"
-    for count in ("new tokens", "rounds", "mean accepted length", "acceptance by position", "seconds", "KV cache"):
+    for count in ("new tokens", "rounds", "mean accepted length", "acceptance by depth", "seconds", "KV cache"):
         assert count in ending.stderr
 
 

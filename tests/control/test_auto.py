@@ -96,7 +96,7 @@ def test_a_length_that_is_asked_for_wins(calibrated: PreTrainedModel) -> None:
         wrapped.generate(tiny.prompt(9), max_new_tokens=10, do_sample=True, seed=0).stats,
         called.generate(tiny.prompt(9), max_new_tokens=10, do_sample=True, seed=0, draft_length=FixedLength(2)).stats,
     ):
-        assert len(stats.judged_per_position) == 2
+        assert len(stats.judged_per_depth) == 2
 
 
 def test_plain_decoding_where_nothing_was_faster(llama: PreTrainedModel) -> None:

@@ -232,10 +232,10 @@ def test_rounds_counts_and_scores_are_those_of_what_was_committed(llama: PreTrai
     stats = out.stats
     assert stats.new_tokens == 60
     assert stats.accepted == sum(row.accepted for chunk in chunks for row in chunk.rows)
-    assert all(a <= b for a, b in zip(stats.accepted_per_position, stats.judged_per_position, strict=True))
+    assert all(a <= b for a, b in zip(stats.accepted_per_depth, stats.judged_per_depth, strict=True))
 
 
-def test_acceptance_by_position_is_what_it_is_of_rows_that_are_not_cut() -> None:
+def test_acceptance_by_depth_is_what_it_is_of_rows_that_are_not_cut() -> None:
     rates = []
     for control, rows, batches in ((selfspec.FixedLength(3), 4000, 1), (InStep(3), 3, 200)):
         spec = selfspec.wrap(small(), selfspec.EarlyExit(2), draft_length=control, accept="token")
@@ -245,8 +245,8 @@ def test_acceptance_by_position_is_what_it_is_of_rows_that_are_not_cut() -> None
                 torch.tensor(PROMPTS[0]).expand(rows, -1), max_new_tokens=TOKENS, seed=seed, **Warp().options
             )
             next(stream)
-            judged += torch.tensor(stream.stats.judged_per_position)
-            accepted += torch.tensor(stream.stats.accepted_per_position)
+            judged += torch.tensor(stream.stats.judged_per_depth)
+            accepted += torch.tensor(stream.stats.accepted_per_depth)
         rates.append((accepted / judged, 0.25 / judged))
     (free, free_error), (kept, kept_error) = rates
     assert ((free - kept).abs() < 3.5 * (free_error + kept_error).sqrt()).all(), rates

@@ -94,7 +94,7 @@ def test_greedy_text_is_stock_text(architecture: str, tree: Tree, lockstep: bool
     )
     assert torch.equal(output.sequences, expected.sequences)
     assert output.stats.mean_accepted_length > 1.5
-    assert len(output.stats.judged_per_position) == tree.depth
+    assert len(output.stats.judged_per_depth) == tree.depth
 
 
 def test_scores_and_processors_follow_the_path(llama: Any) -> None:

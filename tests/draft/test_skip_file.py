@@ -29,7 +29,7 @@ def test_it_drafts_as_the_set_itself_does(file: Path) -> None:
     found = selfspec.wrap(model, drafter, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
     itself = selfspec.wrap(model, drafter.skip, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
     assert found.sequences.tolist() == itself.sequences.tolist()
-    assert found.stats.accepted_per_position == itself.stats.accepted_per_position
+    assert found.stats.accepted_per_depth == itself.stats.accepted_per_depth
 
 
 def test_another_model_is_refused(file: Path) -> None:

@@ -51,8 +51,8 @@ def test_greedy_rounds_are_those_of_the_generation(
     output = spec.generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)
     texts = WrittenTexts(output.sequences, prompt.shape[1], temperature=0.0)
     expected = expected_rounds(_figures(stories, drafter, texts, length), length)
-    assert list(expected.judged) == output.stats.judged_per_position
-    assert list(expected.accepted) == output.stats.accepted_per_position
+    assert list(expected.judged) == output.stats.judged_per_depth
+    assert list(expected.accepted) == output.stats.accepted_per_depth
     assert sum(expected.rounds) == output.stats.rounds
     assert expected.mean_accepted_length == output.stats.mean_accepted_length
     assert expected.acceptance_rate == output.stats.acceptance_rate
@@ -70,6 +70,6 @@ def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrained
     expected = expected_rounds(_figures(stories, drafter, texts, length), length)
     # About 1,500 and 900 draft tokens each: a standard error is 0.013 and 0.017.
     for position in range(length):
-        found = output.stats.accepted_per_position[position] / output.stats.judged_per_position[position]
+        found = output.stats.accepted_per_depth[position] / output.stats.judged_per_depth[position]
         assert expected.accepted[position] / expected.judged[position] == pytest.approx(found, abs=0.06)
     assert expected.mean_accepted_length == pytest.approx(output.stats.mean_accepted_length, rel=0.04)

@@ -1,4 +1,4 @@
-"""The plots, made from the results: speed by arm, acceptance by position, predicted against measured speed-up."""
+"""The plots, made from the results: speed by arm, acceptance by depth, predicted against measured speed-up."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
             )
         panel.set_ylim(0, 1.02)
         panel.locator_params(axis="x", integer=True)
-        panel.set_xlabel(f"position in the draft, where at least {_ENOUGH} were judged", fontsize=8)
+        panel.set_xlabel(f"depth in the draft, where at least {_ENOUGH} were judged", fontsize=8)
         panel.set_ylabel("share accepted of those judged", fontsize=8)
         panel.grid(alpha=0.3)
     named = dict(each for panel in panels for each in zip(*panel.get_legend_handles_labels()[::-1], strict=True))
@@ -188,13 +188,13 @@ def _panels(number: int, height: float, shared: bool) -> tuple[Figure, list[Axes
 
 
 def _steady(counts: Counts) -> list[float]:
-    """Acceptance at the first positions, as far as enough draft tokens were judged there to tell."""
-    pairs = zip(counts.accepted_per_position, counts.judged_per_position, strict=True)
+    """Acceptance at the first depths, as far as enough draft tokens were judged there to tell."""
+    pairs = zip(counts.accepted_per_depth, counts.judged_per_depth, strict=True)
     return [accepted / judged for accepted, judged in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
 
 
 def _drafts(record: Record) -> bool:
-    return record.scored and record.counts is not None and bool(record.counts.judged_per_position)
+    return record.scored and record.counts is not None and bool(record.counts.judged_per_depth)
 
 
 def _title(measured: MeasuredCell) -> str:

@@ -26,8 +26,8 @@ class Counts:
     row_rounds: int = 0
     new_tokens: int = 0
     drafted: int = 0
-    judged_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
+    judged_per_depth: list[int] = field(default_factory=list)
+    accepted_per_depth: list[int] = field(default_factory=list)
     cache_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -42,8 +42,8 @@ class Counts:
             row_rounds=sum(each.row_rounds for each in stats),
             new_tokens=sum(each.new_tokens for each in stats),
             drafted=sum(each.drafted for each in stats),
-            judged_per_position=_summed([each.judged_per_position for each in stats]),
-            accepted_per_position=_summed([each.accepted_per_position for each in stats]),
+            judged_per_depth=_summed([each.judged_per_depth for each in stats]),
+            accepted_per_depth=_summed([each.accepted_per_depth for each in stats]),
             cache_bytes=max(each.cache_bytes for each in stats),
             seconds=dict(seconds),
         )
@@ -51,13 +51,13 @@ class Counts:
     @property
     def acceptance_rate(self) -> float | None:
         """Share of judged draft tokens that were accepted; None without any."""
-        judged = sum(self.judged_per_position)
-        return sum(self.accepted_per_position) / judged if judged else None
+        judged = sum(self.judged_per_depth)
+        return sum(self.accepted_per_depth) / judged if judged else None
 
     @property
-    def acceptance_by_position(self) -> list[float | None]:
-        """The same at each position of the draft."""
-        pairs = zip(self.accepted_per_position, self.judged_per_position, strict=True)
+    def acceptance_by_depth(self) -> list[float | None]:
+        """The same at each depth of the draft."""
+        pairs = zip(self.accepted_per_depth, self.judged_per_depth, strict=True)
         return [accepted / judged if judged else None for accepted, judged in pairs]
 
 

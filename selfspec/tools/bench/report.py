@@ -81,7 +81,7 @@ def speeds(measured: MeasuredCell) -> str:
         "whole calls": lambda arm: _ratio(arm, reference, figures.whole_call),
         "first token, ms": lambda arm: f"{1000 * figures.first_token_seconds(arm).value:.0f}",
         "mean accepted length": lambda arm: f"{figures.mean_accepted_length(arm):.2f}",
-        "acceptance by position": _acceptance,
+        "acceptance by depth": _acceptance,
         "in cycles": lambda arm: f"{figures.cycle_share(arm):.0%}",
         "equal texts": lambda arm: "" if arm.agreement is None else f"{arm.agreement.share:.0%}",
     }
@@ -183,7 +183,7 @@ def _not_scored(measured: MeasuredCell) -> str:
 def _acceptance(record: Record) -> str:
     if record.counts is None:
         return ""
-    shares = record.counts.acceptance_by_position
+    shares = record.counts.acceptance_by_depth
     return " ".join("-" if share is None else f"{share:.2f}" for share in shares)
 
 

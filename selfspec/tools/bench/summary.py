@@ -52,7 +52,7 @@ def _arm(record: Record, reference: Record | None, plain: Record | None) -> dict
         },
         "mean_accepted_length": figures.mean_accepted_length(record),
         "acceptance_rate": None if record.counts is None else record.counts.acceptance_rate,
-        "acceptance_by_position": None if record.counts is None else record.counts.acceptance_by_position,
+        "acceptance_by_depth": None if record.counts is None else record.counts.acceptance_by_depth,
         "cycle_share": figures.cycle_share(record),
         "round_in_plain_steps": None if cost is None else cost.to_dict(),
         "prediction": None if predicted is None else predicted.to_dict(),

@@ -92,8 +92,8 @@ class Total:
         mean_accepted_length: tokens committed per target pass, bonus token included.
         mean_draft_length: tokens drafted per target pass.
         acceptance_rate: share of judged draft tokens that were accepted; None without any.
-        accepted_per_position: draft tokens accepted, by position in the draft.
-        judged_per_position: draft tokens the target judged, by position in the draft.
+        accepted_per_depth: draft tokens accepted, by depth in the draft.
+        judged_per_depth: draft tokens the target judged, by depth in the draft.
         draft_share: share of the time that drafting took.
         cache_bytes: the largest KV cache of any prompt.
     """
@@ -101,16 +101,16 @@ class Total:
     mean_accepted_length: float
     mean_draft_length: float
     acceptance_rate: float | None
-    accepted_per_position: list[int]
-    judged_per_position: list[int]
+    accepted_per_depth: list[int]
+    judged_per_depth: list[int]
     draft_share: float
     cache_bytes: int
 
     @classmethod
     def of(cls, stats: Sequence[Stats]) -> Total:
         """The counts of several generations as one."""
-        accepted = _summed([each.accepted_per_position for each in stats])
-        judged = _summed([each.judged_per_position for each in stats])
+        accepted = _summed([each.accepted_per_depth for each in stats])
+        judged = _summed([each.judged_per_depth for each in stats])
         drafted = sum(each.drafted for each in stats)
         drafting = sum(each.seconds["draft"] for each in stats)
         row_rounds = sum(each.row_rounds for each in stats)
@@ -118,8 +118,8 @@ class Total:
             mean_accepted_length=sum(each.new_tokens for each in stats) / row_rounds,
             mean_draft_length=drafted / row_rounds,
             acceptance_rate=sum(accepted) / sum(judged) if sum(judged) else None,
-            accepted_per_position=accepted,
-            judged_per_position=judged,
+            accepted_per_depth=accepted,
+            judged_per_depth=judged,
             draft_share=drafting / sum(sum(each.seconds.values()) for each in stats),
             cache_bytes=max(each.cache_bytes for each in stats),
         )

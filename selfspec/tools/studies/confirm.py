@@ -65,8 +65,8 @@ def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[st
     step = sum(map(_seconds, (output.stats for output, _ in pairs))) / sum(output.lengths[0] for output, _ in pairs)
     speed = sum(map(_seconds, stats)) / sum(each.new_tokens for each in stats)
     return {
-        "judged": _summed([each.judged_per_position for each in stats]),
-        "accepted": _summed([each.accepted_per_position for each in stats]),
+        "judged": _summed([each.judged_per_depth for each in stats]),
+        "accepted": _summed([each.accepted_per_depth for each in stats]),
         "mean_accepted_length": Estimate.of_ratio(
             [each.new_tokens for each in stats], [each.row_rounds for each in stats]
         ).to_dict(),

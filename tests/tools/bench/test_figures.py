@@ -32,8 +32,8 @@ def drafting(**fields: object) -> Record:
         row_rounds=32,
         new_tokens=64,
         drafted=48,
-        judged_per_position=[16, 12, 10],
-        accepted_per_position=[12, 10, 10],
+        judged_per_depth=[16, 12, 10],
+        accepted_per_depth=[12, 10, 10],
         seconds={"prefill": 0.4, "draft": 0.8, "verify": 2.0, "accept": 0.2, "commit": 0.1},
     )
     given = {"counts": counts, "rounds": {DraftShape(3, 3): 16, DraftShape(0, 0): 16}, **fields}
