@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from selfspec.cli.options import DEMO, DraftLength, ModelOptions, Output, Repeats, read_draft
-from selfspec.cli.outcome import FailedRunError, print_json
+from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
 from selfspec.cli.terminal import console, progress_bar
 from selfspec.errors import BenchError, DraftConfigError, PromptError
 
@@ -33,7 +33,7 @@ class ArmKind(StrEnum):
     DRAFT = "draft"
 
 
-class RefusedError(Exception):
+class RefusedError(FailedCheckError):
     """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
 
 

@@ -22,7 +22,7 @@ from selfspec.cli.options import (
     prepare_process,
     read_draft,
 )
-from selfspec.cli.outcome import FailedRunError, print_json
+from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
 from selfspec.cli.terminal import by_depth, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from selfspec.tools.demo.comparison import Arm, Comparison
 
 
-class TokensDifferError(Exception):
+class TokensDifferError(FailedCheckError):
     """Self-speculation gave other tokens than plain decoding: a bug of selfspec."""
 
 

@@ -18,6 +18,10 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 
+class FailedCheckError(Exception):
+    """What a command checks did not hold. Its message is all that needs to be said."""
+
+
 class FailedRunError(Exception):
     """A run that failed or was interrupted after it had results.
 
@@ -74,7 +78,7 @@ def _message(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, typer.TyperException):
         return error.format_message()
-    if isinstance(error, SelfSpecError):
+    if isinstance(error, SelfSpecError | FailedCheckError):
         return str(error)
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({str(error).splitlines()[0]}); try --dtype bfloat16, fewer new tokens or --device cpu"

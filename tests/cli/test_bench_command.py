@@ -130,7 +130,7 @@ def test_arms_that_say_something_else_fail_it(
     found = json.loads(ending.stdout)
     assert ending.status == 1
     assert found["error"]["type"] == "RefusedError"
-    assert "prompt look-up (stories" in found["error"]["message"]
+    assert found["error"]["message"].startswith("greedy tokens differ: model.generate, prompt look-up (stories")
     refused = found["cells"][0]["arms"][1]
     assert refused["agreement"]["refused"]
     assert "decoding_tokens_per_second" not in refused

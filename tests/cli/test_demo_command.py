@@ -19,15 +19,6 @@ from selfspec.tools.demo.verdict import verdict
 QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
 
 
-@pytest.mark.tools
-def test_text(invoke: Invoke) -> None:
-    ending = invoke(*QUICK)
-    assert ending.status == 0
-    for said in ("plain decoding", "self-speculation", "All tokens are identical.", "tokens/s, median", "peak memory"):
-        assert said in ending.stdout
-    assert "Drafting " in ending.stdout
-
-
 def test_json(invoke: Invoke) -> None:
     ending = invoke(*QUICK, "--repeats", "2", "--draft", "exit:3", "--draft-length", "2", "--output", "json")
     found = json.loads(ending.stdout)
@@ -47,8 +38,20 @@ def test_json(invoke: Invoke) -> None:
     assert (found["settings"]["draft"], found["settings"]["repeats"]) == ("exit:3", 2)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_text(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    monkeypatch.setattr(measuring, "compare", lambda *_: measured([10.0, 11.0], [12.0, 13.0], same=same))
+    ending = invoke(*QUICK)
+    assert ending.status == (0 if same else 1)
+    for said in ("plain decoding", "self-speculation", "tokens/s, median", "peak memory", "Drafting paid"):
+        assert said in ending.stdout
+    assert ("All tokens are identical." in ending.stdout) == same
+    assert ending.stderr.startswith("" if same else "error: tokens differ for")
+    assert ending.stderr.count("\n") == (0 if same else 1)
+
+
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_stock", lambda model, prompt, options: Decoded([0] * 8, None))
+    monkeypatch.setattr(measuring, "compare", lambda *_: measured([10.0], [12.0], same=False))
     ending = invoke(*QUICK, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
@@ -73,16 +76,16 @@ def test_bad_input(invoke: Invoke, words: list[str], remedy: str) -> None:
     assert remedy in ending.stderr
 
 
-def measured(plain: list[float], drafting: list[float], judged: int = 30) -> Comparison:
+def measured(plain: list[float], drafting: list[float], judged: int = 30, same: bool = True) -> Comparison:
     """A comparison with these speeds: 10 rounds that commit 30 tokens, 20 of them accepted of `judged`."""
     stats = Stats(rounds=10, row_rounds=10, new_tokens=30, drafted=30)
     stats.accepted_per_depth, stats.judged_per_depth = [20], [judged]
     stats.seconds = {"draft": 3.0, "verify": 1.0}
 
-    def arm(name: str, speeds: list[float]) -> Arm:
-        return Arm(name, lambda prompt: Decoded([], None), tokens_per_second=speeds)
+    def arm(name: str, speeds: list[float], token: int = 5) -> Arm:
+        return Arm(name, lambda prompt: Decoded([], None), [[token] * 8 for _ in PROMPTS], tokens_per_second=speeds)
 
-    stock, drafting_arm = arm("model.generate", [1.0]), arm("selfspec drafting", drafting)
+    stock, drafting_arm = arm("model.generate", [1.0], 5 if same else 6), arm("selfspec drafting", drafting)
     drafting_arm.stats.append(stats)
     return Comparison(stock, arm("selfspec plain", plain), drafting_arm)
 
