@@ -893,6 +893,27 @@ CATALOGUE = (
         ("test_control.py", _IN_STEP),
     ),
     Mutation(
+        "statistics count what lockstep dropped",
+        "Stats.count",
+        "len(row.tokens)",
+        "row.run_length",
+        ("test_verdict.py",),
+    ),
+    Mutation(
+        "the controller does not learn from what lockstep dropped",
+        "_outcome",
+        "row.judged_of(row.run_length)",
+        "row.judged_of(len(row.tokens))",
+        ("test_verdict.py",),
+    ),
+    Mutation(
+        "a row that is not finite after a draft is ended without another try",
+        "settle_nonfinite_rows",
+        "draft.length and not row.ended",
+        "False",
+        ("test_generate.py", "-k", "spoils"),
+    ),
+    Mutation(
         "what was dropped to stay in step counts as gained",
         "LossBudget.count",
         "committed + dropped if self.is_new else committed",
