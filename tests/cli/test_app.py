@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import selfspec
 from helpers.running import Invoke
+from selfspec.cli.app import app
 from selfspec.cli.generate import DRAFTS
 
 
@@ -19,6 +25,7 @@ def test_version(invoke: Invoke) -> None:
     assert (ending.status, ending.stdout) == (0, f"selfspec {selfspec.__version__}\n")
 
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("generate", "inspect", "verify", "calibrate", "demo", "bench", "ablate", "search", "train")
 TRAININGS = ("layerskip", "plain", "exit", "average", "vocabulary")
 
@@ -32,6 +39,27 @@ def test_every_command_has_help(invoke: Invoke, words: list[str]) -> None:
     assert f"Usage: {' '.join(['selfspec', *words])}" in ending.stdout
     if words not in ([], ["train"]):
         assert "--output" in ending.stdout
+
+
+def commands_in(page: str) -> Iterator[list[str]]:
+    """The words of every `selfspec COMMAND ...` in a page of Markdown: in its blocks of code, and in its text."""
+    blocks = "\n".join(re.findall(r"^```.*?^```|^ {4}.*?$", page, re.MULTILINE | re.DOTALL))
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL))
+    for line in [*blocks.replace("\\\n", " ").splitlines(), *spans]:
+        found = re.search(r"\bselfspec ((?:train )?[a-z]+\b.*)", line.replace("\n", " ").partition(" #")[0])
+        if found and found[1].split()[0] in COMMANDS:
+            yield found[1].split()
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))])
+def test_the_commands_of_the_documentation_have_their_options(page: str) -> None:
+    for words in commands_in((ROOT / page).read_text(encoding="utf-8")):
+        command: Any = typer.main.get_command(app)
+        for word in words[: 2 if words[0] == "train" else 1]:
+            command = command.commands.get(word, command)
+        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        options = {word.rstrip("]);,.:") for word in words if word.startswith("--")}
+        assert options <= {*known, "--help"}, " ".join(words)
 
 
 def test_help_of_generate_lists_every_kind_of_draft(invoke: Invoke) -> None:
