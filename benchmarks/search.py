@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from selfspec.environment import environment
-from selfspec.measure.forced_figures import WrittenTexts
+from selfspec.measure.teacher_forced.figures import WrittenTexts
 from selfspec.tools.studies.models import StudiedModel, loader, texts_of, texts_point, write_texts
 from selfspec.tools.studies.points import Result
 from selfspec.tools.studies.prices import prices_by_weights

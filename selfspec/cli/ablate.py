@@ -123,9 +123,8 @@ def ablate(
     from selfspec.files.writing import check_output_folder
     from selfspec.tools.studies.report import write_report
     from selfspec.tools.studies.report.panels import panels
-    from selfspec.tools.studies.requirements import REPORT, WORK, require_packages
     from selfspec.tools.studies.run import run_study
-    from selfspec.tools.studies.study import Study, read_study
+    from selfspec.tools.studies.study import REPORT, WORK, Study, read_study, require_packages
 
     prepare_quietly(machine.threads)
     require_packages((*WORK, *REPORT))

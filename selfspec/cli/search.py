@@ -53,9 +53,8 @@ def search(
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.tools.studies.models import check_inputs, loader
-    from selfspec.tools.studies.requirements import require_packages
     from selfspec.tools.studies.search import SearchPlan, find, save
-    from selfspec.tools.studies.study import Study
+    from selfspec.tools.studies.study import Study, require_packages
 
     lengths = {"draft_lengths": tuple(draft_lengths)} if draft_lengths else {}
     plan = SearchPlan(evaluations, fewest, most, reach=reach, seed=seed, **lengths)

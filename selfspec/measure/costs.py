@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -184,7 +185,7 @@ def measure_costs(
     step_seconds = Estimate.of_median([sample.plain for sample in samples])
     overhead = {}
     for name, drafter in {PLAIN: Given(), **named}.items():
-        passes = _at(verify[name], middle + 1)
+        passes = verify_cost({width: each.value for width, each in verify[name].items()}, middle + 1)
         rests = []
         for _ in range(_GENERATIONS):
             told.step(f"what else rounds do, {name}")
@@ -334,9 +335,11 @@ def _prompt(model: PreTrainedModel, batch: int, context: int, room: int) -> Tens
     return tokens.to(model.device)
 
 
-def _at(by_width: Mapping[int, Estimate], width: int) -> float:
-    """V at a width between those measured."""
-    below = max((each for each in by_width if each <= width), default=min(by_width))
-    above = min((each for each in by_width if each >= width), default=max(by_width))
-    low, high = by_width[below].value, by_width[above].value
-    return low if above == below else low + (high - low) * (width - below) / (above - below)
+def verify_cost(by_width: Mapping[int, float], width: int) -> float:
+    """Return V at a width, on a line between those measured on both sides; beyond them that of the nearest.
+
+    Args:
+        by_width: V by the tokens to verify, at least one.
+        width: tokens to verify.
+    """
+    return float(np.interp(width, sorted(by_width), [by_width[each] for each in sorted(by_width)]))

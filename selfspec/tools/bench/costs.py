@@ -12,7 +12,7 @@ from selfspec.api import wrap
 from selfspec.draft import Cascade, Drafter, PromptLookup
 from selfspec.draft.along_path import PathDrafter
 from selfspec.draft.named import PLAIN, draft_name
-from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.costs import MeasuredCosts, measure_costs, verify_cost
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.named import RuntimeName, runtime_named
@@ -43,18 +43,18 @@ class PassCosts:
     from_tokens: dict[int, float] = field(default_factory=dict)
     overhead: float = 0.0
 
-    def of_round(self, drafted: int, steps: int) -> float | None:
+    def of_round(self, steps: int, drafted: int) -> float | None:
         """The cost of a round without o; None where its draft step was not timed.
 
         Args:
-            drafted: draft tokens; 0: a round of plain decoding, which costs 1.
             steps: draft steps; 0: a look-up.
+            drafted: draft tokens; 0: a round of plain decoding, which costs 1.
         """
         if drafted == 0:
             return 1.0
         if steps == 0:
-            return _between(self.from_tokens, drafted + 1)
-        return None if self.draft is None else steps * self.draft + _between(self.verify, drafted + 1)
+            return verify_cost(self.from_tokens, drafted + 1)
+        return None if self.draft is None else steps * self.draft + verify_cost(self.verify, drafted + 1)
 
     @classmethod
     def of(cls, measured: MeasuredCosts, path: PathDrafter | None) -> PassCosts:
@@ -117,12 +117,3 @@ def _path(draft: Drafter | None) -> PathDrafter | None:
 
 def _has_parts(draft: Drafter | None) -> bool:
     return isinstance(draft, (Cascade, PathDrafter, PromptLookup))
-
-
-def _between(by_width: Mapping[int, float], width: int) -> float:
-    """V at a width, on a line between those timed on both sides."""
-    below = max((each for each in by_width if each <= width), default=min(by_width))
-    above = min((each for each in by_width if each >= width), default=max(by_width))
-    if below == above:
-        return by_width[below]
-    return by_width[below] + (by_width[above] - by_width[below]) * (width - below) / (above - below)

@@ -92,7 +92,7 @@ def prediction(record: Record, plain: Record) -> Prediction | None:
     """The speed-up predicted and measured; None where the passes were not timed or the arm does not draft."""
     if record.costs is None or record.counts is None:
         return None
-    costs = {shape: record.costs.of_round(shape.drafted, shape.steps) for shape in record.rounds}
+    costs = {shape: record.costs.of_round(shape.steps, shape.drafted) for shape in record.rounds}
     if None in costs.values():
         return None
     total = sum((costs[shape] or 0.0) * number for shape, number in record.rounds.items())

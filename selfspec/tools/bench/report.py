@@ -121,7 +121,7 @@ def _terms(record: Record) -> list[str]:
     """The terms of the formula as they were timed apart from the run: c, V(4) and o."""
     if record.costs is None:
         return ["", "", ""]
-    verify = record.costs.of_round(3, 0 if record.costs.draft is None else 3)
+    verify = record.costs.of_round(0 if record.costs.draft is None else 3, 3)
     steps = 3 * (record.costs.draft or 0.0)
     c = "" if record.costs.draft is None else f"{record.costs.draft:.2f}"
     return [c, "" if verify is None else f"{verify - steps:.2f}", f"{record.costs.overhead:.2f}"]

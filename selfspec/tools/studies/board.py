@@ -215,7 +215,7 @@ class Board:
             raise self._error(error) from error
 
     def _error(self, error: Exception) -> StorageError:
-        """What a storage that went away, is full or damaged raises, as an error that says how to go on."""
+        """Turn what a storage raises that went away, is full or damaged into an error that says how to continue."""
         # Messages hold no password.
         url = "://" in str(self.place)
         shown = sql.make_url(str(self.place)).render_as_string(hide_password=True) if url else self.place

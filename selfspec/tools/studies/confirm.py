@@ -12,9 +12,9 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.stats import Stats
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.forced_figures import WrittenTexts
 from selfspec.measure.peak_memory import peak_memory
 from selfspec.measure.stock import bare
+from selfspec.measure.teacher_forced.figures import WrittenTexts
 from selfspec.runtime import Eager
 from selfspec.tools.studies.drafts import NamedDraft, draft_of
 from selfspec.tools.studies.models import StudiedModel
@@ -83,7 +83,7 @@ def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[st
 
 
 def _is_exact(texts: WrittenTexts, outputs: list[GenerateOutput]) -> bool | None:
-    """Whether greedy tokens are those of `model.generate`; None where they need not be, or need not be bit for bit."""
+    """Return whether greedy tokens are those of `model.generate`; None where they need not be."""
     if texts.temperature or not outputs[0].lossless:
         return None
     return all(output.sequences[0].tolist() == row for output, row in zip(outputs, texts.ids.tolist(), strict=True))

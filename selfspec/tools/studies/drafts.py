@@ -22,7 +22,7 @@ from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.skip_sets import Space
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
-# Sets drawn in vain, all known, before there are held to be no more.
+# Draws without a new set before a study takes it that there are no more.
 _PATIENCE = 1000
 
 
@@ -40,7 +40,7 @@ class NamedDraft:
 
 
 def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> list[NamedDraft]:
-    """The drafts of a study, each once, in the order in which they are named.
+    """Return the drafts of a study, each once, in the order in which they are named.
 
     Args:
         names: as the study has them.
@@ -65,7 +65,7 @@ def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter,
 
 
 def draft_of(name: str) -> PathDrafter:
-    """The drafter of a name.
+    """Return the drafter of a name.
 
     Raises:
         StudyError: it is no draft along a path of the model.
@@ -107,14 +107,14 @@ def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) ->
 
 
 def skip_name(skipped: Iterable[Sublayer]) -> str:
-    """The name of a skip set."""
+    """Return the name of a skip set."""
     parts = sorted(skipped)
     attention = [each.layer for each in parts if each.part == Part.ATTENTION]
     return draft_name(LayerSkip(attention, [each.layer for each in parts if each.part == Part.MLP]))
 
 
 def skip_set(name: str) -> frozenset[Sublayer]:
-    """The sublayers that a skip set of that name leaves out."""
+    """Return the sublayers that a skip set of that name leaves out."""
     drafter = draft_of(name)
     skip = drafter.skip if isinstance(drafter, SkipFile) else drafter
     if not isinstance(skip, LayerSkip):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.forced_figures import ForcedFigures, WrittenTexts, forced_figures
-from selfspec.measure.prefix_tree import DraftPath
-from selfspec.measure.rounds import expected_rounds
+from selfspec.measure.teacher_forced.figures import TeacherForcedFigures, WrittenTexts, teacher_forced_figures
+from selfspec.measure.teacher_forced.paths import DraftPath
+from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.tools.studies.drafts import NamedDraft, draft_of
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point
@@ -35,11 +35,11 @@ def estimate(studied: StudiedModel, texts: WrittenTexts, points: Sequence[Point]
     drafters = [draft_of(point.content["draft"]) for point in points]
     paths = [DraftPath(drafter.path(studied.depth), drafter.head) for drafter in drafters]
     reach = max(point.content["reach"] for point in points)
-    judged = forced_figures(studied.views, texts, paths, reach)
+    judged = teacher_forced_figures(studied.views, texts, paths, reach)
     return [_found(figures, point.content["draft_lengths"]) for point, figures in zip(points, judged, strict=True)]
 
 
-def _found(figures: ForcedFigures, lengths: Sequence[int]) -> dict[str, Any]:
+def _found(figures: TeacherForcedFigures, lengths: Sequence[int]) -> dict[str, Any]:
     by_length = {}
     for length in lengths:
         expected = expected_rounds(figures, length)

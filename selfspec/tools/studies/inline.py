@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.errors import StudyError
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.models import StudiedModel
-from selfspec.tools.studies.requirements import require_packages
 from selfspec.tools.studies.run import work_on
-from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.study import Study, require_packages
 
 _GIVEN = "given"
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import checkpoint_folder
-from selfspec.measure.forced_figures import WrittenTexts
-from selfspec.measure.forced_passes import LayerViews
 from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import BUILT_IN, Workload, built_in, parse_workloads
+from selfspec.measure.teacher_forced.figures import WrittenTexts
+from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint, read_config
 from selfspec.model.fingerprint import fingerprint

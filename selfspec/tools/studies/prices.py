@@ -50,7 +50,7 @@ class Prices:
     step_seconds: float | None = None
 
     def draft(self, path: LayerPath) -> float:
-        """The draft cost ratio c of a path."""
+        """Return the draft cost ratio c of a path."""
         return self.fixed + sum(price for each, price in self.sublayers.items() if path.runs(each))
 
     def costs(self, path: LayerPath, name: str | None = None) -> Costs:
@@ -69,12 +69,12 @@ class Prices:
         return replace(self.target, draft=self.draft(path), widening=self.target.widening * (1 - min(exact, 1.0)))
 
     def of_part(self, part: Part) -> float:
-        """Mean price of a sublayer of one kind."""
+        """Return the mean price of a sublayer of one kind."""
         found = [price for each, price in self.sublayers.items() if each.part == part]
         return sum(found) / len(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {
             "fixed": self.fixed,
             "attention": [price for each, price in sorted(self.sublayers.items()) if each.part == Part.ATTENTION],
@@ -86,7 +86,7 @@ class Prices:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Prices:
-        """From what `to_dict` gave."""
+        """Read what `to_dict` returned."""
         attention = {Sublayer(layer, Part.ATTENTION): price for layer, price in enumerate(content["attention"])}
         mlp = {Sublayer(layer, Part.MLP): price for layer, price in enumerate(content["mlp"])}
         known = {name: Costs(**costs) for name, costs in content["known"].items()}
@@ -94,7 +94,7 @@ class Prices:
 
 
 def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
-    """Prices by the weights that a step reads: what is known without measuring anything."""
+    """Price sublayers by the weights that a step reads: what is known without measuring anything."""
     depth = len(adapter.decoder_layers(model))
     full = LayerPath.full(depth)
     shares = {
@@ -105,7 +105,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
 
 
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDrafter], depth: int) -> Prices:
-    """Prices from timed drafts: each by itself, and what an attention and an MLP cost by least squares over all.
+    """Price timed drafts by themselves, and an attention and an MLP by least squares over all of them.
 
     Args:
         measured: costs of some drafts, of different numbers of attentions and MLPs.
@@ -203,7 +203,7 @@ def prices_of(found: Mapping[str, Any]) -> Prices:
 
 
 def _telling(depth: int) -> dict[str, PathDrafter]:
-    """Skip sets that tell attention and MLP apart, at two sizes each."""
+    """Return skip sets that tell attention and MLP apart, at two sizes each."""
     half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
     sets = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]
     return {draft_name(each): each for each in sets}

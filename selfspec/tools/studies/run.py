@@ -15,9 +15,8 @@ from selfspec.tools.studies.estimate import estimate
 from selfspec.tools.studies.models import StudiedModel, check_inputs, loader, texts_of, write_texts
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import find_costs
-from selfspec.tools.studies.requirements import require_packages
 from selfspec.tools.studies.stages import StudyPoints, units
-from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.study import Study, require_packages
 from selfspec.tools.studies.table import Row, rows
 
 if TYPE_CHECKING:

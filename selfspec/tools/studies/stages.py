@@ -72,7 +72,7 @@ class StudyPoints:
         return [*self._costs.values(), *self._texts.values(), *estimates, *self._confirmed(results)]
 
     def _confirmed(self, results: Mapping[str, Result]) -> Iterator[Point]:
-        """The drafts to confirm: half of them those that promise most, the others at random."""
+        """Choose the drafts to confirm: half of them those that promise most, the others at random."""
         for texts in self._texts.values():
             costs = results.get(self._costs[texts.content["base"]].key)
             estimates = [results.get(point.key) for point in self._estimates[texts.key]]

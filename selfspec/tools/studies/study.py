@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,10 @@ from selfspec.errors import SelfSpecError, StudyError
 
 Pricing = Literal["measured", "weights"]
 """Where costs come from: timed on this machine, or the weights that a step reads."""
+
+WORK = ("scipy", "sqlalchemy")
+REPORT = ("matplotlib", "pandas", "plotly", "pyarrow")
+"""Packages that studies need and decoding does not: to work, and to report."""
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
@@ -92,7 +97,7 @@ class Study:
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
-        """A study from what a file or options declare.
+        """Check what a file or options declare.
 
         Args:
             declared: values by name; one value may stand for a list of one.
@@ -114,7 +119,7 @@ class Study:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
@@ -122,11 +127,11 @@ _LISTS = ("models", "drafts", "workloads", "temperatures", "accept", "draft_leng
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
-    """A study from a TOML or YAML file.
+    """Read a study from a TOML or YAML file.
 
     Args:
         file: declares it.
-        changes: values that stand in place of the file's.
+        changes: values that replace the file's.
 
     Raises:
         StudyError: the file cannot be read, is malformed, or declares what cannot be.
@@ -135,40 +140,34 @@ def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StudyError(f"the study {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    declared = _parsed_toml(file, text) if file.suffix == ".toml" else _parsed_yaml(file, text)
+    declared = _parsed(file, text)
     if not isinstance(declared, dict):
         raise StudyError(f'{file} declares no keys and values; begin with e.g. models = ["demo"]')
     return Study.of({"name": file.stem, **declared, **(changes or {})}, str(file))
 
 
-def _parsed_toml(file: Path, text: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise StudyError(f"{file} is not TOML: {error}") from error
-
-
-def _parsed_yaml(file: Path, text: str) -> Any:
-    if file.suffix not in (".yaml", ".yml"):
-        raise StudyError(f"{file} ends in neither .toml, .yaml nor .yml; say by its name what it is")
+def _parsed(file: Path, text: str) -> Any:
     import yaml
 
+    if file.suffix not in (".toml", ".yaml", ".yml"):
+        raise StudyError(f"{file} ends in neither .toml, .yaml nor .yml; name it by what it is")
     try:
-        return yaml.safe_load(text)
+        return tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise StudyError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        kind = "TOML" if file.suffix == ".toml" else "YAML"
+        raise StudyError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
 
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 def _checked(where: str, key: str, kind: str, value: Any) -> Any:
-    """A value as the study keeps it."""
+    """Check a value and return it as the study keeps it."""
     for number in value if isinstance(value, list | tuple) else [value]:
         if isinstance(number, int | float) and not -(2**63) <= number < 2**63:
             raise StudyError(f"{where}: {key} holds a number out of range")
     if not kind.startswith("tuple"):
-        wanted: type = {"int": int, "str": str}.get(kind, str)
+        wanted = int if kind == "int" else str
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise StudyError(f"{where}: {key} = {value!r} is not {'a whole number' if wanted is int else 'a text'}")
         return value
@@ -178,3 +177,14 @@ def _checked(where: str, key: str, kind: str, value: Any) -> Any:
         if isinstance(item, bool) or not isinstance(item, _KINDS[of]):
             raise StudyError(f"{where}: {key} holds {item!r}, which is no {of}")
     return tuple(float(item) if of == "float" else item for item in items)
+
+
+def require_packages(packages: Sequence[str] = WORK) -> None:
+    """Refuse, before work starts, what needs a package that is missing.
+
+    Raises:
+        StudyError: naming the package and how to get it.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise StudyError(f"studies need {package}; pip install 'selfspec[ablate]'")

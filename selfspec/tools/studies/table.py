@@ -30,7 +30,7 @@ def _costs(point: Point, prices: Prices) -> Costs:
 
 
 def rows(points: Sequence[Point], results: Mapping[str, Result]) -> list[Row]:
-    """The table of a study, as far as it has come.
+    """Return the table of a study, as far as it has come.
 
     Args:
         points: of the study.
@@ -137,10 +137,10 @@ def _spread(name: str, estimate: Estimate | None) -> Row:
 
 
 def _skipped(draft: str) -> int | None:
-    """How many sublayers a skip set leaves out; None of other drafts."""
+    """Return how many sublayers a skip set leaves out; None of other drafts."""
     return len(skip_set(draft)) if draft.startswith("skip") else None
 
 
 def columns(table: Sequence[Row]) -> list[str]:
-    """The names of all columns, in order."""
+    """Return the names of all columns, in order."""
     return list(dict.fromkeys(name for row in table for name in row))

@@ -92,9 +92,9 @@ def test_costs_lie_on_lines_between_those_timed() -> None:
     assert costs.of_round(0, 0) == 1.0
     assert costs.of_round(2, 2) == pytest.approx(0.4 + 1.1)
     assert costs.of_round(5, 5) == pytest.approx(1.0 + 1.6)
-    assert costs.of_round(2, 0) == pytest.approx(1.4)
+    assert costs.of_round(0, 2) == pytest.approx(1.4)
     # Beyond them all is as at the nearest.
-    assert costs.of_round(9, 0) == 1.6
+    assert costs.of_round(0, 9) == 1.6
     assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 

@@ -25,7 +25,7 @@ def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
     assert looking_up.draft is None
     assert looking_up.of_round(3, 3) is None
     for costs, steps in ((leaving, 3), (looking_up, 0)):
-        cost = costs.of_round(3, steps)
+        cost = costs.of_round(steps, 3)
         assert cost is not None
         assert cost > 0
     assert looking_up.from_tokens.keys() == {1, 2, 3, 4, 6, 8}

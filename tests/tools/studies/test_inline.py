@@ -58,8 +58,8 @@ def test_what_cannot_be_is_said(changes: dict[str, Any], said: str) -> None:
 
 
 def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfspec.measure import forced_passes
+    from selfspec.measure.teacher_forced import passes
 
-    monkeypatch.setattr(forced_passes, "_ROUNDING", dict.fromkeys(forced_passes._ROUNDING, -1.0))
+    monkeypatch.setattr(passes, "_ROUNDING", dict.fromkeys(passes._ROUNDING, -1.0))
     table = selfspec.ablate(tiny.llama(), tiny.prompt(4), **_QUICK)
     assert table["error"].str.contains("measure it by generation").all()

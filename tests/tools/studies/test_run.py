@@ -70,7 +70,8 @@ def test_a_study_is_done_once_and_grows(alone: Finding, load: Load, tmp_path: Pa
 def test_four_workers_of_which_one_is_interrupted_find_what_one_does(
     alone: Finding, load: Load, tmp_path: Path, done: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counting, stopped = run.do, []
+    counting = run.do
+    stopped: list[int] = []
 
     def mortal(points: Sequence[Point], *rest: Any) -> list[Result]:
         if points[0].kind == "estimate" and not stopped:

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers.stories import checkpoint_folder
 from selfspec.errors import DraftConfigError
-from selfspec.measure.forced_figures import WrittenTexts
-from selfspec.measure.forced_passes import LayerViews
+from selfspec.measure.teacher_forced.figures import WrittenTexts
+from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.board import Board
 from selfspec.tools.studies.prices import prices_by_weights

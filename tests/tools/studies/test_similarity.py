@@ -9,7 +9,7 @@ import torch
 
 from helpers import tiny
 from selfspec.errors import DraftConfigError
-from selfspec.measure.forced_passes import ForcedText, LayerViews, parts_run
+from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText, parts_run
 from selfspec.model.layer_path import LayerPath, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.prices import Prices, prices_by_weights
@@ -17,10 +17,10 @@ from selfspec.tools.studies.search.similarity import influence, nested, sets_by_
 from selfspec.tools.studies.skip_sets import Space
 
 
-def _text() -> tuple[ForcedText, Space, Prices]:
+def _text() -> tuple[TeacherForcedText, Space, Prices]:
     model = tiny.llama()
     adapter = find_adapter(model)
-    text = ForcedText(LayerViews(model, adapter), tiny.prompt(12, batch=2), 4)
+    text = TeacherForcedText(LayerViews(model, adapter), tiny.prompt(12, batch=2), 4)
     return text, Space.of(model, adapter, 2, 2), prices_by_weights(model, adapter)
 
 

@@ -14,7 +14,7 @@ from selfspec.tools.studies.run import Finding
 from selfspec.tools.studies.table import Row, columns
 
 KEPT = "the study itself is kept: repeat the command once there is room"
-"""What messages say of a report that cannot be written."""
+"""The end of messages about a report that cannot be written."""
 
 
 def write_data(finding: Finding, folder: Path) -> list[Path]:
@@ -44,7 +44,7 @@ def write_data(finding: Finding, folder: Path) -> list[Path]:
 
 
 def described(finding: Finding) -> dict[str, Any]:
-    """What a study was: as declared, with what it was made, and what failed."""
+    """Describe a study: how it was declared, with what it was made, and what failed."""
     environments = {json.dumps(dict(result.environment), sort_keys=True) for result in finding.results.values()}
     costs = [result for result in finding.results.values() if result.point.kind == "costs" and result.error is None]
     declared = finding.study.to_dict()

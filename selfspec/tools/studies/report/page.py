@@ -78,7 +78,7 @@ def _summary(finding: Finding) -> str:
 
 
 def _all_drafts(panels: Sequence[Panel]) -> str:
-    """Every draft at its best draft length: what it is shows under the pointer."""
+    """Draw every draft at its best draft length, with its name and figures under the pointer."""
     import plotly.express
 
     names = [name for name in _COLUMNS if name != "draft"]

@@ -89,7 +89,7 @@ class Panel:
         ]
 
     def promising(self, count: int) -> list[Row]:
-        """The drafts that promise most, at their best draft lengths, those of each kind in turns; cheapest first."""
+        """Return the most promising drafts of each kind in turns, at their best draft lengths; cheapest first."""
         by_kind: dict[str, list[Row]] = {}
         for row in sorted(self.best, key=lambda row: -row["predicted_speedup"]):
             by_kind.setdefault(row["kind"], []).append(row)
@@ -97,17 +97,17 @@ class Panel:
         return sorted(mixed[:count], key=lambda row: row["c"])
 
     def longest(self, count: int) -> list[Row]:
-        """The same drafts at the longest draft length, which shows the most positions."""
+        """Return the same drafts at the longest draft length, which shows the most positions."""
         last = {row["draft"]: row for row in self.rows if row.get("acceptance_by_position")}
         return [last[row["draft"]] for row in self.promising(count)]
 
     def _skip_sets(self) -> dict[SkipSet, float]:
-        """Acceptance at the first position, by skip set."""
+        """Return acceptance at the first position, by skip set."""
         return {skip_set(row["draft"]): row["alpha"] for row in self.rows if row["kind"] == "skip" and "alpha" in row}
 
 
 def panels(finding: Finding) -> list[Panel]:
-    """All panels of a study, in its order."""
+    """Return all panels of a study, in its order."""
     grouped: dict[tuple[Any, ...], list[Row]] = {}
     for row in finding.table:
         grouped.setdefault(tuple(row[name] for name in _PLACE), []).append(row)

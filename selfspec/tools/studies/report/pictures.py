@@ -299,7 +299,7 @@ def _estimate(row: Row, name: str) -> Estimate:
 
 
 def _by_position(row: Row, name: str) -> dict[int, Estimate]:
-    """A share of a row by the position in the draft, from 1 on, where there is one."""
+    """Return a share of a row by the position in the draft, from 1 on, where there is one."""
     ends = zip(row.get(name, []), row.get(f"{name}_low", []), row.get(f"{name}_high", []), strict=True)
     return {at: Estimate(*each) for at, each in enumerate(ends, 1) if each[0] is not None}
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from selfspec.measure.forced_figures import WrittenTexts, forced_figures
-from selfspec.measure.forced_passes import LayerViews
-from selfspec.measure.prefix_tree import DraftPath
-from selfspec.measure.rounds import expected_rounds
+from selfspec.measure.teacher_forced.figures import WrittenTexts, teacher_forced_figures
+from selfspec.measure.teacher_forced.passes import LayerViews
+from selfspec.measure.teacher_forced.paths import DraftPath
+from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import Prices, best_length
@@ -133,7 +133,7 @@ class Evaluator:
         if not sets:
             return sets
         paths = [LayerPath.without(self.views.depth, each) for each in sets]
-        judged = forced_figures(self.views, self.texts, [DraftPath(path) for path in paths], self._reach)
+        judged = teacher_forced_figures(self.views, self.texts, [DraftPath(path) for path in paths], self._reach)
         for skipped, path, figures in zip(sets, paths, judged, strict=True):
             costs = self.prices.costs(path)
             tokens = {length: expected_rounds(figures, length).mean_accepted_length for length in self._lengths}

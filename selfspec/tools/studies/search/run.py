@@ -14,7 +14,7 @@ from selfspec.draft import LayerSkip
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.environment import environment
 from selfspec.errors import DraftConfigError
-from selfspec.measure.forced_passes import ForcedText
+from selfspec.measure.teacher_forced.passes import TeacherForcedText
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.studies.models import StudiedModel, texts_of, texts_point, write_texts
 from selfspec.tools.studies.points import Point, Result
@@ -163,7 +163,7 @@ def search(
         return plan.evaluations - evaluator.evaluations
 
     texts = evaluator.texts
-    text = ForcedText(evaluator.views, texts.ids[:_TEXTS, : texts.first + _TOKENS], texts.first)
+    text = TeacherForcedText(evaluator.views, texts.ids[:_TEXTS, : texts.first + _TOKENS], texts.first)
     by_similarity = sets_by_similarity(text, space, evaluator.prices, _WIDTH)
     importance = influence(text, space)
     # Passes over single layers, in evaluations of the whole text.

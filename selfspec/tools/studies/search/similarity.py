@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.measure.forced_passes import NOTHING, WHOLE, ForcedText, Parts
+from selfspec.measure.teacher_forced.passes import NOTHING, WHOLE, Parts, TeacherForcedText
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.prices import Prices
 from selfspec.tools.studies.skip_sets import SkipSet, Space
@@ -39,8 +39,8 @@ class Kept:
     states: Tensor
 
 
-def sets_by_similarity(text: ForcedText, space: Space, prices: Prices, width: int = 1) -> list[SkipSet]:
-    """The sets that keep the last hidden states most like the full model's, for every amount of cost saved.
+def sets_by_similarity(text: TeacherForcedText, space: Space, prices: Prices, width: int = 1) -> list[SkipSet]:
+    """Return the sets that keep the last hidden states most like the full model's, for every amount of cost saved.
 
     Args:
         text: a short one will do; with a reach of 1.
@@ -76,8 +76,8 @@ def sets_by_similarity(text: ForcedText, space: Space, prices: Prices, width: in
     return [kept.skipped for kept in last if space.holds(kept.skipped)]
 
 
-def influence(text: ForcedText, space: Space) -> dict[Sublayer, float]:
-    """How much each sublayer changes the exact states: 1 - the mean cosine of a layer's output with and without it.
+def influence(text: TeacherForcedText, space: Space) -> dict[Sublayer, float]:
+    """Return by how much each sublayer changes the exact states: 1 - cosine of a layer's output with and without it.
 
     The block influence of pruning studies, for sublayers. Small: likely to be missed little.
     """
@@ -90,7 +90,7 @@ def influence(text: ForcedText, space: Space) -> dict[Sublayer, float]:
 
 
 def nested(importance: dict[Sublayer, float], space: Space) -> list[SkipSet]:
-    """Greedy sets: the least important sublayer, the two least important ones, and so on."""
+    """Return greedy sets: the least important sublayer, the two least important ones, and so on."""
     ranked = sorted(importance, key=lambda each: importance[each])
     return [frozenset(ranked[:size]) for size in range(space.fewest, space.most + 1)]
 

@@ -1,7 +1,7 @@
 """The exact keys and values of a text, and masks under which each of its tokens is read as a draft step reads it.
 
 A draft step attends to what the target left for the committed tokens, and to what the draft itself left for the tokens
-it has read since. So a text is read in `reach` copies at once: in copy k every token stands as the k-th that its draft
+it has read since. So a text is read in `reach` copies at once: in copy k every token is the k-th that its draft
 reads, sees the exact keys and values of all but the last k tokens, and those of the copies before it for the others.
 """
 
@@ -76,7 +76,7 @@ class _ContextLayer(CacheLayerMixin):
 
 
 def draft_masks(config: PreTrainedConfig, length: int, reach: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """What a stock model takes as `attention_mask` for a pass over `reach` copies of a text, side by side.
+    """Return the `attention_mask` that a stock model takes for a pass over `reach` copies of a text, side by side.
 
     Args:
         config: of the decoder.

@@ -10,10 +10,10 @@ import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_path import PathDrafter
-from selfspec.measure.forced_figures import ForcedFigures, WrittenTexts, forced_figures
-from selfspec.measure.forced_passes import LayerViews
-from selfspec.measure.prefix_tree import DraftPath
-from selfspec.measure.rounds import expected_rounds
+from selfspec.measure.teacher_forced.figures import TeacherForcedFigures, WrittenTexts, teacher_forced_figures
+from selfspec.measure.teacher_forced.passes import LayerViews
+from selfspec.measure.teacher_forced.paths import DraftPath
+from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.model.registry import find_adapter
 
 _NEW = 40
@@ -37,9 +37,9 @@ def prompt() -> Tensor:
     return ids
 
 
-def _figures(model: PreTrainedModel, drafter: PathDrafter, texts: WrittenTexts, reach: int) -> ForcedFigures:
+def _figures(model: PreTrainedModel, drafter: PathDrafter, texts: WrittenTexts, reach: int) -> TeacherForcedFigures:
     path = DraftPath(drafter.path(5))
-    return forced_figures(LayerViews(model, find_adapter(model)), texts, [path], reach)[0]
+    return teacher_forced_figures(LayerViews(model, find_adapter(model)), texts, [path], reach)[0]
 
 
 @pytest.mark.parametrize("drafter", _DRAFTERS, ids=repr)

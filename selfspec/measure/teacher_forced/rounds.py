@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.measure.forced_figures import ForcedFigures
+from selfspec.measure.teacher_forced.figures import TeacherForcedFigures
 
 Floats = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class ExpectedRounds:
         return sum(self.accepted) / sum(self.judged) if sum(self.judged) else float("nan")
 
 
-def expected_rounds(figures: ForcedFigures, draft_length: int) -> ExpectedRounds:
+def expected_rounds(figures: TeacherForcedFigures, draft_length: int) -> ExpectedRounds:
     """Replay a text, in rounds of up to `draft_length` tokens.
 
     Args:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.measure.forced_passes import ForcedText, LayerViews
-from selfspec.measure.prefix_tree import DraftPath, readings
+from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText
+from selfspec.measure.teacher_forced.paths import DraftPath, readings
 
 # Tokens of one pass, copies included.
 _MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class ForcedFigures:
+class TeacherForcedFigures:
     """One draft over some texts. All tensors are `[reach, texts, tokens]`: token n as the k-th of its draft.
 
     Attributes:
@@ -46,8 +46,8 @@ class ForcedFigures:
         return float(self.overlap[0].mean())
 
     @classmethod
-    def together(cls, parts: Sequence[ForcedFigures]) -> ForcedFigures:
-        """Several texts as one."""
+    def together(cls, parts: Sequence[TeacherForcedFigures]) -> TeacherForcedFigures:
+        """Join several texts into one."""
         return cls(*(torch.cat([getattr(part, name) for part in parts], 1) for name in _FIELDS))
 
 
@@ -69,12 +69,12 @@ class WrittenTexts:
     temperature: float
 
 
-def forced_figures(
+def teacher_forced_figures(
     views: LayerViews, texts: WrittenTexts, paths: Sequence[DraftPath], reach: int = 1
-) -> list[ForcedFigures]:
+) -> list[TeacherForcedFigures]:
     """Judge many draft paths by teacher forcing, without generating anything.
 
-    On text that the model wrote itself, what a generation would accept follows exactly: see `selfspec.measure.rounds`.
+    On text that the model wrote itself, what a generation would accept follows exactly: see `rounds` beside this.
 
     Args:
         views: of the model.
@@ -86,15 +86,15 @@ def forced_figures(
         UnsupportedModelError: this architecture cannot be read so.
     """
     rows = max(1, _MOST_TOKENS // (reach * texts.ids.shape[1]))
-    parts: list[list[ForcedFigures]] = [[] for _ in paths]
+    parts: list[list[TeacherForcedFigures]] = [[] for _ in paths]
     for number, ids in enumerate(texts.ids.split(rows)):
-        text = ForcedText(views, ids, texts.first, reach)
+        text = TeacherForcedText(views, ids, texts.first, reach)
         if number == 0:
             text.check()
         judge = _Judge(text.logits, ids[:, texts.first :], texts.temperature)
         for reading in readings(text, paths):
             parts[reading.number].append(judge.figures(reading.logits))
-    return [ForcedFigures.together(each) for each in parts]
+    return [TeacherForcedFigures.together(each) for each in parts]
 
 
 class _Judge:
@@ -112,13 +112,13 @@ class _Judge:
         self._tokens = tokens[..., None]
         self._p = (logits.float() / temperature).softmax(-1) if temperature else None
 
-    def figures(self, logits: Tensor) -> ForcedFigures:
-        """Of a draft's logits, `[reach, texts, tokens, vocab]`."""
+    def figures(self, logits: Tensor) -> TeacherForcedFigures:
+        """Compare a draft's logits, `[reach, texts, tokens, vocab]`."""
         agreed = (logits.argmax(-1) == self._likeliest).float()
         if self._p is None:
-            return ForcedFigures(agreed, agreed, agreed)
+            return TeacherForcedFigures(agreed, agreed, agreed)
         q = (logits.float() / self._temperature).softmax(-1)
         overlap = torch.stack([torch.minimum(self._p, each).sum(-1) for each in q])
         p_there = self._p.gather(-1, self._tokens)[..., 0]
         q_there = torch.stack([each.gather(-1, self._tokens)[..., 0] for each in q])
-        return ForcedFigures(agreed, overlap, (q_there / p_there).clamp(max=1.0))
+        return TeacherForcedFigures(agreed, overlap, (q_there / p_there).clamp(max=1.0))

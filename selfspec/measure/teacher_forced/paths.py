@@ -8,7 +8,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from selfspec.measure.forced_passes import NOTHING, WHOLE, ForcedText, Parts, parts_run
+from selfspec.measure.teacher_forced.passes import NOTHING, WHOLE, Parts, TeacherForcedText, parts_run
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 
@@ -37,14 +37,14 @@ class Reading:
 
     Attributes:
         number: of the path, in the order given.
-        logits: of every drafted token, see `ForcedText.read`.
+        logits: of every drafted token, see `TeacherForcedText.read`.
     """
 
     number: int
     logits: Tensor
 
 
-def readings(text: ForcedText, paths: Sequence[DraftPath]) -> Iterator[Reading]:
+def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[Reading]:
     """Read a text along many draft paths, in an order that shares the most work.
 
     Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
@@ -59,18 +59,18 @@ def readings(text: ForcedText, paths: Sequence[DraftPath]) -> Iterator[Reading]:
 
 
 def _visit(
-    text: ForcedText,
+    text: TeacherForcedText,
     paths: Sequence[DraftPath],
     ways: Sequence[tuple[tuple[tuple[int, ...], ...], int]],
     layer: int,
     hidden: Tensor | None,
 ) -> Iterator[Reading]:
-    """Go on from states that enter a layer; None: they are exact so far."""
+    """Continue from states that enter a layer; None: they are exact so far."""
     if layer == paths[ways[0][1]].path.depth:
         last = text.exact(layer) if hidden is None else hidden
         for _, number in ways:
             each = paths[number]
-            # An exit head stands behind the last layer that runs; nothing after that changed the states.
+            # An exit head reads behind the last layer that runs; nothing after that changed the states.
             yield Reading(number, text.read(last, each.exit_layer, each.head))
         return
     for way, group in groupby(ways, key=lambda each: each[0][layer]):

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.measure.forced_passes import ForcedText, LayerViews
-from selfspec.measure.prefix_tree import DraftPath, readings
+from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText
+from selfspec.measure.teacher_forced.paths import DraftPath, readings
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.runner import ModelRunner
@@ -42,7 +42,7 @@ def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: in
 def test_every_path_says_what_the_loop_would_draft(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     ids = tiny.prompt(14, batch=2)
-    text = ForcedText(LayerViews(model, find_adapter(model)), ids, _FIRST, _REACH)
+    text = TeacherForcedText(LayerViews(model, find_adapter(model)), ids, _FIRST, _REACH)
     text.check()
     seen = set()
     for reading in readings(text, [DraftPath(path) for path in _PATHS]):
@@ -63,7 +63,7 @@ def test_what_begins_alike_is_computed_once() -> None:
     ids = tiny.prompt(10)
 
     def layers_run(paths: list[LayerPath]) -> int:
-        text = ForcedText(views, ids, _FIRST)
+        text = TeacherForcedText(views, ids, _FIRST)
         assert len(list(readings(text, [DraftPath(path) for path in paths]))) == len(paths)
         return text.passes // ids.numel()
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_so_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="measure it by generation"):
         LayerViews(model, hybrid)
     views = LayerViews(model, find_adapter(model))
-    text = ForcedText(views, tiny.prompt(10), _FIRST)
+    text = TeacherForcedText(views, tiny.prompt(10), _FIRST)
     text.logits = text.logits + 1.0
     with pytest.raises(UnsupportedModelError, match="off by"):
         text.check()

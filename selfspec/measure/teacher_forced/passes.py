@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.measure.exact_context import ExactContext, draft_masks
+from selfspec.measure.teacher_forced.context import ExactContext, draft_masks
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
@@ -31,7 +31,7 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1.0, torc
 
 
 def parts_run(path: LayerPath) -> tuple[Parts, ...]:
-    """What a path runs of each layer, first to last."""
+    """Return the parts of each layer that a path runs, first to last."""
     return tuple(frozenset(part for part in Part if path.runs(Sublayer(layer, part))) for layer in range(path.depth))
 
 
@@ -78,7 +78,7 @@ class LayerViews:
         return self.adapter.path(self.model)[0]
 
     def layer(self, index: int, parts: Parts) -> _View:
-        """A view that runs some parts of one layer and passes through all others."""
+        """Return a view that runs some parts of one layer and passes through all others."""
         if (index, parts) not in self._layers:
             runs = {Sublayer(index, part) for part in parts}
             first = Sublayer(index, Part.ATTENTION)
@@ -90,7 +90,7 @@ class LayerViews:
         return self._layers[index, parts]
 
     def head(self, layer: int, head: DraftHead | None) -> GatedModel:
-        """A view that reads states entering some layer: with a head of a draft's own, or the model's norm and head."""
+        """Return a view that reads states entering a layer: with a draft's own head, or the model's norm and head."""
         if (layer, head) not in self._heads:
             first = Sublayer(layer, Part.ATTENTION)
             gated = GatedModel(self.model, self.adapter, LayerPath.up_to(self.depth, first).resumed_at(first))
@@ -100,14 +100,14 @@ class LayerViews:
         return self._heads[layer, head]
 
     def recording_all(self) -> _Recorded:
-        """A view of the whole model that keeps what every layer gives."""
+        """Return a view of the whole model that keeps what every layer gives."""
         outputs: list[list[Tensor]] = [[] for _ in range(self.depth)]
         inputs: list[Tensor] = []
         module = self._recording(self.model, dict(enumerate(outputs)), inputs)
         return _Recorded(module, inputs, outputs)
 
     def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        """What all passes are given alike."""
+        """Return the arguments that all passes share."""
         placed = {"position_ids": positions} if self._takes_positions else {}
         return {**placed, "input_ids": ids, "return_dict": True}
 
@@ -130,13 +130,13 @@ class _Recorded:
     outputs: list[list[Tensor]]
 
 
-class ForcedText:
+class TeacherForcedText:
     """A text, what the full model makes of it, and what single layers would make of it in a draft.
 
     Args:
         views: of the model.
         ids: texts of one length, `[texts, tokens]`.
-        first: the first token that is drafted; what stands before it is prompt. At least 1.
+        first: the first token that is drafted; all before it is prompt. At least 1.
         reach: positions of a draft that are told apart, at least 1.
 
     Attributes:
@@ -171,7 +171,7 @@ class ForcedText:
         return self._ids.shape[1] - self.first
 
     def exact(self, layer: int) -> Tensor:
-        """What enters a layer where all before it ran, `[texts, reach * tokens, hidden]`."""
+        """Return what enters a layer where all before it ran, `[texts, reach * tokens, hidden]`."""
         return torch.cat([self.states[layer]] * self.reach, -2)
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ class ForcedText:
 
     @torch.no_grad()
     def read(self, hidden: Tensor, layer: int | None = None, head: DraftHead | None = None) -> Tensor:
-        """Logits of every drafted token.
+        """Return the logits of every drafted token.
 
         Args:
             hidden: states of draft steps, `[texts, reach * tokens, hidden]`.
@@ -225,7 +225,7 @@ class ForcedText:
         return apart
 
     def check(self) -> None:
-        """Make sure that this architecture can be read so: the whole network as a draft must say what the model says.
+        """Check that this architecture can be judged: the whole network, read as a draft, must say what the model says.
 
         Raises:
             UnsupportedModelError: it does not.
