@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ from selfspec.errors import StudyError
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.run import work_on
-from selfspec.tools.studies.study import Study, require_packages
+from selfspec.tools.studies.study import WORK, Study, require_packages
 
 _GIVEN = "given"
 
@@ -35,18 +35,17 @@ def ablate(
         prompts: what it writes on from: token ids, `[texts, tokens]`, or texts, of which each gives as many tokens as
             the shortest has.
         tokenizer: for prompts that are texts.
-        to: folder to keep the study in, to be gone on with by the same call; None: it is not kept.
+        to: folder to keep the study in, which the same call continues; None: it is not kept.
         **declared: as in a study file: `drafts`, `draft_lengths`, `temperatures`, `accept`, `seeds`, `max_new_tokens`,
             `reach`, `confirm`, `pricing`.
 
     Returns:
-        One row for each draft, temperature, draft length and rule: a `pandas.DataFrame` where pandas is installed, else
-        a list of dicts.
+        A `pandas.DataFrame` with one row for each draft, temperature, draft length and rule.
 
     Raises:
         StudyError: naming what cannot be.
     """
-    require_packages()
+    require_packages((*WORK, "pandas"))
     ids = _ids(prompts, tokenizer).to(model.device)
     own = {"models": "given", "workloads": _GIVEN, "texts": ids.shape[0], "prompt_tokens": ids.shape[1]}
     taken = sorted(own.keys() & declared.keys())
@@ -56,8 +55,6 @@ def ablate(
     studied = StudiedModel(type(model).__name__, model, find_adapter(model), {_GIVEN: ids}, tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         table = work_on(study, lambda name: studied, folder if to is None else to).table
-    if find_spec("pandas") is None:
-        return table
     import pandas
 
     return pandas.DataFrame(table)
@@ -76,6 +73,4 @@ def _ids(prompts: Tensor | Sequence[str], tokenizer: PreTrainedTokenizerBase | N
     shortest = min(each.shape[1] for each in encoded)
     if shortest < 1:
         raise StudyError("a prompt is empty; give it at least one token")
-    import torch
-
     return torch.cat([each[:, :shortest] for each in encoded]).long()

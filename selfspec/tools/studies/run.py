@@ -33,18 +33,16 @@ class Finding:
 
     Attributes:
         study: as it was declared.
-        points: all of it.
-        results: what was found, by key.
+        results: everything that was found, by key.
     """
 
     study: Study
-    points: Sequence[Point]
     results: Mapping[str, Result]
 
     @property
     def table(self) -> list[Row]:
         """One row for each draft, text, draft length and rule."""
-        return rows(self.points, self.results)
+        return rows(self.results)
 
     @property
     def failed(self) -> list[Result]:
@@ -101,7 +99,7 @@ def work_on(
             missing = [point for point in known if point.key not in results]
             told(len(known) - len(missing), len(known))
             if not missing:
-                return Finding(study, known, {point.key: results[point.key] for point in known})
+                return Finding(study, {point.key: results[point.key] for point in known})
             if not any(_work(board, unit, load, points.models) for unit in units(missing)):
                 # Others are at work on all of it.
                 time.sleep(_PAUSE)

@@ -29,32 +29,26 @@ def _costs(point: Point, prices: Prices) -> Costs:
     return prices.costs(draft_of(name).path(depth), name)
 
 
-def rows(points: Sequence[Point], results: Mapping[str, Result]) -> list[Row]:
-    """Return the table of a study, as far as it has come.
+def rows(results: Mapping[str, Result]) -> list[Row]:
+    """Return the table of a study.
 
     Args:
-        points: of the study.
-        results: what was found, by key.
+        results: everything that was found, by key.
     """
-    costs = {
-        point.content["base"]: results[point.key]
-        for point in points
-        if point.kind == "costs" and point.key in results and results[point.key].error is None
-    }
+    prices: dict[str, Prices] = {}
     measured: dict[tuple[str, str], list[Result]] = {}
-    for point in points:
-        if point.kind == "measure" and point.key in results:
-            place = (point.content["draft"], point.content["texts"])
-            measured.setdefault(place, []).append(results[point.key])
+    for result in results.values():
+        content = result.point.content
+        if result.point.kind == "costs" and result.error is None:
+            prices[content["base"]] = prices_of(result.found)
+        elif result.point.kind == "measure":
+            measured.setdefault((content["draft"], content["texts"]), []).append(result)
     table: list[Row] = []
-    for point in points:
-        if point.kind != "estimate" or point.key not in results:
-            continue
-        texts = results.get(point.content["texts"])
-        base = None if texts is None else texts.point.content["base"]
-        priced = costs.get(str(base))
-        confirmed = measured.get((point.content["draft"], point.content["texts"]), [])
-        table += _rows_of(results[point.key], None if priced is None else prices_of(priced.found), confirmed)
+    for result in results.values():
+        if result.point.kind == "estimate":
+            draft, texts = result.point.content["draft"], result.point.content["texts"]
+            base = results[texts].point.content["base"]
+            table += _rows_of(result, prices.get(base), measured.get((draft, texts), []))
     return table
 
 
@@ -139,8 +133,3 @@ def _spread(name: str, estimate: Estimate | None) -> Row:
 def _skipped(draft: str) -> int | None:
     """Return how many sublayers a skip set leaves out; None of other drafts."""
     return len(skip_set(draft)) if draft.startswith("skip") else None
-
-
-def columns(table: Sequence[Row]) -> list[str]:
-    """Return the names of all columns, in order."""
-    return list(dict.fromkeys(name for row in table for name in row))

@@ -10,6 +10,7 @@ import selfspec
 from helpers import tiny
 from selfspec.errors import StudyError
 
+pandas = pytest.importorskip("pandas")
 pytest.importorskip("sqlalchemy")
 
 _QUICK: dict[str, Any] = {
@@ -23,22 +24,12 @@ _QUICK: dict[str, Any] = {
 
 
 def test_a_model_in_memory_gives_a_table() -> None:
-    pandas = pytest.importorskip("pandas")
     model = tiny.llama()
     table = selfspec.ablate(model, tiny.prompt(4, batch=2), **_QUICK)
     assert isinstance(table, pandas.DataFrame)
     assert len(table) == (3 + 8) * 2
     assert table["alpha"].between(0, 1).all()
     assert set(table["kind"]) == {"exit", "skip"}
-
-
-def test_without_pandas_it_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfspec.tools.studies import inline
-
-    monkeypatch.setattr(inline, "find_spec", lambda name: None)
-    table = selfspec.ablate(tiny.llama(), tiny.prompt(4, batch=2), **_QUICK)
-    assert isinstance(table, list)
-    assert {row["kind"] for row in table} == {"exit", "skip"}
 
 
 @pytest.mark.parametrize(

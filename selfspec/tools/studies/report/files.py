@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from selfspec.files.writing import whole
 from selfspec.tools.studies.run import Finding
-from selfspec.tools.studies.table import Row, columns
 
 KEPT = "the study itself is kept: repeat the command once there is room"
 """The end of messages about a report that cannot be written."""
@@ -30,17 +27,25 @@ def write_data(finding: Finding, folder: Path) -> list[Path]:
     Raises:
         StorageError: they cannot be written; what was there before is whole.
     """
-    table = finding.table
-    names = columns(table)
-    about = described(finding)
-    files = [
-        _written(folder / "points.csv", lambda file: _csv(file, table, names)),
-        _written(folder / "points.jsonl", lambda file: _jsonl(file, table)),
-        _written(folder / "study.json", lambda file: file.write(json.dumps(about, indent=1) + "\n")),
-    ]
-    if table:
-        files.append(_parquet(folder / "points.parquet", table, names, about))
-    return files
+    import pandas
+    import pyarrow
+    from pyarrow import parquet
+
+    table, about = finding.table, json.dumps(described(finding), indent=1)
+    frame = pandas.DataFrame(table)
+    lists_as_json = frame.map(lambda value: json.dumps(value) if isinstance(value, list) else value)
+    texts = {
+        "points.csv": lists_as_json.to_csv(index=False, float_format="%.6g", lineterminator="\n"),
+        "points.jsonl": "".join(json.dumps(row, allow_nan=False) + "\n" for row in table),
+        "study.json": about + "\n",
+    }
+    for name, text in texts.items():
+        with whole(folder / name, KEPT) as draft:
+            draft.write_text(text, encoding="utf-8", newline="")
+    data = pyarrow.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata({"selfspec": about})
+    with whole(folder / "points.parquet", KEPT) as draft:
+        parquet.write_table(data, draft)
+    return [folder / name for name in (*texts, "points.parquet")]
 
 
 def described(finding: Finding) -> dict[str, Any]:
@@ -64,40 +69,3 @@ def described(finding: Finding) -> dict[str, Any]:
 def _without_folder(workload: str) -> str:
     name, named, place = workload.partition("=")
     return name + named + place.rpartition("/")[2]
-
-
-def _written(file: Path, write: Callable[[TextIO], object]) -> Path:
-    with whole(file, KEPT) as draft, draft.open("w", encoding="utf-8", newline="") as opened:
-        write(opened)
-    return file
-
-
-def _csv(file: TextIO, table: Sequence[Row], names: Sequence[str]) -> None:
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(names)
-    for row in table:
-        writer.writerow(["" if (value := row.get(name)) is None else _cell(value) for name in names])
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return (
-        json.dumps([each if each is None else round(each, 6) for each in value]) if isinstance(value, list) else value
-    )
-
-
-def _jsonl(file: TextIO, table: Sequence[Row]) -> None:
-    for row in table:
-        file.write(json.dumps(row, allow_nan=False) + "\n")
-
-
-def _parquet(file: Path, table: Sequence[Row], names: Sequence[str], about: dict[str, Any]) -> Path:
-    import pyarrow
-    from pyarrow import parquet
-
-    data = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in table])
-    data = data.replace_schema_metadata({"selfspec": json.dumps(about)})
-    with whole(file, KEPT) as draft:
-        parquet.write_table(data, draft)
-    return file
