@@ -19,7 +19,7 @@ from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.accept import Block, TokenLevel
 from selfspec.decode.noise import Coupling
-from selfspec.draft import Drafter
+from selfspec.draft import Draft, Drafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.runner import ModelRunner, Pass
@@ -139,9 +139,9 @@ def failed(report: Report, part: str) -> bool:
     return any(part in failure for failure in report.verdict.failures)
 
 
-def next_from_p(self: object, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
+def recovered_from_p(self: object, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
     """The rule's token after the accepted ones, drawn from p even where it should come from the residual."""
-    return p[torch.arange(tokens.shape[0]), accepted]
+    return p[torch.arange(p.shape[0]), place]
 
 
 @pytest.mark.parametrize(("rule", "broken", "other"), [("token", TokenLevel, "block"), ("block", Block, "token")])
@@ -153,7 +153,7 @@ def test_a_residual_from_p_shows(
     broken: type,
     other: str,
 ) -> None:
-    monkeypatch.setattr(broken, "next", next_from_p)
+    monkeypatch.setattr(broken, "recovery_probs", recovered_from_p)
     report = verified(stories, prompts, replace(FITS, accept=(rule, other)), DRAFTS[1:])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     # Greedy decoding cannot see it, and the other rule has a residual of its own.
@@ -166,13 +166,13 @@ def test_a_residual_from_p_shows(
 def test_a_bonus_token_that_is_too_sure_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = TokenLevel.next
+    right = TokenLevel.recovery_probs
 
-    def sharpened(self: TokenLevel, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        weights = right(self, tokens, q, p, accepted)
-        return torch.where((accepted == tokens.shape[1])[:, None], weights**2, weights)
+    def sharpened(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        weights = right(self, draft, p, place)
+        return torch.where((place == draft.length)[:, None], weights**2, weights)
 
-    monkeypatch.setattr(TokenLevel, "next", sharpened)
+    monkeypatch.setattr(TokenLevel, "recovery_probs", sharpened)
     report = verified(stories, prompts, replace(FITS, accept=("token",)), DRAFTS[:1])
     assert failed(report, "skip:attn=1: tokens sampled under token do not fit")
     assert report.divergences == ()
@@ -181,14 +181,14 @@ def test_a_bonus_token_that_is_too_sure_shows(
 def test_a_bonus_token_from_the_place_before_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = TokenLevel.next
+    right = TokenLevel.recovery_probs
 
-    def behind(self: TokenLevel, tokens: Tensor, q: Tensor | None, p: Tensor, accepted: Tensor) -> Tensor:
-        wrong = p[torch.arange(tokens.shape[0]), (accepted - 1).clamp(min=0)]
-        whole = (accepted == tokens.shape[1]) & (accepted > 0)
-        return torch.where(whole[:, None], wrong, right(self, tokens, q, p, accepted))
+    def behind(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        wrong = p[torch.arange(p.shape[0]), (place - 1).clamp(min=0)]
+        whole = (place == draft.length) & (place > 0)
+        return torch.where(whole[:, None], wrong, right(self, draft, p, place))
 
-    monkeypatch.setattr(TokenLevel, "next", behind)
+    monkeypatch.setattr(TokenLevel, "recovery_probs", behind)
     report = verified(stories, prompts, TEXTS, DRAFTS[:1])
     assert report.verdict.exactness is Exactness.NOT_EXACT
     assert failed(report, "skip:attn=1: free-running token")
