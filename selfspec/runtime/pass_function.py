@@ -38,9 +38,8 @@ class PassTensors:
         """All of them, in an order that `PassFunction` knows."""
         slots = self.slots
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
-        places = (slots.slot_mapping, slots.positions, slots.visible)
-        if slots.block is not None:
-            places += slots.block.tensors
+        block = () if slots.block is None else slots.block.tensors
+        places = (slots.slot_mapping, slots.positions, slots.visible, *block)
         return (*self.packed, self.tokens, *places, *entering, *slots.buffers)
 
 

@@ -103,8 +103,8 @@ def test_greedy_verification_of_a_tree_gives_the_tokens_of_plain_decoding(decodi
         assert all(len(path) > len(nodes) for path, nodes in zip(paths, right, strict=True))
         gathered += sum(path != tuple(range(-1, len(path) - 1)) for path in paths)
     assert gathered > len(PROMPTS)
-    for row, wanted in zip(decoding.rows, decoding.wanted, strict=True):
-        assert row[: len(wanted)] == wanted[: len(row)]
+    for found, wanted in zip(decoding.rows, decoding.wanted, strict=True):
+        assert found[: len(wanted)] == wanted[: len(found)]
 
 
 @torch.no_grad()

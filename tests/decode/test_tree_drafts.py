@@ -70,7 +70,7 @@ class Random(Drafter):
 
 
 def stock(model: Any, ids: Tensor, **options: Any) -> Any:
-    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    kept: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     return model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **kept, **options)
 
 
@@ -98,16 +98,18 @@ def test_greedy_text_is_stock_text(architecture: str, tree: Tree, lockstep: bool
 
 
 def test_scores_and_processors_follow_the_path(llama: Any) -> None:
-    ids, options = tiny.prompt(9, 2), {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 20}
+    ids = tiny.prompt(9, 2)
+    options: dict[str, Any] = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 20}
     expected = stock(llama, ids, **options)
     drafter = Oracle(FORK, expected.sequences[:, ids.shape[1] :])
-    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    kept: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     output = selfspec.wrap(llama, drafter, draft_length=len(FORK)).generate(
         ids, do_sample=False, eos_token_id=None, pad_token_id=0, **kept, **options
     )
     assert torch.equal(output.sequences, expected.sequences)
     assert output.stats.mean_accepted_length > 1.5
     for ours, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):
+        assert ours is not None
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=0, check_dtype=False)
 
 
@@ -116,7 +118,8 @@ def test_samples_follow_the_exact_joint() -> None:
     for number, tree in enumerate(SHAPES):
         spec = selfspec.wrap(small(seed=number), Random(tree, q), draft_length=len(tree), accept="token")
         warp, prompt = (Warp(), Warp(temperature=1.4, top_k=3), Warp(top_p=0.8))[number], PROMPTS[number % 2]
-        ids, outputs = torch.tensor([prompt] * 256), []
+        ids = torch.tensor([prompt] * 256)
+        outputs: list[tuple[int, ...]] = []
         for batch in range(BATCHES):
             output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
             outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
@@ -126,7 +129,7 @@ def test_samples_follow_the_exact_joint() -> None:
 
 def test_coupled_samples_do_not_depend_on_the_tree() -> None:
     model, ids = small(), torch.tensor([PROMPTS[0]] * 16)
-    options = {"max_new_tokens": 20, "do_sample": True, "top_k": None, "accept": "coupled", "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "top_k": None, "accept": "coupled", "seed": 3}
     plain = selfspec.wrap(model, None).generate(ids, eos_token_id=None, **options)
     for tree in SHAPES:
         drafter = Random(tree, torch.full((VOCAB,), 1 / VOCAB))

@@ -7,7 +7,7 @@ the node.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -67,12 +67,16 @@ class AnyRounds(RuleBasedStateMachine):
     """Prefills of ragged prompts, then rounds: drafts, verification, and commits of any path in each row."""
 
     architecture = "llama"
-    build: ClassVar[Callable[[str, str], PreTrainedModel]] = staticmethod(tiny_model)
     kernels: tuple[str, ...] = ("sdpa", "eager")
     # Eager attention takes its softmax in fp32, whatever the model's dtype.
     tolerance: ClassVar[dict[str, float]] = {"sdpa": 1e-9, "eager": 1e-4}
     bucket = 1
-    graphs: ClassVar[Callable[[PreTrainedModel], GraphCache | None]] = staticmethod(lambda model: None)
+
+    def build(self, architecture: str, kernel: str) -> PreTrainedModel:
+        return tiny_model(architecture, kernel)
+
+    def graphs(self, model: PreTrainedModel) -> GraphCache | None:
+        return None
 
     @initialize(
         kernel=st.sampled_from(["sdpa", "eager"]),
