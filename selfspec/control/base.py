@@ -65,14 +65,14 @@ class Controller(ABC):
     judges_prompt = False
 
     @abstractmethod
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
         """Choose the most tokens to draft in the next round; 0: none.
 
         One token of every round is the target's own, so more than `remaining` - 1 are never of use.
 
         Args:
             remaining: tokens still wanted, at least 1.
-            live: whether each running row is unfinished.
+            unfinished: whether each running row is unfinished.
         """
 
     def tries(self, match: int) -> bool:
@@ -105,7 +105,7 @@ class Controller(ABC):
         """
         return True
 
-    def keeps_step(self) -> bool:
+    def keeps_lockstep(self) -> bool:
         """Whether rows at one place stay in lockstep in this round: all then commit as many tokens as the slowest.
 
         The answer must not depend on the current draft or on its verdict.
@@ -153,5 +153,5 @@ class NoDraft(Controller):
 
     longest = 0
 
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
         return 0

@@ -17,8 +17,8 @@ from selfspec.errors import DraftConfigError
 class ConfidenceStop(Control):
     """Drafts until a token's confidence, the largest probability where it was drawn, falls under a threshold.
 
-    Under exact rules the token that fell under it stays in the draft. In a batch drafting ends when no live row is
-    confident.
+    Under exact rules the token that fell under it stays in the draft. In a batch, drafting ends when no
+    unfinished row is confident.
 
     Attributes:
         threshold: in 0..1.
@@ -43,15 +43,15 @@ class ConfidentController(Controller):
     def __init__(self, control: ConfidenceStop) -> None:
         self.longest = control.longest
         self._threshold = control.threshold
-        self._live: Sequence[bool] = ()
+        self._unfinished: Sequence[bool] = ()
 
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
-        self._live = live
+    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
+        self._unfinished = unfinished
         return min(self.longest, remaining - 1)
 
     def goes_on(self, scores: Tensor) -> bool:
-        confidences = zip(confidences_of(scores), self._live, strict=True)
-        return any(live and confidence >= self._threshold for confidence, live in confidences)
+        confidences = zip(confidences_of(scores), self._unfinished, strict=True)
+        return any(unfinished and confidence >= self._threshold for confidence, unfinished in confidences)
 
 
 def confidences_of(scores: Tensor) -> list[float]:

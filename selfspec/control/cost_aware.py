@@ -81,21 +81,21 @@ class CostAwareController(Controller):
         self._rounds = 0
         self._at_once = self._model_at_once = 0.0
         self._on_prompt: float | None = None
-        self._live: Sequence[bool] = ()
+        self._unfinished: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
 
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
-        self._live = live
+    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
+        self._unfinished = unfinished
         if not self._rounds:
             self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
         self._rounds += 1
-        if len(live) != self._costs.rows:
-            self._costs = self._by_rows.in_batch(len(live))
+        if len(unfinished) != self._costs.rows:
+            self._costs = self._by_rows.in_batch(len(unfinished))
             self._prospects = Prospects(self._costs, self.longest)
         if self._rounds == 1 and self._on_prompt is not None:
             self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
-        self._reached = [1.0] * len(live)
+        self._reached = [1.0] * len(unfinished)
         self._confidences = []
         return min(self.longest, remaining - 1)
 
@@ -121,12 +121,12 @@ class CostAwareController(Controller):
             reached * self._acceptance.chance(confidence)
             for reached, confidence in zip(self._reached, confidences, strict=True)
         ]
-        standing = [reached for reached, live in zip(self._reached, self._live, strict=True) if live]
+        standing = [reached for reached, unfinished in zip(self._reached, self._unfinished, strict=True) if unfinished]
         promised = self._acceptance.mean * sum(standing) / len(standing)
         # What a plain step would commit in the time of a draft step, at the speed of the rounds so far.
         return promised > max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening)
 
-    def keeps_step(self) -> bool:
+    def keeps_lockstep(self) -> bool:
         return self._in_step
 
     def learn_prompt(self, evidence: Evidence) -> None:

@@ -32,5 +32,5 @@ class FixedController(Controller):
     def __init__(self, length: int) -> None:
         self.longest = length
 
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
+    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
         return min(self.longest, remaining - 1)

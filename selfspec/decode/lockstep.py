@@ -35,6 +35,6 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
     if batch.needs_lockstep:
         return min((len(run) for run in runs), default=whole)
     places = {place for row, place in zip(batch.running, batch.cache.seq_lens, strict=True) if row in batch.unfinished}
-    if len(places) > 1 or not batch.controller.keeps_step():
+    if len(places) > 1 or not batch.controller.keeps_lockstep():
         return whole
     return min((len(run) for run in runs if run), default=whole)

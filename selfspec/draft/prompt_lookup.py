@@ -50,15 +50,15 @@ class PromptLookup(Drafter):
         return found if batch.controller.tries(found.match_length) else batch.no_draft()
 
     def look_up(self, batch: Batch, length: int) -> Draft:
-        """The draft of up to `length` tokens; an empty one where no live row has a match, or too few to pay for all."""
-        hindmost = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
+        """Draft up to `length` tokens; none where no unfinished row has a match, or too few rows for it to pay."""
+        slowest = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
         rows: list[list[int]] = []
-        # Of the rows that hold the batch up: what the others gain does not end it sooner.
+        # Matches of the slowest rows: what the others gain does not end the batch sooner.
         behind: list[int] = []
         for row in batch.running:
             index = batch.index(row, self.shortest, self.longest)
             match = index.find() if row in batch.unfinished else None
-            if row in batch.unfinished and len(batch.committed[row]) == hindmost:
+            if row in batch.unfinished and len(batch.committed[row]) == slowest:
                 behind.append(0 if match is None else match.length)
             rows.append([] if match is None else list(index.after(match, length)))
         if not any(rows):

@@ -251,12 +251,12 @@ def test_rows_are_kept_in_step_until_a_draft_pays_for_being_out_of_it_and_never_
     controller = CostAware(4).begin(CHEAP)
     for accepted in (4, 4, 4, 4):
         # Three rounds may be luck.
-        assert controller.keeps_step()
+        assert controller.keeps_lockstep()
         told(controller, 4, accepted, match)
-    assert not controller.keeps_step()
+    assert not controller.keeps_lockstep()
     for _ in range(100):
         told(controller, 4, 0, match)
-    assert not controller.keeps_step()
+    assert not controller.keeps_lockstep()
 
 
 def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cost() -> None:
@@ -265,7 +265,7 @@ def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cos
         controller = CostAware(2).begin(selfspec.Costs(draft=0.4, out_of_step=out_of_step))
         for _ in range(50):
             told(controller, 2, accepted=2)
-        assert controller.keeps_step() == stays
+        assert controller.keeps_lockstep() == stays
 
 
 def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_after_the_trial() -> None:
@@ -282,7 +282,7 @@ def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_
             controller.learn(draft, rows)
             rows.reverse()
         assert controller.tries(0) == goes_on
-        assert not controller.keeps_step()
+        assert not controller.keeps_lockstep()
 
 
 def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
@@ -369,7 +369,7 @@ def test_what_a_draft_costs_in_a_batch_is_what_was_measured_there(rows: int, dea
 
 @pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop()], ids=str)
 def test_other_controls_let_each_row_go_its_own_way(control: Control) -> None:
-    assert not control.begin(CHEAP).keeps_step()
+    assert not control.begin(CHEAP).keeps_lockstep()
 
 
 @dataclass

@@ -49,7 +49,7 @@ class _InStep(Controller):
     def goes_on(self, scores: Tensor) -> bool:
         return bool((scores.softmax(-1).amax(-1) >= self._threshold).any())
 
-    def keeps_step(self) -> bool:
+    def keeps_lockstep(self) -> bool:
         return True
 
 

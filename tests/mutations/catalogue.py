@@ -958,7 +958,7 @@ CATALOGUE = (
     Mutation(
         "ended rows have a say in how long drafts are",
         "ConfidentController.goes_on",
-        "live and confidence >= self._threshold",
+        "unfinished and confidence >= self._threshold",
         "confidence >= self._threshold",
         ("test_control.py",),
     ),
@@ -1009,7 +1009,7 @@ CATALOGUE = (
     Mutation(
         "a draft costs in every batch what it costs one row",
         "CostAwareController.choose",
-        "self._by_rows.in_batch(len(live))",
+        "self._by_rows.in_batch(len(unfinished))",
         "self._by_rows.in_batch(1)",
         ("test_what_a_draft_costs_in_a_batch_is_what_was_measured_there",),
     ),
