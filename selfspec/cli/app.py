@@ -27,15 +27,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=EPILOG)(grouped(generate))
-app.command()(grouped(inspect))
-app.command()(grouped(verify))
-app.command()(grouped(calibrate))
-app.command()(grouped(demo))
-app.command()(grouped(bench))
-app.command()(grouped(ablate))
-app.command()(grouped(search))
-app.add_typer(train)
+for title, commands in {
+    "Decode": (generate, demo, inspect),
+    "Measure": (calibrate, verify, bench),
+    "Find drafts": (search, ablate),
+}.items():
+    for command in commands:
+        app.command(rich_help_panel=title, epilog=EPILOG if command is generate else None)(grouped(command))
+app.add_typer(train, rich_help_panel="Find drafts")
 
 
 def _print_version(wanted: bool) -> None:
