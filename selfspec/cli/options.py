@@ -55,7 +55,7 @@ DraftLength = Annotated[
     int | None, typer.Option(min=1, help="Draft N tokens a round; by default as many as pay, or none.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Time N times.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Repeat every timing N times.")]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
     Path | None, typer.Option(help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in.")
