@@ -40,9 +40,10 @@ class TokenLevel:
         for rank in tree_tables(draft.tree, p.device).ranks:
             left = left[:, rank.before]
             if rank.siblings is not None:
-                residual = _less_q(left, tokens[:, rank.siblings], _of(probs, rank.siblings))
+                residual = _less_q(left, draft, (slice(None), rank.siblings))
                 left = _normalised(torch.where(_is_empty(residual), left, residual))
-            chances[:, rank.nodes] = _chances(left, tokens[:, rank.nodes], _of(probs, rank.nodes))
+            q = None if probs is None else probs[:, rank.nodes]
+            chances[:, rank.nodes] = _chances(left, tokens[:, rank.nodes], q)
         return chances
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
@@ -58,8 +59,7 @@ class TokenLevel:
         left = p[rows, place]
         for rank, (child, missing) in enumerate(_children(draft.tree, place)):
             left = _normalised(left) if rank else left
-            probs = None if draft.probs is None else draft.probs[rows, child]
-            residual = _less_q(left, draft.tokens[rows, child], probs)
+            residual = _less_q(left, draft, (rows, child))
             left = torch.where(missing[:, None] | _is_empty(residual), left, residual)
         return left
 
@@ -72,8 +72,12 @@ def _chances(p: Tensor, tokens: Tensor, probs: Tensor | None) -> Tensor:
     return (p_token / probs.gather(-1, index)[..., 0]).clamp(max=1.0)
 
 
-def _less_q(p: Tensor, tokens: Tensor, probs: Tensor | None) -> Tensor:
-    q = torch.zeros_like(p).scatter_(-1, tokens[..., None], 1.0) if probs is None else probs
+def _less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor]) -> Tensor:
+    """max(p - q, 0) with q of the nodes at an index of rows and nodes."""
+    if draft.probs is None:
+        q = torch.zeros_like(p).scatter_(-1, draft.tokens[nodes][..., None], 1.0)
+    else:
+        q = draft.probs[nodes]
     return (p - q).clamp_min(0.0)
 
 
@@ -84,10 +88,6 @@ def _is_empty(residual: Tensor) -> Tensor:
 def _normalised(weights: Tensor) -> Tensor:
     # Where the target gives no distribution (its logits were not finite) zeros stay zeros.
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-
-
-def _of(probs: Tensor | None, nodes: Tensor) -> Tensor | None:
-    return None if probs is None else probs[:, nodes]
 
 
 def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

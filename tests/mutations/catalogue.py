@@ -123,8 +123,8 @@ CATALOGUE = (
     Mutation(
         "a sibling is judged by what itself would leave, not its earlier sibling",
         "TokenLevel.accept_probs",
-        "_less_q(left, tokens[:, rank.siblings], _of(probs, rank.siblings))",
-        "_less_q(left, tokens[:, rank.nodes], _of(probs, rank.nodes))",
+        "_less_q(left, draft, (slice(None), rank.siblings))",
+        "_less_q(left, draft, (slice(None), rank.nodes))",
         (_TREE_PROOF,),
     ),
     Mutation(
