@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import DEMO, DtypeOption, Machine, Output, prepare_process
+from selfspec.cli.options import DtypeOption, Machine, Output, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, counting_bar, figures_table
 from selfspec.errors import StudyError
+from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
     from selfspec.tools.studies.report.compare import Comparison

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -27,11 +27,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for title, commands in {
-    "Decode": (generate, demo, inspect),
-    "Measure": (calibrate, verify, bench),
-    "Find drafts": (search, ablate),
-}.items():
+_COMMANDS: dict[str, list[Callable[..., None]]] = {
+    "Decode": [generate, demo, inspect],
+    "Measure": [calibrate, verify, bench],
+    "Find drafts": [search, ablate],
+}
+for title, commands in _COMMANDS.items():
     for command in commands:
         app.command(rich_help_panel=title, epilog=EPILOG if command is generate else None)(grouped(command))
 app.add_typer(train, rich_help_panel="Find drafts")

@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from selfspec.cli.options import DEMO, DraftLength, ModelOptions, Output, Repeats, read_draft
+from selfspec.cli.options import DraftLength, ModelOptions, Output, Repeats, read_draft
 from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
 from selfspec.cli.terminal import console, progress_bar
-from selfspec.errors import BenchError, DraftConfigError, PromptError
+from selfspec.errors import BenchError, DraftConfigError
+from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from selfspec.measure.prompts import Workload
-    from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.bench.arm import ArmSpec
-    from selfspec.tools.bench.cell import Cell
     from selfspec.tools.bench.results_file import MeasuredCell
 
 
@@ -139,13 +135,13 @@ class Cells:
     """Cells: every combination of these."""
 
     workload: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(
             metavar="NAME=FILE",
             help="Prompts: JSONL with `prompt`, `turns` or `text`; may be repeated. `NAME=FILE#FIELD=VALUE` takes the "
-            "lines that say so, `NAME=FILE#FIELD` makes a workload of each value. Default: four Python files.",
+            "lines that say so, `NAME=FILE#FIELD` makes a workload of each value; `demo` is four Python files.",
         ),
-    ] = None
+    ] = field(default_factory=lambda: ["demo"])
     temperature: Annotated[list[float], typer.Option(min=0, max=100, help="0: greedy decoding; may be repeated.")] = (
         field(default_factory=lambda: [0.0, 0.8])
     )
@@ -157,47 +153,6 @@ class Cells:
     )
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4
     max_new_tokens: Annotated[int, typer.Option(min=16, help="Generate N tokens a text.")] = 64
-
-    def workloads(self) -> dict[str, Workload]:
-        """The workloads by name.
-
-        Raises:
-            PromptError: a workload cannot be read, or two have one name.
-        """
-        from selfspec.measure.prompts import built_in, parse_workloads
-
-        if self.workload is None:
-            return {built_in().name: built_in()}
-        found = [each for given in self.workload for each in parse_workloads(given)]
-        named = {each.name: each for each in found}
-        if len(named) < len(found):
-            raise PromptError("two workloads have one name; give each --workload another NAME")
-        return named
-
-    def prompted(self, workloads: dict[str, Workload], checkpoint: Checkpoint) -> dict[Cell, list[Tensor]]:
-        """The cells with their prompts.
-
-        Raises:
-            PromptError: prompt and text together are longer than the model's context.
-        """
-        from selfspec.tools.bench.cell import grid
-
-        limit = getattr(checkpoint.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        longest = max(self.context)
-        if limit is not None and longest + self.max_new_tokens > limit:
-            raise PromptError(
-                f"a prompt of {longest} and {self.max_new_tokens} new tokens exceed the model's context of {limit}; "
-                "give a smaller --context or --max-new-tokens"
-            )
-        device, tokenizer = checkpoint.model.device, checkpoint.tokenizer
-        cells = grid(list(workloads), self.temperature, self.batch, self.context, self.max_new_tokens)
-        return {
-            cell: [
-                prompts.to(device)
-                for prompts in workloads[cell.workload].prompts(tokenizer, self.prompts, cell.batch, cell.context)
-            ]
-            for cell in cells
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +223,14 @@ def bench(
 
 
 def _measure(model: Subject, arms: Arms, cells: Cells, measured: Measured, to: Path) -> list[MeasuredCell]:
+    from selfspec.measure.prompts import read_workloads
     from selfspec.tools.bench.bar import Bar
+    from selfspec.tools.bench.cell import grid, with_prompts
     from selfspec.tools.bench.results_file import ResultsFile
     from selfspec.tools.bench.session import Plan, Session
     from selfspec.tools.bench.session import Subject as Loaded
 
-    workloads = cells.workloads()
+    workloads = read_workloads(cells.workload)
     file = ResultsFile(to)
     file.check()
     specs = arms.specs(model)
@@ -281,6 +238,7 @@ def _measure(model: Subject, arms: Arms, cells: Cells, measured: Measured, to: P
     checkpoint = replace(model, packed=False).load()
     name = "embedded" if model.model == DEMO else Path(model.model).name
     session = Session(Loaded(name, model.place, checkpoint.model), specs, Plan(**asdict(measured)), file)
-    prompted = cells.prompted(workloads, checkpoint)
+    conditions = grid(list(workloads), cells.temperature, cells.batch, cells.context, cells.max_new_tokens)
+    prompted = with_prompts(conditions, workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
         return session.measure(prompted, Bar(progress, len(prompted)))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.cli.options import (
-    DEMO,
     Device,
     Draft,
     DraftLength,
@@ -18,13 +17,13 @@ from selfspec.cli.options import (
     Repeats,
     Temperature,
     Threads,
-    model_place,
     prepare_process,
     read_draft,
 )
 from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
 from selfspec.cli.terminal import by_depth, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.measure.embedded import DEMO, model_place
 
 if TYPE_CHECKING:
     from rich.table import Table

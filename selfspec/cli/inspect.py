@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import Model, Output, model_place, prepare_process
+from selfspec.cli.options import Model, Output, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, figures_table
+from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
     from rich.table import Table

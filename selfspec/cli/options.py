@@ -15,14 +15,12 @@ import typer
 from typer.models import OptionInfo
 
 from selfspec.errors import DraftConfigError
+from selfspec.measure.embedded import DEMO, model_place
 
 if TYPE_CHECKING:
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
     from selfspec.model.checkpoint import Checkpoint
-
-DEMO = "demo"
-"""What every command calls the embedded model."""
 
 # What help calls the value of an option.
 _METAVARS = {int: "N", float: "X", Path: "FILE", Literal: "NAME", str: "TEXT"}
@@ -114,13 +112,6 @@ class ModelOptions(Machine):
         if self.packed:
             pack(checkpoint.model)
         return checkpoint
-
-
-def model_place(model: str) -> str:
-    """The folder or hub name of a model as commands name it."""
-    from selfspec.measure.embedded import checkpoint_folder
-
-    return str(checkpoint_folder()) if model == DEMO else model
 
 
 def prepare_process(threads: int | None) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import Machine, Model, Output, OutputFormat, Threads, grouped, model_place, prepare_process
+from selfspec.cli.options import Machine, Model, Output, OutputFormat, Threads, grouped, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, figures_table, progress_bar
 from selfspec.errors import TrainingError
+from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
     from selfspec.tools.train.course import Course, Observer

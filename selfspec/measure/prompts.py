@@ -83,6 +83,19 @@ def built_in() -> Workload:
     return Workload(BUILT_IN, tuple(Text(text, whole=True) for text in PROMPTS))
 
 
+def read_workloads(given: Sequence[str]) -> dict[str, Workload]:
+    """Workloads by name: `demo` is the built-in one, any other is read as `parse_workloads` does.
+
+    Raises:
+        PromptError: one cannot be read, or two have one name.
+    """
+    found = [each for text in given for each in ([built_in()] if text == BUILT_IN else parse_workloads(text))]
+    named = {each.name: each for each in found}
+    if len(named) < len(found):
+        raise PromptError(f"two workloads have one name ({', '.join(each.name for each in found)}); give each another")
+    return named
+
+
 def parse_workloads(given: str) -> list[Workload]:
     """Read `NAME=FILE`, `NAME=FILE#FIELD=VALUE` (only lines that say so) or `NAME=FILE#FIELD` (one for each value).
 

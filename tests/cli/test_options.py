@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecError
 from selfspec.cli.calibrate import Measurements
 from selfspec.cli.generate import DRAFTS
-from selfspec.cli.options import DEMO, grouped, model_place, read_draft
+from selfspec.cli.options import grouped, read_draft
 from selfspec.cli.train import CourseOptions, HeadOptions, RecipeOptions
 from selfspec.cli.verify import Checks
+from selfspec.measure.embedded import DEMO, model_place
 from selfspec.tools import calibrate, verify
 from selfspec.tools.demo import checkpoint_folder
 from selfspec.tools.train.course import Course

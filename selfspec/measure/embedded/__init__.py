@@ -51,6 +51,9 @@ class TestPatternMatching:
     """
 '''
 
+DEMO = "demo"
+"""What commands and studies call the embedded model."""
+
 PROMPTS = (_HTTPX, _FLASK, _PYTEST, _ATTRS)
 """Beginnings of Python files that the model was not trained on."""
 
@@ -58,3 +61,8 @@ PROMPTS = (_HTTPX, _FLASK, _PYTEST, _ATTRS)
 def checkpoint_folder() -> Path:
     """The `transformers` folder of the embedded model; its MODEL_CARD.md says what it is."""
     return Path(__file__).parent / "model"
+
+
+def model_place(model: str) -> str:
+    """The folder or hub name of a model as commands and studies name it."""
+    return str(checkpoint_folder()) if model == DEMO else model

@@ -7,6 +7,12 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from torch import Tensor
+
+from selfspec.errors import PromptError
+from selfspec.measure.prompts import Workload
+from selfspec.model.checkpoint import Checkpoint
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -76,3 +82,34 @@ def grid(
         Cell(workload, temperature, batch, context, max_new_tokens)
         for workload, batch, context, temperature in conditions
     ]
+
+
+def with_prompts(
+    cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
+) -> dict[Cell, list[Tensor]]:
+    """Cells with their prompts, one `[batch, context]` for each call, on the model's device.
+
+    Args:
+        cells: at least one.
+        workloads: by name.
+        number: prompts of each workload.
+        checkpoint: model and tokenizer.
+
+    Raises:
+        PromptError: prompt and text together are longer than the model's context.
+    """
+    limit = getattr(checkpoint.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max(cells, key=lambda cell: cell.context + cell.max_new_tokens)
+    if limit is not None and longest.context + longest.max_new_tokens > limit:
+        raise PromptError(
+            f"a prompt of {longest.context} and {longest.max_new_tokens} new tokens exceed the model's context of "
+            f"{limit}; give a smaller --context or --max-new-tokens"
+        )
+    device, tokenizer = checkpoint.model.device, checkpoint.tokenizer
+    return {
+        cell: [
+            prompts.to(device)
+            for prompts in workloads[cell.workload].prompts(tokenizer, number, cell.batch, cell.context)
+        ]
+        for cell in cells
+    }

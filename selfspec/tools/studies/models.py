@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import StudyError
-from selfspec.measure.embedded import checkpoint_folder
+from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import own_text
-from selfspec.measure.prompts import BUILT_IN, Workload, built_in, parse_workloads
+from selfspec.measure.prompts import read_workloads
 from selfspec.measure.teacher_forced.figures import WrittenTexts
 from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.model.adapter import Adapter
@@ -26,9 +26,6 @@ from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.study import Study
-
-DEMO = "demo"
-"""The embedded model, by what a study calls it."""
 
 
 @dataclass
@@ -125,8 +122,8 @@ def check_inputs(study: Study) -> None:
         CheckpointError, UnsupportedModelError, PromptError: naming the model or file.
     """
     for model in study.models:
-        read_config(_place(model))
-    _workloads(study)
+        read_config(model_place(model))
+    read_workloads(study.workloads)
 
 
 def loader(study: Study, device: str) -> Callable[[str], StudiedModel]:
@@ -136,13 +133,13 @@ def loader(study: Study, device: str) -> Callable[[str], StudiedModel]:
     def load(name: str) -> StudiedModel:
         if name not in kept:
             kept.clear()
-            checkpoint = load_checkpoint(_place(name), study.dtype, device)  # type: ignore[arg-type]
+            checkpoint = load_checkpoint(model_place(name), study.dtype, device)  # type: ignore[arg-type]
             model, tokenizer = checkpoint.model, checkpoint.tokenizer
             prompts = {
                 workload.name: torch.cat(workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens))
                 .long()
                 .to(model.device)
-                for workload in _workloads(study)
+                for workload in read_workloads(study.workloads).values()
             }
             kept[name] = StudiedModel(_label(name), model, find_adapter(model), prompts, tokenizer)
         return kept[name]
@@ -150,19 +147,5 @@ def loader(study: Study, device: str) -> Callable[[str], StudiedModel]:
     return load
 
 
-def _place(model: str) -> str:
-    return str(checkpoint_folder()) if model == DEMO else model
-
-
 def _label(model: str) -> str:
     return model if model == DEMO else Path(model).name
-
-
-def _workloads(study: Study) -> list[Workload]:
-    found: list[Workload] = []
-    for given in study.workloads:
-        found += [built_in()] if given == BUILT_IN else parse_workloads(given)
-    names = [workload.name for workload in found]
-    if len(set(names)) < len(names):
-        raise StudyError(f"workloads: two are called the same, {names}; name each differently")
-    return found
