@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 
 import selfspec
-from helpers.any_rounds import AnyRounds, any_rounds, shrunken_model
+from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.shrunken import shrunken
 
 
-class Jamba(AnyRounds):
+class Jamba(AnyShrunkenRounds):
     architecture = "jamba"
-    build = staticmethod(shrunken_model)
-    # These models compute their states in float32, whatever the model's dtype.
-    tolerance: ClassVar[dict[str, float]] = {"sdpa": 1e-4, "eager": 1e-4}
 
 
 class FalconH1(Jamba):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.any_rounds import AnyRounds, alone, any_rounds, shrunken_model, tiny_model
+from helpers.any_rounds import AnyRounds, AnyShrunkenRounds, alone, any_rounds, tiny_model
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
@@ -43,17 +43,15 @@ class GPT2(AnyRounds):
     architecture = "gpt2"
 
 
-class Gemma2(AnyRounds):
+class Gemma2(AnyShrunkenRounds):
     architecture = "gemma2"
-    build = staticmethod(shrunken_model)
     kernels = ("eager",)
 
 
-class Llama4(AnyRounds):
+class Llama4(AnyShrunkenRounds):
     """Chunked attention, and every other layer without."""
 
     architecture = "llama4_text"
-    build = staticmethod(shrunken_model)
 
 
 class InBuckets(AnyRounds):

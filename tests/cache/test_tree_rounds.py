@@ -86,12 +86,12 @@ def test_greedy_verification_of_a_tree_gives_the_tokens_of_plain_decoding(decodi
     gathered = 0
     while min(map(len, decoding.rows)) < min(PROMPTS) + NEW:
         drafted = torch.randint(FIRST_WORD, tiny.VOCABULARY, (len(PROMPTS), len(TREE)), generator=noise)
-        right = []
+        right: list[int] = []
         for row, text in enumerate(decoding.rows):
             # Of each row, the path to some node holds the right tokens, as far as these are known.
-            path = choice.choice(TREE.paths)
-            right.append(path[: max(len(decoding.wanted[row]) - len(text), 0)])
-            for depth, node in enumerate(right[row]):
+            path = choice.choice(TREE.paths)[: max(len(decoding.wanted[row]) - len(text), 0)]
+            right.append(len(path))
+            for depth, node in enumerate(path):
                 token = decoding.wanted[row][len(text) + depth]
                 siblings = TREE.children[TREE.parents[node] + 1]
                 drafted[row, siblings] = FIRST_WORD if token > FIRST_WORD else FIRST_WORD + 1
@@ -100,7 +100,7 @@ def test_greedy_verification_of_a_tree_gives_the_tokens_of_plain_decoding(decodi
         decoding.cache.open(TREE)
         logits = decoding.runner.logits(FULL, torch.cat([decoding.last, drafted], 1)).logits
         paths = decoding.commit(TREE, drafted, logits)
-        assert all(len(path) > len(nodes) for path, nodes in zip(paths, right, strict=True))
+        assert all(len(path) > known for path, known in zip(paths, right, strict=True))
         gathered += sum(path != tuple(range(-1, len(path) - 1)) for path in paths)
     assert gathered > len(PROMPTS)
     for found, wanted in zip(decoding.rows, decoding.wanted, strict=True):
@@ -127,8 +127,8 @@ def test_a_tree_that_an_early_exit_drafts_level_by_level_is_verified_from_its_st
         logits = decoding.runner.logits(FULL.resumed_at(EXIT), block, entering).logits
         accepted += sum(len(nodes) - 1 for nodes in decoding.commit(WIDE, block[:, 1:], logits))
     assert accepted
-    for row, wanted in zip(decoding.rows, decoding.wanted, strict=True):
-        assert row[: len(wanted)] == wanted[: len(row)]
+    for found, wanted in zip(decoding.rows, decoding.wanted, strict=True):
+        assert found[: len(wanted)] == wanted[: len(found)]
 
 
 @pytest.mark.parametrize("architecture", ["bart", "bloom", "gpt_neo"])

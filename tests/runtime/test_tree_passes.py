@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -80,8 +81,8 @@ def test_an_open_chain_runs_what_runs_where_nothing_is_opened(llama: PreTrainedM
 class ByTrace(AnyRounds):
     kernels = ("sdpa",)
 
-    def graphs(self, model: PreTrainedModel) -> GraphCache | None:
-        return _graphs(model, lambda: Traced(after=0))
+    def graphs(self, model: PreTrainedModel) -> GraphCache:
+        return _graphs_of(model, "traced")
 
 
 class ByGraph(AnyRounds):
@@ -91,16 +92,14 @@ class ByGraph(AnyRounds):
     kernels = ("sdpa",)
     bucket = BUCKET
 
-    def graphs(self, model: PreTrainedModel) -> GraphCache | None:
-        return _graphs(model, lambda: StandIn(0, BUCKET))
+    def graphs(self, model: PreTrainedModel) -> GraphCache:
+        return _graphs_of(model, "graphs")
 
 
-_GRAPHS: dict[int, GraphCache] = {}
-
-
-def _graphs(model: PreTrainedModel, runtime: Callable[[], Runtime]) -> GraphCache:
-    """Those of a model, which all examples share."""
-    return _GRAPHS.setdefault(id(model), GraphCache(runtime(), ticking()))
+@functools.cache
+def _graphs_of(model: PreTrainedModel, runtime: str) -> GraphCache:
+    """Programs that all examples share."""
+    return GraphCache(RUNTIMES[runtime](), ticking())
 
 
 ByTrace.TestCase.settings = any_rounds(6)
