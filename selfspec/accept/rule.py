@@ -26,7 +26,7 @@ class Rule(Protocol):
 
     Attributes:
         lossless: whether what is committed is distributed exactly as the target's own tokens.
-        couples: whether draft and target choose their tokens with the noise of the place (see `Coupling`).
+        couples: whether draft and target choose their tokens with the noise of the place (see `Noise.choose`).
     """
 
     @property

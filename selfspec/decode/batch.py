@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control import Controller
+from selfspec.decode.noise import Noise
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Sequences
@@ -27,7 +27,7 @@ class Batch:
         runner: runs the model over the cache.
         cache: keys and values of all committed tokens but each row's last, which no pass has read yet.
         sampling: turns logits into probabilities, in the same way for p and q.
-        generator: the source of all randomness.
+        noise: of the running rows.
         controller: chooses draft lengths.
         last_tokens: the last committed token of each running row, `[rows, 1]`.
         sequences: prompts and committed tokens.
@@ -46,7 +46,7 @@ class Batch:
     runner: ModelRunner
     cache: SharedCache
     sampling: Sampling
-    generator: torch.Generator
+    noise: Noise
     controller: Controller
     last_tokens: Tensor
     sequences: Sequences
@@ -114,4 +114,4 @@ class Batch:
         self.sequences.running = [running[index] for index in kept]
         self.cache.narrow(kept)
         self.last_tokens = self.last_tokens[kept]
-        self.sampling = self.sampling.narrowed(self.running, self.size)
+        self.noise = self.noise.narrowed(kept)

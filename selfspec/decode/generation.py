@@ -14,6 +14,7 @@ from selfspec.cache.transfer import can_store, check_kinds, is_callers, store_pa
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
 from selfspec.decode.loop import rounds
+from selfspec.decode.noise import Noise
 from selfspec.decode.output import GenerateOutput, Round, streamed
 from selfspec.decode.request import Request
 from selfspec.decode.score_record import ScoreRecord, ScoreRecords
@@ -62,16 +63,14 @@ class Generation(Iterator[Round]):
         )
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
-        generator = torch.Generator(device)
-        generator.manual_seed(seed)
         self.stats = Stats()
         self._request = request
         self.lossless = rule.lossless
         batch = Batch(
             runner=ModelRunner(model, adapter, cache, programs),
             cache=cache,
-            sampling=request.sampling.coupled(seed) if rule.couples else request.sampling,
-            generator=generator,
+            sampling=request.sampling.coupled() if rule.couples else request.sampling,
+            noise=Noise(seed, range(rows), device),
             controller=control,
             # Embeddings end with no token id; the first round reads them, and not these zeros.
             last_tokens=(torch.zeros(rows, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(

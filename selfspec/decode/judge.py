@@ -13,6 +13,8 @@ from selfspec.accept.paths import tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.lockstep import lockstep_limit
+from selfspec.decode.noise import Purpose
+from selfspec.decode.row_lengths import ended, row_lengths, within
 from selfspec.decode.sequences import Prefixes
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
@@ -27,7 +29,8 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         logits: the target's own, `[rows, nodes + 1, vocab]`.
         rule: accepts or rejects draft tokens.
     """
-    accepted = _accept(batch, draft, logits, rule)
+    lengths = row_lengths(batch, draft)
+    accepted = _accept(batch, draft, lengths, logits, rule)
     judged = _on_host(batch, draft, accepted)
     limit = lockstep_limit(batch, draft, [row.run for row in judged.values()])
     runs = [judged[row].run if row in judged else [] for row in range(batch.size)]
@@ -38,12 +41,14 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     scores = batch.records.keep(accepted.scores, accepted.logits, batch.running, starts, counts)
     ends = batch.stopping.judged(batch.sequences, cut, scores)
     rows = {}
-    for row, found in judged.items():
-        end = ends[row]
+    for row, length in zip(batch.running, lengths, strict=True):
+        if row not in judged:
+            continue
+        found, end = judged[row], ends[row]
         rows[row] = RowVerdict(
             drafted=found.drafted,
             path=found.path,
-            judged=len(found.path) + bool(draft.tree.children[found.place]),
+            judged=len(found.path) + (len(found.path) < length and bool(draft.tree.children[found.place])),
             tokens=cut[row][:end],
             dropped=len(runs[row]) - len(cut[row]) if end is None else 0,
             ended=end is not None,
@@ -94,7 +99,7 @@ class _Accepted:
         )
 
 
-def _accept(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
+def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, rule: Rule) -> _Accepted:
     """Judge the draft and draw the token after it. Nothing waits for the device here."""
     sampling = batch.sampling
     scores = _scores(batch, draft, logits)
@@ -104,14 +109,18 @@ def _accept(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted
     if draft.length or not sampling.mends:
         finite &= logits.amax(-1).isfinite()
     # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
-    decided = torch.where(finite[..., None], sampling.decide(p, batch.cache.positions(p.shape[1]) + 1), 0.0)
+    decided = sampling.decide(p, batch.cache.positions(p.shape[1]) + 1, batch.noise)
+    decided = torch.where(finite[..., None], decided, 0.0)
     effective = replace(draft, probs=None) if sampling.decided else draft
-    noise = torch.rand((batch.size, len(draft.tree)), generator=batch.generator, dtype=p.dtype, device=p.device)
-    noise = sampling.left(noise)
-    accept_mask = noise < rule.accept_probs(effective, decided, logits)
+    judged = within(draft, lengths)
+    if judged is not None:
+        effective = ended(effective, judged, decided)
+    accept_mask = drawn_mask(batch, rule, rule.accept_probs(effective, decided, logits))
+    if judged is not None:
+        accept_mask &= judged
     place = rule.accepted(accept_mask, draft.tree)
-    token = sampling.draw(rule.recovery_probs(effective, decided, place), batch.generator)
-    overlap = torch.zeros_like(noise)
+    token = recovered(batch, rule.recovery_probs(effective, decided, place))
+    overlap = torch.zeros_like(accept_mask, dtype=p.dtype)
     if draft.probs is not None and sampling.decided and draft.tree.is_chain:
         overlap = torch.minimum(p[:, :-1], draft.probs).sum(-1)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
@@ -132,6 +141,32 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
             prefixes = Prefixes(batch.sequences, [draft.tokens[:, list(path)]])
             scores[:, places] = sampling.scores(logits[:, places], prefixes)
     return scores
+
+
+def drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int = 0) -> Tensor:
+    """Draw whether each draft token is accepted, `[rows, nodes]`.
+
+    Where tokens are decided there is nothing to draw: the chances of a lossless rule are 0 and 1.
+
+    Args:
+        batch: whose noise is used.
+        rule: whose chances these are.
+        accept_probs: the chances, `[rows, nodes]`.
+        first: number of the first of these nodes in the draft.
+    """
+    if batch.sampling.decided and rule.lossless:
+        return accept_probs > 0.5
+    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs
+
+
+def recovered(batch: Batch, recovery_probs: Tensor) -> Tensor:
+    """The token after the accepted ones, `[rows]`. A row draws one each round, so all share one place.
+
+    Args:
+        batch: whose noise is used.
+        recovery_probs: what it is drawn from, `[rows, vocab]`.
+    """
+    return batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
 
 
 @dataclass(frozen=True)

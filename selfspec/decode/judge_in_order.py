@@ -15,6 +15,7 @@ from torch import Tensor
 
 from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
+from selfspec.decode.judge import drawn_mask, recovered
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError
@@ -114,17 +115,16 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     positions = batch.cache.positions(place + 1)[:, place:] + 1
-    decided = torch.where(finite[..., None], sampling.decide(p, positions), 0.0)
+    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
     effective = Draft.chain(token, None if sampling.decided else probs)
     # The rule sees a draft of one token, or of none after the last. What would follow that token is never looked at.
     p_rule = decided.expand(-1, token.shape[1] + 1, -1)
-    noise = torch.rand((batch.size, token.shape[1]), generator=batch.generator, dtype=p.dtype, device=p.device)
-    noise = sampling.left(noise)
     judged = logits[:, place : place + 1 + token.shape[1]]
-    accepted = rule.accepted(noise < rule.accept_probs(effective, p_rule, judged), effective.tree)
-    own = sampling.draw(rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted)), batch.generator)
+    mask = drawn_mask(batch, rule, rule.accept_probs(effective, p_rule, judged), place)
+    accepted = rule.accepted(mask, effective.tree)
+    own = recovered(batch, rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted)))
     overlap = torch.zeros_like(p[:, 0, 0])
     if probs is not None and token.shape[1] and sampling.decided:
         overlap = torch.minimum(p, probs).sum(-1)[:, 0]

@@ -1,64 +1,225 @@
-"""Noise that belongs to a place and not to a draw: the same for draft and target, and for plain decoding too."""
+"""Noise by counter: each random number is a hash of what it is for, and of nothing that was drawn before.
+
+The numbers of a row are a function of the seed, the row, that row's round, the purpose and the place in the round. So
+a row gets the same numbers whatever other rows join, leave or finish, and a round never sees those of another round.
+The noise of coupled drafts is a function of seed, row, position and token: draft and target share it on purpose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from enum import IntEnum
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed number: the increment of splitmix64
+# A counter holds the place, above it the purpose, and above that the round.
+_PLACE_BITS, _PURPOSE_BITS = 24, 3
+# Places and rounds that are hashed at once, but no more rounds than so many numbers make: a hash of few numbers takes
+# as long as that of one.
+_PLACES_AT_ONCE, _ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE = 8, 8, 2048
+# From this vocabulary on, a block of tokens is drawn first and then a token of the block.
+_LARGE, _BLOCK = 8192, 256
+_Bits = TypeVar("_Bits", Tensor, NDArray[np.int64])
 
 
-class Coupling:
-    """Chooses the token of a place (row, position) from any distribution with the noise of that place.
+class Purpose(IntEnum):
+    """What a number is drawn for."""
 
-    The noise is counter-based: a hash of seed, row, position and token, so it does not depend on what was drawn
-    before. From p at a place the choice is distributed as p; from p and q at the same place it is the same token as
-    often as the noise of the exponential race (Gumbel-max) allows, which is close to how alike they are. Daliri et al.
-    (2024, arXiv 2408.07978) call this drafter-invariant speculation.
+    DRAFT = 0
+    ACCEPT = 1
+    RECOVER = 2
+
+
+class Noise:
+    """The noise of the rows that passes run.
 
     Args:
-        seed: of the generation.
-        rows: numbers of the rows that are chosen for; None: 0, 1, 2 and so on.
+        seed: of the generation, 64 bits, signed.
+        rows: number of each row, which its noise depends on.
+        device: where tokens are drawn.
     """
 
-    def __init__(self, seed: int, rows: Sequence[int] | None = None) -> None:
-        self._seed = seed
-        self._rows = rows
+    def __init__(self, seed: int, rows: Sequence[int], device: torch.device) -> None:
+        key = _mixed(np.array([seed]))
+        self._keys: NDArray[np.int64] = _mixed(key + _GOLDEN * (np.array(rows, dtype=np.int64) + 1))
+        self._rounds = np.zeros_like(self._keys)
+        self._device = device
+        self._on_host = device.type == "cpu"
+        self._numbers: Sequence[Tensor] = ()
+        self._ahead: list[Tensor] = []
 
-    def narrowed(self, rows: Sequence[int]) -> Coupling:
-        """The same noise for the rows of these numbers."""
-        return Coupling(self._seed, rows)
+    def begin_round(self) -> None:
+        """Move each row on to its next round, whether or not the last one committed anything."""
+        self._rounds += 1
+        self._numbers = self._ahead.pop().unbind() if self._ahead else ()
 
-    def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
-        """The token of each place.
+    def narrowed(self, kept: Sequence[int]) -> Noise:
+        """The noise of the rows at these indices, each with its own key and round."""
+        noise = copy(self)
+        noise._keys, noise._rounds = self._keys[list(kept)], self._rounds[list(kept)]
+        noise._numbers, noise._ahead = (), []
+        return noise
+
+    def uniform(self, purpose: Purpose, first: int, count: int) -> Tensor:
+        """Uniform numbers in [0, 1), multiples of 2^-52.
+
+        As doubles they stay below 1; rounded to float32, the largest would be 1.
 
         Args:
-            weights: `[batch, tokens, vocab]`, non-negative; they need not be normalised.
-            positions: of the tokens to choose, `[batch or 1, tokens]`.
+            purpose: what they are for.
+            first: the first place of the round.
+            count: places.
 
         Returns:
-            `[batch, tokens]`.
+            `[rows, count]`, float64.
         """
-        batch, _, vocab = weights.shape
-        key = _mixed(torch.full((batch, 1), self._seed, device=weights.device))
-        rows = torch.tensor(range(batch) if self._rows is None else self._rows, device=weights.device)
-        key = _mixed(key + _GOLDEN * (rows + 1)[:, None])
-        key = _mixed(key + _GOLDEN * (positions + 1))
-        bits = _mixed(key[..., None] + _GOLDEN * torch.arange(1, vocab + 1, device=weights.device))
+        return self._uniform(purpose, first, count)
+
+    def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
+        """One token from each of the given distributions. Nothing waits for the device.
+
+        Args:
+            weights: `[rows, places, vocab]`, non-negative, each with a positive entry; they need not be normalised.
+            purpose: what the tokens are for.
+            first: the first place of the round.
+
+        Returns:
+            `[rows, places]`; some token where all weights are 0 or one is not finite.
+        """
+        count, vocab = weights.shape[1:]
+        # A CPU takes longer for a logarithm of each entry than for all passes over a small model's head; on a GPU sums
+        # in turn would be the slow part, and not reproducible.
+        if self._on_host and vocab <= _LARGE:
+            return drawn_by_inversion(weights, self._uniform(purpose, first, count))
+        if self._on_host:
+            second = self._uniform(purpose + len(Purpose), first, count)
+            return drawn_by_blocks(weights, self._uniform(purpose, first, count), second)
+        return drawn_by_race(weights, self._bits(np.array(0), np.array(purpose), np.arange(first, first + count)))
+
+    def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
+        """The token of each place of the text, by noise that every round shares.
+
+        From p at a place the choice is distributed as p; from p and q at the same place it is the same token as often
+        as the noise of the exponential race (Gumbel-max) allows, which is close to how alike they are. Daliri et al.
+        (2024, arXiv 2408.07978) call this drafter-invariant speculation.
+
+        Args:
+            weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
+            positions: of the tokens to choose, `[rows or 1, places]`.
+
+        Returns:
+            `[rows, places]`.
+        """
+        keys = torch.from_numpy(self._keys)
+        if not self._on_host:
+            keys = keys.pin_memory().to(self._device, non_blocking=True)
+        key = _mixed(keys[:, None] + _GOLDEN * (positions + 1))
+        tokens = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
+        bits = _mixed(key[..., None] + _GOLDEN * tokens)
         # The upper 53 bits make a double in (0, 1).
         uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
         return (weights.double() / -uniform.log()).argmax(-1)
 
+    def _uniform(self, purpose: int, first: int, count: int) -> Tensor:
+        """`uniform`; a purpose has a second number for each place, under its own number and that of all purposes."""
+        if not self._numbers or self._numbers[0].shape[1] < first + count:
+            places, purposes = max(_PLACES_AT_ONCE, first + count), 2 * len(Purpose)
+            rounds = max(1, min(_ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE // (len(self._keys) * places * purposes)))
+            bits = self._bits(
+                np.arange(rounds)[:, None, None, None], np.arange(purposes)[:, None, None], np.arange(places)
+            )
+            numbers = torch.from_numpy(_shifted(bits, 12) * 2.0**-52)
+            # Pinned and not waited for: the upload must not cost the round a synchronisation.
+            numbers = numbers if self._on_host else numbers.pin_memory().to(self._device, non_blocking=True)
+            self._ahead = list(numbers.unbind())[::-1]
+            self._numbers = self._ahead.pop().unbind()
+        return self._numbers[purpose].narrow(1, first, count)
 
-def _mixed(bits: Tensor) -> Tensor:
+    def _bits(
+        self, rounds: NDArray[np.int64], purposes: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """64 random bits for each round from this one on, purpose and place, `[..., rows, places]`."""
+        rounds = rounds + self._rounds[:, None]
+        counters = (((rounds << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
+        return _mixed(self._keys[:, None] + _GOLDEN * counters)
+
+
+def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw tokens by looking uniform numbers up in cumulative sums.
+
+    The sums are double, so what rounding does to a probability is less than the 2^-24 that a float32 p is rounded by.
+
+    Args:
+        weights: `[rows, places, vocab]`.
+        uniform: in [0, 1), float64, `[rows, places]`.
+
+    Returns:
+        `[rows, places]`.
+    """
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    # No number is above 1 - 2^-52, so its share of the total stays below the total when it is rounded, and only tokens
+    # that add to the sum are found.
+    found = torch.searchsorted(sums, uniform[..., None] * sums[..., -1:], right=True)[..., 0]
+    return found.clamp_(max=weights.shape[-1] - 1)
+
+
+def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
+    """Draw a block of tokens, and then one of its tokens: cheaper where there are many.
+
+    Blocks are added up in the weights' own precision.
+
+    Args:
+        weights: `[rows, places, vocab]`.
+        uniform: in [0, 1), float64, `[rows, places]`: chooses the block.
+        second: the same: chooses the token.
+
+    Returns:
+        `[rows, places]`.
+    """
+    vocab = weights.shape[-1]
+    if vocab % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK))
+    blocks = weights.unflatten(-1, (-1, _BLOCK))
+    block = drawn_by_inversion(blocks.sum(-1), uniform)
+    chosen = torch.take_along_dim(blocks, block[..., None, None], -2)[..., 0, :]
+    token = drawn_by_inversion(chosen, second)
+    return torch.add(token, block, alpha=_BLOCK).clamp_(max=vocab - 1)
+
+
+def drawn_by_race(weights: Tensor, seeds: NDArray[np.int64]) -> Tensor:
+    """Draw tokens by the exponential race.
+
+    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i. The
+    generator of a GPU is itself a hash of seed and counter.
+
+    Args:
+        weights: `[rows, places, vocab]`.
+        seeds: of the exponentials of each place, `[rows, places]`.
+
+    Returns:
+        `[rows, places]`.
+    """
+    noise = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+    generator = torch.Generator(weights.device)
+    for place, seed in zip(noise.flatten(0, 1), seeds.flatten().tolist(), strict=True):
+        place.exponential_(generator=generator.manual_seed(seed))
+    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
+    return (weights / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(-1)
+
+
+def _mixed(bits: _Bits) -> _Bits:
     """The output function of splitmix64 (Steele, Lea and Flood, 2014) on 64-bit numbers; int64 products wrap."""
     bits = (bits ^ _shifted(bits, 30)) * -0x40A7B892E31B1A47
     bits = (bits ^ _shifted(bits, 27)) * -0x6B2FB644ECCEEE15
     return bits ^ _shifted(bits, 31)
 
 
-def _shifted(bits: Tensor, count: int) -> Tensor:
+def _shifted(bits: _Bits, count: int) -> _Bits:
     # >> repeats the sign bit; a shift of unsigned numbers brings zeros.
     return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -8,7 +8,7 @@ from selfspec.draft import Draft, Drafter
 
 
 def propose(batch: Batch, drafter: Drafter | None) -> Draft:
-    """Make room for a round in the cache and let the drafter propose tokens for it.
+    """Begin a round: give it noise of its own and room in the cache, and let the drafter propose tokens.
 
     There is no draft in the round that reads the last embedding of a prompt, nor while the logits of some row are not
     finite.
@@ -17,6 +17,7 @@ def propose(batch: Batch, drafter: Drafter | None) -> Draft:
         batch: before the round.
         drafter: proposes tokens; None: decoding is plain.
     """
+    batch.noise.begin_round()
     batch.cache.reserve(batch.longest)
     scrub_nonfinite_rows(batch)
     if drafter is None or batch.nonfinite_rows or batch.first_embeddings is not None:

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers.generation import InfNanRemoveLogitsProcessor
 
-from selfspec.decode.noise import Coupling
+from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.processors import Processing, SequentialProcessing, Warping
 from selfspec.decode.sequences import Prefixes
-
-
-@dataclass(frozen=True)
-class Left:
-    """The rows that are left of a batch.
-
-    Attributes:
-        rows: their numbers.
-        batch: how many there were.
-    """
-
-    rows: tuple[int, ...]
-    batch: int
 
 
 class Sampling:
@@ -33,43 +17,27 @@ class Sampling:
     Args:
         processing: what logits go through first, the same for target and draft.
         greedy: whether the distribution is one-hot at the largest score.
-        coupling: chooses tokens by the noise of their place; None: by independent draws.
-        left: the rows of the batch that are still run; None: all.
+        coupled: whether tokens are chosen by the noise of their position, not by independent draws.
 
     Attributes:
         greedy: as given.
         mends: whether processors put numbers in the place of logits that are not finite.
     """
 
-    def __init__(
-        self, processing: Processing, greedy: bool, coupling: Coupling | None = None, left: Left | None = None
-    ) -> None:
+    def __init__(self, processing: Processing, greedy: bool, coupled: bool = False) -> None:
         self._processing = processing
-        self._coupling = coupling
-        self._left = left
+        self._coupled = coupled
         self.greedy = greedy
         self.mends = any(type(each) is InfNanRemoveLogitsProcessor for each in processing.processors)
 
-    def coupled(self, seed: int) -> Sampling:
-        """The same distributions, with tokens chosen by the noise of their place. Greedy decoding needs none."""
-        return self if self.greedy else Sampling(self._processing, greedy=False, coupling=Coupling(seed))
-
-    def narrowed(self, rows: Sequence[int], batch: int) -> Sampling:
-        """The same for a batch of which only the rows of these numbers are left.
-
-        Noise is still drawn for the whole batch, so that a row gets the same whichever others are left.
-        """
-        coupling = self._coupling and self._coupling.narrowed(rows)
-        return Sampling(self._processing, self.greedy, coupling, Left(tuple(rows), batch))
-
-    def left(self, noise: Tensor) -> Tensor:
-        """Of noise for the whole batch, `[batch, ...]`, that of the rows that are left."""
-        return noise if self._left is None else noise[list(self._left.rows)]
+    def coupled(self) -> Sampling:
+        """The same distributions, with tokens chosen by the noise of their position. Greedy decoding needs none."""
+        return self if self.greedy else Sampling(self._processing, greedy=False, coupled=True)
 
     @property
     def decided(self) -> bool:
         """Whether `decide` leaves one possible token everywhere, so that nothing is drawn."""
-        return self.greedy or self._coupling is not None
+        return self.greedy or self._coupled
 
     @property
     def in_order(self) -> bool:
@@ -116,74 +84,31 @@ class Sampling:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return scores.softmax(-1)
 
-    def decide(self, p: Tensor, positions: Tensor) -> Tensor:
-        """What tokens are drawn from: p itself, or one-hot at what the noise of the place chooses from it.
+    def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
+        """What tokens are drawn from: p itself, or one-hot at what the noise of the position chooses from it.
 
         Args:
             p: `[batch, tokens, vocab]`.
             positions: of the tokens to be drawn, `[batch or 1, tokens]`.
+            noise: of the rows; used by coupled sampling alone.
         """
-        if self._coupling is None:
+        if not self._coupled:
             return p
-        return torch.zeros_like(p).scatter_(-1, self._coupling.choose(p, positions)[..., None], 1.0)
+        return torch.zeros_like(p).scatter_(-1, noise.choose(p, positions)[..., None], 1.0)
 
-    def draw(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
         """The token each of the given distributions gives: its one possible token where decided, else a draw.
 
         Args:
-            weights: `[..., vocab]`, non-negative; they need not be normalised.
-            generator: the source of randomness, not touched where all is decided.
+            weights: `[batch, tokens, vocab]`, non-negative; they need not be normalised.
+            noise: of the rows, not touched where all is decided.
+            purpose: what the tokens are for.
+            first: the first of these places in the round.
 
         Returns:
-            `[...]`.
+            `[batch, tokens]`.
         """
-        if self.decided:
-            return weights.argmax(-1)
-        if self._left is None:
-            return draw(weights, generator)
-        whole = weights.new_ones(self._left.batch, *weights.shape[1:])
-        whole[list(self._left.rows)] = weights
-        return self.left(draw(whole, generator))
-
-
-def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """One draw from each of the given distributions, without a host synchronisation.
-
-    Args:
-        weights: `[..., vocab]`, non-negative, each with a positive entry; they need not be normalised.
-        generator: the source of randomness, on the device of `weights`.
-
-    Returns:
-        `[...]`, the indices drawn.
-    """
-    # A CPU takes longer for a logarithm of each entry than for all passes over a small model's head; on a GPU sums in
-    # turn would be the slow part, and not reproducible.
-    by = drawn_by_inversion if weights.device.type == "cpu" else drawn_by_race
-    return by(weights, generator)
-
-
-def drawn_by_inversion(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """`draw` by one uniform number for each distribution, looked up in its cumulative sums.
-
-    Both are double, so what rounding does to a probability is less than the 2^-24 that a float32 p is rounded by.
-    """
-    sums = weights.double().cumsum(-1)
-    total = sums[..., -1:]
-    places = torch.rand(total.shape, generator=generator, dtype=sums.dtype, device=sums.device) * total
-    # The product may be rounded up to the total itself, behind which nothing stands.
-    places = torch.minimum(places, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(sums, places, right=True)[..., 0]
-    return found.clamp(max=weights.shape[-1] - 1)
-
-
-def drawn_by_race(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """`draw` by the exponential race.
-
-    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i.
-    """
-    noise = torch.empty_like(weights).exponential_(generator=generator)
-    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
-    return (weights / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(-1)
+        return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
 
 
 def proper(q: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.control.costs import share_read
+from selfspec.decode.noise import Purpose
 from selfspec.decode.sampling import proper
 from selfspec.decode.sequences import Prefixes
 from selfspec.draft.draft import Draft, Resume
@@ -68,8 +69,8 @@ class PathDrafter(Drafter):
             step = batch.runner.logits(path, token, head=self.head, first=node)
             scores = batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))
             q = proper(batch.sampling.probabilities(scores))
-            decided = batch.sampling.decide(q, batch.cache.positions(1, node) + 1)
-            token = batch.sampling.draw(decided, batch.generator)
+            decided = batch.sampling.decide(q, batch.cache.positions(1, node) + 1, batch.noise)
+            token = batch.sampling.draw(decided, batch.noise, Purpose.DRAFT, node + 1)
             tokens.append(token)
             distributions.append(q)
             states.append(step.states)

@@ -49,6 +49,7 @@ class Draft:
         steps: draft steps it took.
         match_length: of a look-up, how many tokens back from its end the text is alike where the draft was found;
             else 0.
+        row_lengths: how many of its tokens are meant for each row; the others only fill it up. None: all of them.
 
     Raises:
         ValueError: `tokens` has another number of nodes than `tree`.
@@ -60,6 +61,7 @@ class Draft:
     resume: Resume | None = None
     steps: int = 0
     match_length: int = 0
+    row_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape[1] != len(self.tree):
@@ -73,9 +75,10 @@ class Draft:
         resume: Resume | None = None,
         steps: int = 0,
         match_length: int = 0,
+        row_lengths: tuple[int, ...] | None = None,
     ) -> Draft:
         """A draft in which each token follows the one before it, `[rows, drafted]`."""
-        return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length)
+        return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length, row_lengths)
 
     @property
     def length(self) -> int:

@@ -71,4 +71,7 @@ class PromptLookup(Drafter):
         if most == 0:
             return batch.no_draft()
         tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
-        return Draft.chain(torch.tensor(tokens, device=batch.last_tokens.device), match_length=least)
+        lengths = tuple(most if row else 0 for row in rows)
+        return Draft.chain(
+            torch.tensor(tokens, device=batch.last_tokens.device), match_length=least, row_lengths=lengths
+        )

@@ -1,35 +1,215 @@
-"""Coupled decoding: the noise of a place makes sampled tokens independent of the draft, and still exact samples."""
+"""Noise by counter: uniform, independent of all that differs, the same wherever a row runs; and coupled decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest, kstest
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import tiny
-from helpers.goodness import p_value
-from selfspec.decode.noise import Coupling
+from helpers import tiny, tiny_joint
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import Warp
+from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race
+
+CPU = torch.device("cpu")
+SEEDS, ROUNDS, ROWS, PLACES = 40, 12, 6, 16
+
+
+def pairs(first: Tensor, second: Tensor) -> float:
+    """How well pairs of numbers fit independent ones that are uniform: a p-value, over cells of an eighth each way."""
+    cells: dict[tuple[int, ...], float] = {(a, b): 1 / 64 for a in range(8) for b in range(8)}
+    both = torch.stack([(8 * first).long().flatten(), (8 * second).long().flatten()], 1)
+    return p_value([tuple(pair) for pair in both.tolist()], cells)
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Tensor:
+    """Of each seed, round, purpose, row and place."""
+    table = torch.empty(SEEDS, ROUNDS, len(Purpose), ROWS, PLACES, dtype=torch.float64)
+    for seed in range(SEEDS):
+        noise = Noise(seed, range(ROWS), CPU)
+        for round_ in range(ROUNDS):
+            noise.begin_round()
+            for purpose in Purpose:
+                table[seed, round_, purpose] = noise.uniform(purpose, 0, PLACES)
+    return table
+
+
+def test_numbers_are_uniform(numbers: Tensor) -> None:
+    found = {purpose.name: float(kstest(numbers[:, :, purpose].flatten(), "uniform").pvalue) for purpose in Purpose}
+    # The bits of a number too, from the highest to the lowest.
+    for bit in range(1, 53):
+        ones = int(((numbers * 2.0**bit).long() & 1).sum())
+        found[f"bit {bit}"] = float(binomtest(ones, numbers.numel()).pvalue)
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.parametrize("axis", range(5), ids=["seeds", "rounds", "purposes", "rows", "places"])
+@pytest.mark.parametrize("apart", [1, 2])
+def test_numbers_are_independent_along_each_axis(numbers: Tensor, axis: int, apart: int) -> None:
+    size = numbers.shape[axis] - apart
+    assert pairs(numbers.narrow(axis, 0, size), numbers.narrow(axis, apart, size)) > 0.01
+
+
+def test_no_number_comes_twice(numbers: Tensor) -> None:
+    assert len(numbers.unique()) == numbers.numel()
+
+
+def test_a_round_that_commits_nothing_uses_its_noise_up() -> None:
+    noise = Noise(0, [0], CPU)
+    first = noise.uniform(Purpose.ACCEPT, 0, 4)
+    noise.begin_round()
+    assert not torch.isin(noise.uniform(Purpose.ACCEPT, 0, 4), first).any()
+
+
+@pytest.mark.parametrize("running", [[0], [3], [0, 4], [1, 2, 3, 4]], ids=str)
+def test_a_row_has_the_same_noise_whatever_rows_are_beside_it(running: list[int]) -> None:
+    whole, alone = Noise(7, range(5), CPU), Noise(7, running, CPU)
+    weights = torch.rand(5, 3, 40, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        whole.begin_round()
+        alone.begin_round()
+        for purpose in Purpose:
+            assert torch.equal(whole.uniform(purpose, 2, 9)[running], alone.uniform(purpose, 2, 9))
+            assert torch.equal(whole.draw(weights, purpose)[running], alone.draw(weights[running], purpose))
+    left = whole.narrowed(running)
+    for purpose in Purpose:
+        assert torch.equal(left.uniform(purpose, 0, 4), alone.uniform(purpose, 0, 4))
+    assert torch.equal(
+        left.choose(weights[running], torch.arange(3)[None]), whole.choose(weights, torch.arange(3)[None])[running]
+    )
+    left.begin_round()
+    alone.begin_round()
+    assert torch.equal(left.uniform(Purpose.DRAFT, 0, 40), alone.uniform(Purpose.DRAFT, 0, 40))
+
+
+@pytest.mark.parametrize("vocab", [40, 20_000])
+def test_a_place_has_the_same_noise_alone_and_in_a_block(vocab: int) -> None:
+    noise, weights = Noise(1, range(3), CPU), torch.rand(3, 20, vocab, generator=torch.Generator().manual_seed(0))
+    block = noise.draw(weights, Purpose.DRAFT)
+    for place in range(20):
+        alone = noise.draw(weights[:, place : place + 1], Purpose.DRAFT, place)
+        assert torch.equal(alone, block[:, place : place + 1])
+
+
+def test_the_largest_number_is_below_a_chance_of_one() -> None:
+    # As float32 it would be 1, and what is certain would be rejected.
+    numbers = torch.tensor([1 - 2.0**-52], dtype=torch.float64)
+    assert (numbers < torch.ones(1)).all()
+    assert numbers.float() == 1.0
+
+
+def by_inversion(weights: Tensor, seed: int) -> Tensor:
+    return Noise(seed, range(weights.shape[0]), CPU).draw(weights, Purpose.RECOVER)
+
+
+def by_race(weights: Tensor, seed: int) -> Tensor:
+    rows, places, _ = weights.shape
+    return drawn_by_race(weights, torch.arange(seed, seed + rows * places).reshape(rows, places).numpy())
+
+
+Draws = Callable[[Tensor, int], Tensor]
+
+
+@pytest.fixture(params=[by_inversion, by_race])
+def draws(request: pytest.FixtureRequest) -> Draws:
+    return request.param
+
+
+def placed(weights: Tensor, vocab: int) -> Tensor:
+    """Weights of a few tokens, spread over a vocabulary, the last of them at its end."""
+    tokens = torch.linspace(0, vocab - 1, weights.shape[-1]).long()
+    return torch.zeros(*weights.shape[:-1], vocab).index_copy(-1, tokens, weights)
+
+
+@pytest.mark.parametrize("vocab", [5, 8193])
+def test_draws_follow_weights_that_are_not_normalised(draws: Draws, vocab: int) -> None:
+    weights = torch.tensor([5.0, 0.0, 1.0, 2.0, 1e-3])
+    tokens = torch.linspace(0, vocab - 1, 5).long()
+    drawn = torch.cat([draws(placed(weights, vocab).expand(50, 20, vocab), 50 * seed) for seed in range(8)])
+    joint: dict[tuple[int, ...], float] = {
+        (int(token),): float(weight / weights.sum()) for token, weight in zip(tokens, weights, strict=True)
+    }
+    assert p_value([(token,) for token in drawn.flatten().tolist()], joint) > 0.01
+
+
+def test_draws_within_a_block_of_a_large_vocabulary_follow_the_weights() -> None:
+    # Tokens of one block and of its neighbours.
+    weights = torch.tensor([3.0, 1.0, 0.0, 2.0, 4.0, 1.0])
+    tokens = torch.tensor([255, 256, 257, 300, 511, 512])
+    whole = torch.zeros(9000).index_copy(0, tokens, weights)
+    drawn = Noise(2, range(100), CPU).draw(whole.expand(100, 200, 9000), Purpose.DRAFT)
+    joint: dict[tuple[int, ...], float] = {
+        (int(token),): float(weight / weights.sum()) for token, weight in zip(tokens, weights, strict=True)
+    }
+    assert p_value([(token,) for token in drawn.flatten().tolist()], joint) > 0.01
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("vocab", [7, 8199])
+def test_a_single_possible_token_is_always_drawn(draws: Draws, place: int, vocab: int) -> None:
+    weights = placed(torch.zeros(50, 4, 7).index_fill(-1, torch.tensor([place]), 1e-30), vocab)
+    token = int(torch.linspace(0, vocab - 1, 7).long()[place])
+    assert (draws(weights, 0) == token).all()
+
+
+def test_draws_do_not_depend_on_each_other(draws: Draws) -> None:
+    drawn = draws(torch.ones(2000, 8, 3), 0).unflatten(1, (4, 2)).flatten(0, 1)
+    joint: dict[tuple[int, ...], float] = {(a, b): 1 / 9 for a in range(3) for b in range(3)}
+    assert p_value([tuple(pair) for pair in drawn.tolist()], joint) > 0.01
+
+
+def test_tokens_of_tiny_weight_are_drawn_no_more_than_they_weigh(draws: Draws) -> None:
+    # Together they weigh one in a million: uniform numbers of 24 bits would draw some of them in a few thousand draws.
+    weights = torch.full((500, 4, 20_000), 5e-11)
+    weights[..., 7777] = 1.0
+    assert (draws(weights, 0) == 7777).all()
+
+
+@pytest.mark.parametrize(("by", "count", "vocab"), [(drawn_by_inversion, 1, 5), (drawn_by_blocks, 2, 8193)])
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-52])
+def test_the_ends_of_the_uniform_numbers_draw_what_can_be_drawn(
+    by: Callable[..., Tensor], count: int, vocab: int, uniform: float
+) -> None:
+    weights = torch.tensor([[[0.0, 0.1, 0.0, 0.3, 0.0]], [[0.0, 3e-45, 1e-40, 0.0, 0.0]]])
+    numbers = torch.full((2, 1), uniform, dtype=torch.float64)
+    drawn = by(placed(weights, vocab), *[numbers] * count)
+    tokens = torch.linspace(0, vocab - 1, 5).long()
+    assert torch.equal(drawn[:, 0], tokens[[1, 1] if uniform == 0.0 else [3, 2]])
+
+
+@pytest.mark.parametrize("vocab", [5, 8193])
+def test_what_cannot_be_drawn_from_gives_some_token(draws: Draws, vocab: int) -> None:
+    weights = torch.stack([torch.zeros(vocab), torch.full((vocab,), torch.nan)])[:, None]
+    assert all(0 <= token < vocab for token in draws(weights, 0).flatten().tolist())
 
 
 def test_choices_follow_the_weights() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 2.0, 0.5]).expand(50, 800, 5)
-    chosen = Coupling(3).choose(weights, torch.arange(800)[None])
+    chosen = Noise(3, range(50), CPU).choose(weights, torch.arange(800)[None])
     joint: dict[tuple[int, ...], float] = {(token,): float(weight / 8.5) for token, weight in enumerate(weights[0, 0])}
     assert p_value([(token,) for token in chosen.flatten().tolist()], joint) > 0.01
 
 
 def test_places_are_independent_of_each_other() -> None:
     weights = torch.ones(200, 201, 3)
-    chosen = Coupling(0).choose(weights, torch.arange(201)[None])
+    chosen = Noise(0, range(200), CPU).choose(weights, torch.arange(201)[None])
     uniform: dict[tuple[int, ...], float] = {(a, b): 1 / 9 for a in range(3) for b in range(3)}
     neighbours = torch.stack([chosen[:, :-1], chosen[:, 1:]], -1).flatten(0, 1).tolist()
     rows = torch.stack([chosen[:-1], chosen[1:]], -1).flatten(0, 1).tolist()
-    seeds = torch.stack([chosen, Coupling(1).choose(weights, torch.arange(201)[None])], -1).flatten(0, 1).tolist()
+    seeds = (
+        torch.stack([chosen, Noise(1, range(200), CPU).choose(weights, torch.arange(201)[None])], -1)
+        .flatten(0, 1)
+        .tolist()
+    )
     for pairs in (neighbours, rows, seeds):
         assert p_value([tuple(pair) for pair in pairs], uniform) > 0.01
 
@@ -37,9 +217,9 @@ def test_places_are_independent_of_each_other() -> None:
 def test_a_choice_depends_on_its_place_alone() -> None:
     weights = torch.rand(3, 6, 11)
     positions = torch.tensor([[4, 5, 6, 7, 8, 9]])
-    block = Coupling(9).choose(weights, positions)
+    block = Noise(9, range(3), CPU).choose(weights, positions)
     for index in range(6):
-        alone = Coupling(9).choose(weights[:, index : index + 1], positions[:, index : index + 1])
+        alone = Noise(9, range(3), CPU).choose(weights[:, index : index + 1], positions[:, index : index + 1])
         assert torch.equal(alone, block[:, index : index + 1])
 
 
@@ -48,9 +228,8 @@ def test_a_choice_depends_on_its_place_alone() -> None:
 def test_alike_distributions_choose_alike_as_often_as_is_known(vocab: int, seed: int) -> None:
     p, q = torch.rand(2, vocab, generator=torch.Generator().manual_seed(seed)).softmax(-1)
     positions = torch.arange(4000)[None]
-    same = Coupling(seed).choose(p.expand(1, 4000, -1), positions) == Coupling(seed).choose(
-        q.expand(1, 4000, -1), positions
-    )
+    noise = Noise(seed, [0], CPU)
+    same = noise.choose(p.expand(1, 4000, -1), positions) == noise.choose(q.expand(1, 4000, -1), positions)
     variation = 0.5 * float((p - q).abs().sum())
     rate = float(same.double().mean())
     assert (1 - variation) / (1 + variation) - 0.04 <= rate <= 1 - variation + 0.04
@@ -99,3 +278,14 @@ def test_greedy_decoding_is_left_as_it_is(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled", draft_length=4)
     expected = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20)
     assert torch.equal(spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20).sequences, expected)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rounds_of_a_network_draw_from_its_joint(rule: str) -> None:
+    network, warp = tiny_joint.network(), Warp()
+    joint = tiny_joint.joint(network, warp)
+    spec = selfspec.wrap(network, selfspec.EarlyExit(1), draft_length=2, accept=rule)
+    ids = torch.tensor([tiny_joint.PROMPT]).expand(tiny_joint.ROWS, -1)
+    out = spec.generate(ids, max_new_tokens=tiny_joint.TOKENS, seed=0, **warp.options).sequences
+    texts = map(tuple, out[:, len(tiny_joint.PROMPT) :].tolist())
+    assert p_value(texts, joint) > 0.01

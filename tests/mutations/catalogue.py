@@ -45,6 +45,9 @@ _PLACES = "test_places_of_rows_at_different_lengths_are_processed_with_their_own
 _AS_GOOD = "test_a_draft_as_good_as_the_target_is_accepted_whole"
 _CRITERIA = "test_a_criterion_sees_each_token_once_and_ends_the_text_there"
 _ENDED = "test_greedy_rows_are_what_they_are_alone"
+_DRAWN = "test_rounds_of_a_network_draw_from_its_joint"
+_ALONE = "test_a_row_is_the_same_alone_and_in_batches_of_any_size"
+_DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
 _NOISE = "test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "test_a_left_padded_batch_goes_on_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
@@ -244,15 +247,15 @@ CATALOGUE = (
     Mutation(
         "an argmax draft scored with a softmax q",
         "PathDrafter.draft",
-        "batch.sampling.draw(decided, batch.generator)",
+        "batch.sampling.draw(decided, _1, _2, _3)",
         "decided.argmax(-1)",
         (_OWN_Q,),
     ),
     Mutation(
         "draft tokens drawn at a temperature 10 % off the one they are scored with",
         "PathDrafter.draft",
-        "batch.sampling.draw(decided, batch.generator)",
-        "batch.sampling.draw(decided**1.1, batch.generator)",
+        "batch.sampling.draw(decided, _1, _2, _3)",
+        "batch.sampling.draw(decided**1.1, _1, _2, _3)",
         (_OWN_Q,),
     ),
     Mutation(
@@ -287,9 +290,8 @@ CATALOGUE = (
     Mutation(
         "filters applied again to the residual",
         "_accept",
-        "sampling.draw(_1, batch.generator)",
-        "sampling.draw(sampling.probabilities(sampling.scores(_1.log()[:, None], Prefixes(batch.sequences)))[:, "
-        "0], batch.generator)",
+        "recovered(batch, _1)",
+        "recovered(batch, sampling.probabilities(sampling.scores(_1.log()[:, None], Prefixes(batch.sequences)))[:, 0])",
         (_JOINT,),
     ),
     Mutation(
@@ -308,46 +310,123 @@ CATALOGUE = (
     ),
     Mutation(
         "acceptance and residual share their noise",
-        "_accept",
-        "torch.rand((_1, _2), generator=batch.generator, dtype=_3, device=_4)",
-        # In float64 the generator gives uniform numbers and exponential ones of the same bits.
-        "torch.rand((_1, p.shape[-1]), generator=batch.generator.clone_state(), dtype=torch.float64)[:, :_2].to(_3)",
-        (_JOINT, _MANY),
+        "recovered",
+        "Purpose.RECOVER",
+        "Purpose.ACCEPT",
+        (_DRAWN,),
     ),
     Mutation(
-        "every round draws the same acceptance",
-        "_accept",
-        "torch.rand(_1, generator=batch.generator, dtype=_2, device=_3)",
-        "torch.rand(_1, generator=torch.Generator().manual_seed(0), dtype=_2, device=_3)",
-        (_JOINT, _MANY),
+        "draft tokens and their acceptance share their noise",
+        "PathDrafter.draft",
+        "Purpose.DRAFT",
+        "Purpose.ACCEPT",
+        (_DRAWN,),
+    ),
+    Mutation(
+        "all draft tokens of a round are drawn with the same noise",
+        "PathDrafter.draft",
+        "batch.sampling.draw(_1, _2, _3, node + 1)",
+        "batch.sampling.draw(_1, _2, _3, 0)",
+        (_DRAWN,),
+    ),
+    Mutation(
+        "a round reuses the noise of the round before",
+        "propose",
+        "batch.noise.begin_round()",
+        "None",
+        (_DRAWN,),
+    ),
+    Mutation(
+        "a round reuses the noise of the one eight rounds before",
+        "Noise._bits",
+        "rounds + self._rounds[:, None]",
+        "rounds + 0 * self._rounds[:, None]",
+        ("test_noise.py",),
+    ),
+    Mutation(
+        "rows that are left reuse the noise of their first rounds",
+        "Noise.narrowed",
+        "self._rounds[list(kept)]",
+        "0 * self._rounds[list(kept)]",
+        ("test_noise.py", _DROPPED),
     ),
     Mutation(
         "all rows draw with the same noise",
-        "drawn_by_inversion",
-        "total.shape",
-        "()",
+        "Noise._bits",
+        "self._keys[:, None]",
+        "self._keys[:1, None]",
         (_ROWS,),
     ),
     Mutation(
         "all rows of a coupled generation draw with the same noise",
-        "Coupling.choose",
-        "key + _GOLDEN * (rows + 1)[:, None]",
-        "key.expand(batch, 1)",
+        "Noise.choose",
+        "keys[:, None]",
+        "keys[:1, None]",
         (_ROWS,),
+    ),
+    Mutation(
+        "a row's noise is that of its index among the rows that are left, not of its number",
+        "Noise.narrowed",
+        "self._keys[list(kept)]",
+        "self._keys[: len(kept)]",
+        (_NOISE, _DROPPED),
+    ),
+    Mutation(
+        "greedy decoding draws numbers that nobody needs",
+        "drawn_mask",
+        "batch.sampling.decided and rule.lossless",
+        "False",
+        ("test_greedy_decoding_draws_nothing",),
     ),
     Mutation(
         "the race for a draw is run with uniform noise, not exponential",
         "drawn_by_race",
-        "torch.empty_like(weights).exponential_",
-        "torch.empty_like(weights).uniform_",
-        ("test_sampling.py",),
+        "place.exponential_",
+        "place.uniform_",
+        ("test_noise.py",),
     ),
     Mutation(
         "a draw may fall on what has no weight",
         "drawn_by_inversion",
-        "torch.searchsorted(sums, places, right=True)",
-        "torch.searchsorted(sums, places)",
-        ("test_sampling.py",),
+        "torch.searchsorted(sums, _1, right=True)",
+        "torch.searchsorted(sums, _1)",
+        ("test_noise.py",),
+    ),
+    Mutation(
+        "a block of tokens and its token are drawn by one number",
+        "drawn_by_blocks",
+        "drawn_by_inversion(chosen, second)",
+        "drawn_by_inversion(chosen, uniform)",
+        ("test_noise.py",),
+    ),
+    # How much of a draft is judged in each row.
+    Mutation(
+        "the end of a row's text depends on how far the others are",
+        "row_lengths",
+        "min(length, rest)",
+        "length",
+        (_ALONE,),
+    ),
+    Mutation(
+        "a row without a match takes what fills up the look-up of the others",
+        "PromptLookup.look_up",
+        "most if row else 0",
+        "most",
+        (_ALONE,),
+    ),
+    Mutation(
+        "a draft that ends early in a row leaves the residual there",
+        "ended",
+        "probs * judged[..., None]",
+        "probs",
+        (_DRAWN,),
+    ),
+    Mutation(
+        "a row accepts tokens after the end of its draft",
+        "_accept",
+        "accept_mask &= judged",
+        "pass",
+        (_ALONE,),
     ),
     Mutation(
         "probabilities in the precision of the logits, not in float32",
@@ -359,8 +438,8 @@ CATALOGUE = (
     Mutation(
         "the seed is not used",
         "Generation.__init__",
-        "generator.manual_seed(seed)",
-        "generator.seed()",
+        "Noise(seed, _1, _2)",
+        "Noise(0, _1, _2)",
         (_SEEDS,),
     ),
     Mutation(
@@ -515,13 +594,6 @@ CATALOGUE = (
         ("test_transfer.py",),
     ),
     # Rows that have ended.
-    Mutation(
-        "rows that are left choose with the noise of those that ended",
-        "Sampling.narrowed",
-        "self._coupling and self._coupling.narrowed(rows)",
-        "self._coupling",
-        (_NOISE,),
-    ),
     Mutation(
         "the cache keeps its first rows in place of those that are left",
         "Batch.drop_finished",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.decode.noise import Coupling
+from selfspec.decode.noise import Noise
 from selfspec.measure.progress import Watch
 from selfspec.measure.stock import stepwise_logits
 from selfspec.tools.verify.divergence import Agreement, Check, compare
@@ -117,14 +117,14 @@ def _gap(model: PreTrainedModel, prompt: Tensor, row: int, own: list[int], other
         seed: of the noise.
     """
     p = stepwise_logits(model, prompt, own)[-1].float().softmax(-1).double()
-    coupling = Coupling(seed)
+    noise = Noise(seed, [row], prompt.device)
     position = torch.tensor([[prompt.shape[1] + len(own) - 1]], device=prompt.device)
 
     def other_wins(raised: float) -> bool:
-        weights = torch.zeros(row + 1, 1, len(p), dtype=p.dtype, device=p.device)
-        weights[row, 0, own[-1]] = p[own[-1]] * torch.tensor(-raised / 2).double().exp()
-        weights[row, 0, other] = p[other] * torch.tensor(raised / 2).double().exp()
-        return int(coupling.choose(weights, position)[row, 0].item()) == other
+        weights = torch.zeros(1, 1, len(p), dtype=p.dtype, device=p.device)
+        weights[0, 0, own[-1]] = p[own[-1]] * torch.tensor(-raised / 2).double().exp()
+        weights[0, 0, other] = p[other] * torch.tensor(raised / 2).double().exp()
+        return int(noise.choose(weights, position).item()) == other
 
     low, high = -_WIDEST_GAP, _WIDEST_GAP
     for _ in range(_HALVINGS):

@@ -13,14 +13,14 @@ from selfspec.accept.paths import first_path
 from selfspec.api import wrap
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
-from selfspec.decode.noise import Coupling
+from selfspec.decode.noise import Noise
 from selfspec.decode.processors import Warping
 from selfspec.decode.sampling import Sampling
 from selfspec.draft import Draft, Drafter
 from selfspec.model.adapter import Adapter
 
 
-class Dictation(Coupling):
+class Dictation(Noise):
     """Noise that chooses the token of a text at each place.
 
     Args:
@@ -28,7 +28,7 @@ class Dictation(Coupling):
     """
 
     def __init__(self, text: Tensor) -> None:
-        super().__init__(seed=0)
+        super().__init__(0, [0], text.device)
         self._text = text
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
@@ -48,13 +48,14 @@ class DictatedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, text: Tensor) -> None:
         self._drafter = drafter
-        self._dictated = Sampling(Warping(LogitsProcessorList()), greedy=False, coupling=Dictation(text))
+        self._dictated = Sampling(Warping(LogitsProcessorList()), greedy=False, coupled=True)
+        self._dictation = Dictation(text)
 
     def check(self, depth: int) -> None:
         self._drafter.check(depth)
 
     def draft(self, batch: Batch, length: int) -> Draft:
-        draft = self._drafter.draft(replace(batch, sampling=self._dictated), length)
+        draft = self._drafter.draft(replace(batch, sampling=self._dictated, noise=self._dictation), length)
         return Draft(draft.tokens, draft.tree, None, draft.resume)
 
 

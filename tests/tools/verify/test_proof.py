@@ -18,7 +18,7 @@ from helpers import tiny
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.accept import Block, TokenLevel
-from selfspec.decode.noise import Coupling
+from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
@@ -214,12 +214,12 @@ def test_states_shifted_by_a_token_show(
 def test_noise_that_depends_on_the_draft_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Coupling.choose
+    right = Noise.choose
 
-    def by_block(self: Coupling, weights: Tensor, positions: Tensor) -> Tensor:
+    def by_block(self: Noise, weights: Tensor, positions: Tensor) -> Tensor:
         return right(self, weights, positions - positions[:, :1])
 
-    monkeypatch.setattr(Coupling, "choose", by_block)
+    monkeypatch.setattr(Noise, "choose", by_block)
     report = verified(stories, prompts, replace(TEXTS, accept=("coupled",)), DRAFTS[1:])
     assert failed(report, "exit:4: coupled token")
     assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
@@ -228,8 +228,8 @@ def test_noise_that_depends_on_the_draft_shows(
 def test_noise_that_favours_the_likely_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Coupling.choose
-    monkeypatch.setattr(Coupling, "choose", lambda self, weights, positions: right(self, weights**2, positions))
+    right = Noise.choose
+    monkeypatch.setattr(Noise, "choose", lambda self, weights, positions: right(self, weights**2, positions))
     report = verified(stories, prompts, replace(FITS, accept=("coupled",)), DRAFTS[1:])
     # Drafting and plain decoding agree; both are wrong.
     assert report.divergences == ()

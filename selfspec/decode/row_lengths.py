@@ -1,0 +1,65 @@
+"""Draft lengths of single rows: how much of a draft, whose length rows share, is judged in each of them.
+
+Towards the end of a text the draft is as long as the row with most left to generate can use, and a look-up is made for
+all rows where one has a match. Where tokens are drawn, each row takes no more of that than it would alone: then it
+draws the same tokens as alone, for the same noise goes to the same places.
+
+To any rule a draft ends at a place where q is 0: max(p - 0, 0) is p, and what is judged after it is not accepted. The
+length depends on committed tokens alone, so the output stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from selfspec.accept.paths import tree_tables
+from selfspec.decode.batch import Batch
+from selfspec.draft import Draft
+
+
+def row_lengths(batch: Batch, draft: Draft) -> list[int]:
+    """The depth up to which the draft is judged in each running row.
+
+    All of them where tokens are decided, since these do not depend on the draft.
+
+    Args:
+        batch: before the round is committed.
+        draft: of the round.
+    """
+    whole = [draft.tree.depth] * len(batch.running)
+    if batch.sampling.decided:
+        return whole
+    # One token of every round is the target's own.
+    left = [batch.stopping.max_new_tokens - len(batch.committed[row]) - 1 for row in batch.running]
+    each = zip(batch.running, draft.row_lengths or whole, left, strict=True)
+    return [min(length, rest) if row in batch.unfinished else draft.tree.depth for row, length, rest in each]
+
+
+def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
+    """Whether each node is judged in each row, `[rows, nodes]`; None: all are."""
+    if min(lengths) == draft.tree.depth:
+        return None
+    device = draft.tokens.device
+    # Pinned and not waited for: the upload must not cost the round a synchronisation.
+    limits = torch.tensor(lengths, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    if draft.tree.is_chain:
+        return torch.arange(1, draft.length + 1, device=device) <= limits[:, None]
+    return tree_tables(draft.tree, device).depths[1:] <= limits[:, None]
+
+
+def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
+    """The draft with a q of zeros where it is not judged.
+
+    Args:
+        draft: of the round.
+        judged: as `within` gives it, `[rows, nodes]`.
+        p: the target's, `[rows, nodes + 1, vocab]`, which q takes its form from where the draft was not drawn.
+    """
+    probs = draft.probs
+    if probs is None:
+        probs = torch.zeros_like(p[:, : draft.length]).scatter_(-1, draft.tokens[..., None], 1.0)
+    return replace(draft, probs=probs * judged[..., None])

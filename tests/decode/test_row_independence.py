@@ -1,0 +1,140 @@
+"""A row's sampled tokens do not depend on the rows beside it: which they are, how they fare, and when they end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.decode.noise import Noise
+from selfspec.draft import Drafter
+
+ROWS, WIDTH, NEW = 5, 9, 20
+PADDING = (0, 3, 0, 4, 1)
+# Many tokens that end a row, so that rows end at different times and are dropped from the batch.
+ENDS = [3, 17, 29]
+DRAFTS: dict[str, Drafter | None] = {
+    "plain": None,
+    "exit": selfspec.EarlyExit(2),
+    "skip": selfspec.LayerSkip(attention=[1], mlp=[3]),
+    "look-up": selfspec.PromptLookup(shortest=1),
+    "cascade": selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.EarlyExit(2)),
+}
+
+
+def prompts(seed: int = 0) -> dict[str, Tensor]:
+    """Rows of different lengths over few tokens, so that some have a match for a look-up and others none."""
+    ids = tiny.prompt(WIDTH, ROWS, seed=seed, vocabulary=12)
+    mask = torch.stack([torch.arange(WIDTH) >= padding for padding in PADDING]).long()
+    return {"input_ids": ids.where(mask > 0, 0), "attention_mask": mask}
+
+
+def chosen(batch: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in batch.items()}
+
+
+def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Tensor], **options: Any) -> list[list[int]]:
+    options = {
+        "max_new_tokens": NEW,
+        "do_sample": True,
+        "temperature": 0.9,
+        "eos_token_id": ENDS,
+        "pad_token_id": 0,
+        "return_dict_in_generate": False,
+        **options,
+    }
+    stream = spec.stream(**batch, **options)
+    for _ in stream:
+        pass
+    out = stream.output()
+    return [row[:length] for row, length in zip(out.sequences[:, WIDTH:].tolist(), out.lengths, strict=True)]
+
+
+INDEPENDENT = [(name, rule) for name in DRAFTS for rule in ("token", "block") if name != "cascade"] + [
+    (name, "coupled") for name in DRAFTS
+]
+
+
+@pytest.mark.parametrize(("draft", "rule"), INDEPENDENT)
+def test_a_row_is_the_same_alone_and_in_batches_of_any_size(llama: PreTrainedModel, draft: str, rule: str) -> None:
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
+    whole = texts(spec, prompts(), seed=0)
+    assert NEW in map(len, whole)
+    assert min(map(len, whole)) < NEW
+    for size in (1, 2, 4):
+        assert texts(spec, chosen(prompts(), list(range(size))), seed=0) == whole[:size]
+
+
+@pytest.mark.parametrize(("draft", "rule"), INDEPENDENT)
+def test_a_row_is_the_same_beside_any_others(llama: PreTrainedModel, draft: str, rule: str) -> None:
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
+    first, mixed = prompts(), prompts(seed=1)
+    for name, values in mixed.items():
+        values[1::2] = first[name][1::2]
+    assert texts(spec, mixed, seed=1)[1::2] == texts(spec, first, seed=1)[1::2]
+
+
+@pytest.mark.parametrize("control", [selfspec.ConfidenceStop(0.3), selfspec.CostAware(), 3], ids=str)
+@pytest.mark.parametrize("draft", ["exit", "cascade"])
+def test_a_coupled_row_is_the_same_under_any_control(
+    llama: PreTrainedModel, draft: str, control: selfspec.Control | int
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=control, accept="coupled")
+    whole = texts(spec, prompts(), seed=3)
+    for size in (1, 2, 4):
+        assert texts(spec, chosen(prompts(), list(range(size))), seed=3) == whole[:size]
+
+
+class Remembering(LogitsProcessor):
+    """Changes nothing, and does not say that it has no memory."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+def in_order() -> LogitsProcessorList:
+    return LogitsProcessorList([Remembering()])
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("rule", "memory"), [("token", True), ("block", False), ("coupled", True)])
+def test_dropping_rows_that_have_ended_changes_nothing(
+    llama: PreTrainedModel, draft: str, rule: str, memory: bool
+) -> None:
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
+    processors = in_order() if memory else LogitsProcessorList()
+    seen: set[int] = set()
+    llama.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[0]))
+    dropped = texts(spec, prompts(), seed=2, logits_processor=processors)
+    assert min(seen) < ROWS
+    seen.clear()
+    # A cache that is returned keeps all its rows.
+    assert texts(spec, prompts(), seed=2, logits_processor=processors, return_dict_in_generate=True) == dropped
+    assert seen == {ROWS}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_that_is_judged_in_order_uses_the_same_noise(llama: PreTrainedModel, draft: str) -> None:
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept="token")
+    for row in (0, 3):
+        alone = chosen(prompts(), [row])
+        assert texts(spec, alone, seed=row) == texts(spec, alone, seed=row, logits_processor=in_order())
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("rule", "memory"), [("token", False), ("block", True)])
+def test_greedy_decoding_draws_nothing(
+    llama: PreTrainedModel, draft: str, rule: str, memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("uniform", "draw", "choose"):
+        monkeypatch.setattr(Noise, name, None)
+    before = torch.random.get_rng_state()
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
+    processors = in_order() if memory else LogitsProcessorList()
+    texts(spec, prompts(), do_sample=False, temperature=None, seed=0, logits_processor=processors)
+    assert torch.equal(before, torch.random.get_rng_state())
