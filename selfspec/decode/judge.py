@@ -1,4 +1,4 @@
-"""Judging a draft: how much of it each row accepts, the token after that, and where the row ends."""
+"""Judging a draft, all places at once: what each row accepts, the token after that, and where the row ends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from selfspec.accept import Rule
 from selfspec.accept.paths import tree_tables
 from selfspec.cache.tree import Tree
+from selfspec.decode.acceptance import accept
 from selfspec.decode.batch import Batch
+from selfspec.decode.coupling import effective
 from selfspec.decode.lockstep import lockstep_limit
-from selfspec.decode.noise import Purpose
 from selfspec.decode.row_lengths import ended, row_lengths, within
 from selfspec.decode.sequences import Prefixes
 from selfspec.decode.verdict import RowVerdict, Verdict
@@ -66,14 +67,14 @@ class _Accepted:
     """What is accepted of a draft, and the target's own token after it.
 
     Attributes:
-        place: of the deepest accepted node, `[rows]`.
-        count: draft tokens accepted, `[rows]`; in a chain the same.
+        place: place of the deepest accepted node, `[rows]`.
+        count: draft tokens accepted, `[rows]`; in a chain equal to `place`.
         token: the token after them, recovered from the residual or the bonus token, `[rows]`.
-        finite: whether the target's logits there were finite; where not, `token` means nothing, `[rows]`.
-        overlap: see `RowVerdict`, `[rows, drafted]`; zeros without a coupled draft.
+        finite: whether the target's logits there were finite; if not, `token` is arbitrary, `[rows]`.
+        overlap: see `Effective`.
         block: the last committed token and the draft tokens, of a tree those of the accepted path, `[rows, places]`.
         logits: the target's own at these places, `[rows, places, vocab]`.
-        scores: the same as processors and warpers leave them.
+        scores: the logits as processors and warpers leave them.
     """
 
     place: Tensor
@@ -86,7 +87,7 @@ class _Accepted:
     scores: Tensor
 
     def along_path(self, tree: Tree) -> _Accepted:
-        """The same with the accepted path for a chain."""
+        """Return the same with the accepted path as a chain."""
         tables = tree_tables(tree, self.place.device)
         path = tables.paths[self.place]
         places = path[..., None]
@@ -100,37 +101,27 @@ class _Accepted:
 
 
 def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, rule: Rule) -> _Accepted:
-    """Judge the draft and draw the token after it. Nothing waits for the device here."""
+    """Accept draft tokens and draw the token after them. Nothing waits for the device here."""
     sampling = batch.sampling
     scores = _scores(batch, draft, logits)
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
-    # A draft token may have spoiled the logits; processors that mend them are asked without a draft.
+    # A draft token may be the cause of logits that are not finite; processors may mend them in a round without a draft.
     if draft.length or not sampling.mends:
         finite &= logits.amax(-1).isfinite()
-    # A p of zeros rejects whatever was drafted there: the row ends at the last token that has a finite p.
-    decided = sampling.decide(p, batch.cache.positions(p.shape[1]) + 1, batch.noise)
-    decided = torch.where(finite[..., None], decided, 0.0)
-    effective = replace(draft, probs=None) if sampling.decided else draft
+    seen = effective(batch, draft, p, finite, batch.cache.positions(p.shape[1]) + 1)
     judged = within(draft, lengths)
     if judged is not None:
-        effective = ended(effective, judged, decided)
-    accept_mask = drawn_mask(batch, rule, rule.accept_probs(effective, decided, logits))
-    if judged is not None:
-        accept_mask &= judged
-    place = rule.accepted(accept_mask, draft.tree)
-    token = recovered(batch, rule.recovery_probs(effective, decided, place))
-    overlap = torch.zeros_like(accept_mask, dtype=p.dtype)
-    if draft.probs is not None and sampling.decided and draft.tree.is_chain:
-        overlap = torch.minimum(p[:, :-1], draft.probs).sum(-1)
+        seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
+    found = accept(batch, seen, logits, rule, judged=judged)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    finite = finite.gather(1, place[:, None])[:, 0]
-    accepted = _Accepted(place, place, token, finite, overlap, block, logits, scores)
+    finite = finite.gather(1, found.place[:, None])[:, 0]
+    accepted = _Accepted(found.place, found.place, found.token, finite, seen.overlap, block, logits, scores)
     return accepted if draft.tree.is_chain else accepted.along_path(draft.tree)
 
 
 def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
-    """The target's logits as processors and warpers leave them, each place with the prefix of its path."""
+    """Return the logits as processors and warpers leave them, each place with the prefix of its path."""
     sampling, tree = batch.sampling, draft.tree
     if tree.is_chain or not sampling.reads_prefixes:
         return sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
@@ -141,32 +132,6 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
             prefixes = Prefixes(batch.sequences, [draft.tokens[:, list(path)]])
             scores[:, places] = sampling.scores(logits[:, places], prefixes)
     return scores
-
-
-def drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int = 0) -> Tensor:
-    """Draw whether each draft token is accepted, `[rows, nodes]`.
-
-    Where tokens are decided there is nothing to draw: the chances of a lossless rule are 0 and 1.
-
-    Args:
-        batch: whose noise is used.
-        rule: whose chances these are.
-        accept_probs: the chances, `[rows, nodes]`.
-        first: number of the first of these nodes in the draft.
-    """
-    if batch.sampling.decided and rule.lossless:
-        return accept_probs > 0.5
-    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs
-
-
-def recovered(batch: Batch, recovery_probs: Tensor) -> Tensor:
-    """The token after the accepted ones, `[rows]`. A row draws one each round, so all share one place.
-
-    Args:
-        batch: whose noise is used.
-        recovery_probs: what it is drawn from, `[rows, vocab]`.
-    """
-    return batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -182,14 +147,14 @@ class _Judged:
 
     @property
     def run(self) -> list[int]:
-        """The accepted tokens, and the target's own after them."""
+        """The accepted tokens and the target's token after them."""
         return [self.drafted[node] for node in self.path] + [self.token] * self.finite
 
 
 def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
     verdicts = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
-    # As doubles, which hold every token id exactly, all of it comes over at once.
+    # One transfer for all: doubles hold every token id exactly.
     table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
     judged = {}
     for row, numbers in zip(batch.running, table, strict=True):

@@ -1,21 +1,22 @@
 """Judging a draft place by place, for logits processors with memory.
 
-Such a processor is called once for each committed token, in order, with the whole batch at one length, as plain
-decoding calls it; it never sees a token that is rejected. Each place is judged as a draft of one token, so any lossless
-rule becomes token-level rejection sampling, which is exact for any q that the draft was really drawn from. Rows are in
-lockstep: the round ends where the first of them rejects.
+Such a processor is called once for each committed token, in order, with the whole batch at one length, as in plain
+decoding; it never sees a rejected token. Each place is judged as a draft of one token, so any lossless rule becomes
+token-level rejection sampling, which is exact for any q that the draft was really drawn from. Rows are in lockstep: the
+round ends where the first of them rejects.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
+from selfspec.decode.acceptance import accept
 from selfspec.decode.batch import Batch
-from selfspec.decode.judge import drawn_mask, recovered
+from selfspec.decode.coupling import effective
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError
@@ -61,24 +62,24 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         going = [index for index, row in enumerate(sequences.running) if row in rows and not rows[row].ended]
         broken = [index for index in going if not finite[index][place]]
         if draft.length and broken:
-            # A draft token may have spoiled the logits: the place is judged again without a draft.
+            # A draft token may be the cause: the place is judged again in a round without a draft.
             for index in broken:
                 rows[sequences.running[index]].finite = False
             break
         ids = sequences.followed_by(_runs(batch, rows))
         judged = _judge_place(batch, draft, logits, rule, ids, place)
-        columns = [judged.token, judged.accepted, judged.finite, judged.overlap]
-        # As doubles, which hold every token id exactly, all of it comes over at once.
-        numbers = torch.stack([column.double() for column in columns], 1).tolist()
+        verdicts = torch.stack([judged.token, judged.accepted, judged.finite], 1)
+        # One transfer for all: doubles hold every token id exactly.
+        numbers = torch.cat([verdicts.double(), judged.overlap.double()], 1).tolist()
         for index in going:
-            token, accepted, is_finite, overlap = numbers[index]
+            token, accepted, is_finite, *overlap = numbers[index]
             row = rows[sequences.running[index]]
             row.finite = bool(is_finite) and (batch.sampling.mends or index not in broken)
             row.ended = not row.finite
             if row.finite:
                 row.tokens.append(int(token))
                 row.accepted += int(accepted)
-                row.overlap.append(overlap)
+                row.overlap += overlap
         _stop(batch, rows, judged.scores, logits[:, place : place + 1])
         if not all(row.ended or row.accepted > place for row in rows.values()):
             break
@@ -90,13 +91,13 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
 
 @dataclass(frozen=True)
 class _Place:
-    """What became of one place.
+    """The verdict on one place.
 
     Attributes:
-        token: of each row that passes run, `[rows]`.
-        accepted: whether it is the draft's, `[rows]`.
+        token: the token of each running row, `[rows]`.
+        accepted: 1 where it is the draft's, else 0, `[rows]`.
         finite: whether processors left a token to choose, `[rows]`.
-        overlap: see `RowVerdict`, `[rows]`.
+        overlap: see `Effective`, `[rows, 1 or 0]`.
         scores: the logits as processors leave them, `[rows, 1, vocab]`.
     """
 
@@ -114,22 +115,17 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     scores = sampling.next_scores(ids, whole)[running][:, None]
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
-    positions = batch.cache.positions(place + 1)[:, place:] + 1
-    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
+    # The rule sees a draft of one token, or of none after the last. What would follow that token is never used.
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
-    effective = Draft.chain(token, None if sampling.decided else probs)
-    # The rule sees a draft of one token, or of none after the last. What would follow that token is never looked at.
-    p_rule = decided.expand(-1, token.shape[1] + 1, -1)
-    judged = logits[:, place : place + 1 + token.shape[1]]
-    mask = drawn_mask(batch, rule, rule.accept_probs(effective, p_rule, judged), place)
-    accepted = rule.accepted(mask, effective.tree)
-    own = recovered(batch, rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted)))
-    overlap = torch.zeros_like(p[:, 0, 0])
-    if probs is not None and token.shape[1] and sampling.decided:
-        overlap = torch.minimum(p, probs).sum(-1)[:, 0]
-    chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
-    return _Place(chosen, accepted, finite[:, 0], overlap, scores)
+    positions = batch.cache.positions(place + 1)[:, place:] + 1
+    seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
+    places = token.shape[1] + 1
+    found = accept(
+        batch, replace(seen, p=seen.p.expand(-1, places, -1)), logits[:, place : place + places], rule, first=place
+    )
+    chosen = torch.where(found.place > 0, token[:, 0], found.token) if token.shape[1] else found.token
+    return _Place(chosen, found.place, finite[:, 0], seen.overlap, scores)
 
 
 def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
@@ -154,7 +150,7 @@ def _runs(batch: Batch, rows: dict[int, _Row]) -> list[list[int]]:
 
 
 def _last(batch: Batch, rows: dict[int, _Row]) -> Tensor:
-    """The last token of each row that passes run, `[rows, 1]`."""
+    """Return the last token of each running row, `[rows, 1]`."""
     before = batch.last_tokens[:, 0].tolist()
     tokens = [rows[row].tokens if row in rows else [] for row in batch.running]
     last = [run[-1] if run else token for run, token in zip(tokens, before, strict=True)]

@@ -267,9 +267,9 @@ CATALOGUE = (
     ),
     Mutation(
         "a sampled draft judged as if q were one-hot: exact, and wasteful",
-        "_accept",
-        "replace(draft, probs=None) if sampling.decided else draft",
-        "replace(draft, probs=None)",
+        "effective",
+        "not sampling.decided",
+        "False",
         ("test_along_path.py",),
     ),
     Mutation(
@@ -289,9 +289,9 @@ CATALOGUE = (
     ),
     Mutation(
         "filters applied again to the residual",
-        "_accept",
-        "recovered(batch, _1)",
-        "recovered(batch, sampling.probabilities(sampling.scores(_1.log()[:, None], Prefixes(batch.sequences)))[:, 0])",
+        "accept",
+        "recovery_probs[:, None]",
+        "batch.sampling.probabilities(batch.sampling.scores(recovery_probs.log()[:, None], None))",
         (_JOINT,),
     ),
     Mutation(
@@ -310,7 +310,7 @@ CATALOGUE = (
     ),
     Mutation(
         "acceptance and residual share their noise",
-        "recovered",
+        "accept",
         "Purpose.RECOVER",
         "Purpose.ACCEPT",
         (_DRAWN,),
@@ -373,7 +373,7 @@ CATALOGUE = (
     ),
     Mutation(
         "greedy decoding draws numbers that nobody needs",
-        "drawn_mask",
+        "_drawn_mask",
         "batch.sampling.decided and rule.lossless",
         "False",
         ("test_greedy_decoding_draws_nothing",),
@@ -423,8 +423,8 @@ CATALOGUE = (
     ),
     Mutation(
         "a row accepts tokens after the end of its draft",
-        "_accept",
-        "accept_mask &= judged",
+        "accept",
+        "mask &= judged",
         "pass",
         (_ALONE,),
     ),
@@ -1202,9 +1202,9 @@ CATALOGUE = (
     ),
     Mutation(
         "recovered tokens of a draft judged in order are drawn from p",
-        "_judge_place",
-        "rule.recovery_probs(effective, p_rule, torch.zeros_like(accepted))",
-        "decided[:, 0]",
+        "accept",
+        "rule.recovery_probs(seen.draft, seen.p, place)",
+        "seen.p[:, 0]",
         ("test_judge_in_order.py", "-k", "joint"),
     ),
     # Files and pages.
