@@ -68,9 +68,9 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
             break
         ids = sequences.followed_by(_runs(batch, rows))
         judged = _judge_place(batch, draft, logits, rule, ids, place)
-        verdicts = torch.stack([judged.token, judged.accepted, judged.finite], 1)
+        columns = torch.stack([judged.token, judged.accepted, judged.finite], 1)
         # One transfer for all: doubles hold every token id exactly.
-        numbers = torch.cat([verdicts.double(), judged.overlap.double()], 1).tolist()
+        numbers = torch.cat([columns.double(), judged.overlap.double()], 1).tolist()
         for index in going:
             token, accepted, is_finite, *overlap = numbers[index]
             row = rows[sequences.running[index]]

@@ -121,7 +121,8 @@ Draws = Callable[[Tensor, int], Tensor]
 
 @pytest.fixture(params=[by_inversion, by_race])
 def draws(request: pytest.FixtureRequest) -> Draws:
-    return request.param
+    made: Draws = request.param
+    return made
 
 
 def placed(weights: Tensor, vocab: int) -> Tensor:

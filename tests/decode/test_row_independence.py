@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from selfspec.control import Control
 from selfspec.decode.noise import Noise
 from selfspec.draft import Drafter
 
@@ -38,7 +39,7 @@ def chosen(batch: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
     return {name: values[rows] for name, values in batch.items()}
 
 
-def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Tensor], **options: Any) -> list[list[int]]:
+def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Any], **options: Any) -> list[list[int]]:
     options = {
         "max_new_tokens": NEW,
         "do_sample": True,
@@ -82,7 +83,7 @@ def test_a_row_is_the_same_beside_any_others(llama: PreTrainedModel, draft: str,
 @pytest.mark.parametrize("control", [selfspec.ConfidenceStop(0.3), selfspec.CostAware(), 3], ids=str)
 @pytest.mark.parametrize("draft", ["exit", "cascade"])
 def test_a_coupled_row_is_the_same_under_any_control(
-    llama: PreTrainedModel, draft: str, control: selfspec.Control | int
+    llama: PreTrainedModel, draft: str, control: Control | int
 ) -> None:
     spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=control, accept="coupled")
     whole = texts(spec, prompts(), seed=3)
