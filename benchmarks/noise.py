@@ -185,7 +185,7 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 def _table(figures: list[dict[str, object]]) -> str:
     lines = [
         f"Draws of a round with {_DRAFTED} draft tokens, in microseconds: medians, that of the ratio over neighbours.",
-        "Greedily both ways look for the same tokens, so those ratios show how far the machine can be trusted.",
+        "Greedily the old way also drew numbers that nobody needed; coupled, both compute the same for each token.",
         "",
         "| vocabulary | rows | setting | generator of the batch | counter | new over old |",
         "|---:|---:|---|---:|---:|---:|",
