@@ -64,7 +64,7 @@ class Sampling:
 
         Args:
             logits: `[batch, tokens, vocab]`, any floating dtype.
-            prefixes: what stands before each of these places.
+            prefixes: what comes before each of these places.
 
         Returns:
             `[batch, tokens, vocab]`.
