@@ -277,6 +277,8 @@ def tree(subject: Subject) -> None:
 
 def greedy(subject: Subject) -> None:
     """Greedy text is the stock model's own, for several drafts and seeds, and nothing of the model changes."""
+    # Some models exchange modules of theirs in their first pass over a short text.
+    subject.model(subject.tokens(PAST, 1, 0))
     before = Snapshot(subject.model)
     last = subject.depth - 1
     has_mlp = bool(subject.adapter.mlp_modules_of(subject.adapter.decoder_layers(subject.model)[last]))
