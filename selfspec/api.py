@@ -78,7 +78,7 @@ def wrap(
             `selfspec.model.unwrap`.
         draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" reads the profile
             that `selfspec calibrate` wrote for this model and machine, "auto:FILE" or a `Profile` another one; None
-            decodes plainly, in the same loop.
+            decodes without drafts, in the same loop.
         draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
             which drafts as long as it pays.
         accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),

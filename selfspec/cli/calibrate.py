@@ -211,5 +211,5 @@ def _sentence(chosen: Chosen) -> str:
 
     if chosen.draft == PLAIN:
         return "No draft was faster than plain decoding."
-    limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded plainly."
+    limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded without a draft."
     return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"

@@ -48,7 +48,7 @@ class Runs:
 
 
 def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> None:
-    """Continue four Python files plainly and with self-speculation: check that all tokens are the same, compare speed.
+    """Continue four Python files with and without self-speculation: check that all tokens are the same, compare speed.
 
     Greedy first, then sampled. Exit status 1 if any greedy token differs. The embedded model has 10M parameters and was
     taught to exit early (see its MODEL_CARD.md).

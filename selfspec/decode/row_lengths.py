@@ -61,5 +61,5 @@ def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
     """
     probs = draft.probs
     if probs is None:
-        probs = torch.zeros_like(p[:, : draft.length]).scatter_(-1, draft.tokens[..., None], 1.0)
+        probs = torch.zeros_like(p[:, 1:]).scatter_(-1, draft.tokens[..., None], 1.0)
     return replace(draft, probs=probs * judged[..., None])

@@ -11,9 +11,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from selfspec.cache.tree import Tree
 from selfspec.control import Control
 from selfspec.decode.noise import Noise
-from selfspec.draft import Drafter
+from selfspec.decode.row_lengths import ended, within
+from selfspec.draft import Draft, Drafter
 
 ROWS, WIDTH, NEW = 5, 9, 20
 PADDING = (0, 3, 0, 4, 1)
@@ -144,3 +146,14 @@ def test_greedy_decoding_draws_nothing(
     processors = in_order() if memory else LogitsProcessorList()
     texts(spec, prompts(), do_sample=False, temperature=None, seed=0, logits_processor=processors)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_tree_that_was_not_drawn_ends_at_the_depth_of_its_row() -> None:
+    tree = Tree((-1, -1, 0, 1))
+    draft = Draft(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]]), tree)
+    judged = within(draft, [1, 2])
+    assert judged is not None
+    assert judged.tolist() == [[True, True, False, False], [True] * 4]
+    probs = ended(draft, judged, torch.full((2, 5, 6), 1 / 6)).probs
+    assert probs is not None
+    assert torch.equal(probs, torch.nn.functional.one_hot(draft.tokens, 6) * judged[..., None].float())
