@@ -25,10 +25,10 @@ from selfspec.environment import environment
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Compiled, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runtime import AnyLength, Function
 from selfspec.tools.demo import checkpoint_folder
 
@@ -79,7 +79,7 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     ids = torch.randint(model.config.vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
     noted = _Noted()
     cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"))
-    passes = ModelRunner(model, adapter, cache, GraphCache(noted))
+    passes = runner_for(model, adapter, cache, GraphCache(noted))
     cache.reserve(options.context)
     passes.prefill(ids, [options.context])
     cache.commit([options.context])

@@ -32,10 +32,11 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.kernels.few_rows import for_few_rows
+from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.demo import checkpoint_folder
 
 Run = Callable[[], object]
@@ -109,7 +110,9 @@ class _Bench:
         self._head: nn.Linear = model.get_output_embeddings()
         cache = SharedCache(depth, 1, options.context + 64, 16, torch.device("cpu"))
         programs = GraphCache(Traced(after=0))
-        kinds = {"stock": ModelRunner(model, adapter, cache), "programs": ModelRunner(model, adapter, cache, programs)}
+        kinds = {
+            name: runner_for(model, adapter, cache, each) for name, each in (("stock", None), ("programs", programs))
+        }
         ids = torch.randint(model.config.vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
         full, exit_ = LayerPath.full(depth), Sublayer(options.exit or depth // 3, Part.ATTENTION)
         draft, resumed = LayerPath.up_to(depth, exit_), full.resumed_at(exit_)

@@ -22,7 +22,7 @@ from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.arguments import check_kind, check_weights
 from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
 from selfspec.control.costs import Costs
-from selfspec.control.plan import Always, Choice, Plan
+from selfspec.control.draft_policy import Always, DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
@@ -62,7 +62,7 @@ _OF_THE_MODEL = frozenset(
 
 def wrap(
     model: nn.Module,
-    draft: Drafter | Plan | str | None = None,
+    draft: Drafter | DraftPolicy | str | None = None,
     *,
     draft_length: int | Control | None = None,
     accept: str | Rule | None = None,
@@ -135,7 +135,7 @@ class SelfSpeculative:
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: Drafter | Plan | None,
+        draft: Drafter | DraftPolicy | None,
         draft_length: int | Control | None,
         accept: str | Rule | None,
         adapter: Adapter,
@@ -144,7 +144,7 @@ class SelfSpeculative:
         self.model = model
         self.draft = draft
         self.control = _control(draft_length)
-        self._plan = draft if isinstance(draft, Plan) else Always(draft)
+        self._policy = draft if isinstance(draft, DraftPolicy) else Always(draft)
         self._draft_length = draft_length
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
@@ -168,7 +168,7 @@ class SelfSpeculative:
         return self
 
     def __repr__(self) -> str:
-        draft = type(self.draft).__name__ if isinstance(self.draft, Plan) else draft_name(self.draft)
+        draft = type(self.draft).__name__ if isinstance(self.draft, DraftPolicy) else draft_name(self.draft)
         closed = ", unwrapped" if self._closed else ""
         return (
             f"{type(self).__name__}({type(self.model).__name__}, draft={draft!r}, control={self.control!r}, "
@@ -291,7 +291,7 @@ class SelfSpeculative:
         recipe.save(place)
 
     def drafting(
-        self, draft: Drafter | Plan | str | None, draft_length: int | Control | None = None
+        self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
         """Return a wrapper of the same model with another draft. Both share their recorded passes.
 
@@ -356,8 +356,8 @@ class SelfSpeculative:
     def _prepare(self) -> None:
         """Check runtime and draft on the model's device, and estimate costs there."""
         self.runtime.check(self.model.get_input_embeddings().weight.device)
-        self._plan.check_model(self.model, self.adapter)
-        self._choices = {greedy: self._checked(self._plan.choose(greedy)) for greedy in (True, False)}
+        self._policy.check_model(self.model, self.adapter)
+        self._choices = {greedy: self._checked(self._policy.choose_draft(greedy)) for greedy in (True, False)}
 
     def _check_open(self) -> None:
         if self._closed:
@@ -375,7 +375,7 @@ class SelfSpeculative:
                 "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
             )
 
-    def _controller(self, choice: Choice, draft_length: int | Control | None) -> Controller:
+    def _controller(self, choice: DraftChoice, draft_length: int | Control | None) -> Controller:
         control = choice.control if draft_length is None else _control(draft_length)
         if choice.draft is None:
             return NoDraft()
@@ -383,7 +383,7 @@ class SelfSpeculative:
         assert choice.costs is not None
         return control.begin(choice.costs)
 
-    def _checked(self, choice: Choice) -> Choice:
+    def _checked(self, choice: DraftChoice) -> DraftChoice:
         """Return the choice with estimated costs where none were measured, if it fits the model."""
         draft = choice.draft
         if draft is None:
@@ -399,7 +399,7 @@ class SelfSpeculative:
         draft.check(len(self.adapter.decoder_layers(self.model)))
 
 
-def _drafting(model: PreTrainedModel, draft: Drafter | Plan | str | None) -> Drafter | Plan | None:
+def _drafting(model: PreTrainedModel, draft: Drafter | DraftPolicy | str | None) -> Drafter | DraftPolicy | None:
     if not isinstance(draft, str):
         return draft
     # Profiles are imported only by calls that read one.

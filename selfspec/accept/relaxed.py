@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.accept.paths import at_parents, longest_path
+from selfspec.accept.tree_paths import at_parents, longest_path
 
 if TYPE_CHECKING:
     from selfspec.cache.tree import Tree

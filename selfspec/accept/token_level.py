@@ -1,4 +1,7 @@
-"""Token-level rejection sampling: each draft token is accepted with probability min(1, p/q), until one is rejected."""
+"""Token-level rejection sampling: each draft token is accepted with probability min(1, p/q), until one is rejected.
+
+A rule gives probabilities; `selfspec.decode.accept_draws` draws by them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.accept.paths import first_path, tree_tables
+from selfspec.accept.tree_paths import first_path, tree_tables
 
 if TYPE_CHECKING:
     from selfspec.cache.tree import Tree

@@ -17,7 +17,7 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from selfspec.draft.along_path import PathDrafter
+    from selfspec.draft.along_layer_path import LayerPathDrafter
     from selfspec.tools.calibrate import Calibration, Chosen
     from selfspec.tools.calibrate.run import Kind
 
@@ -114,11 +114,11 @@ def calibrate(
     )
 
 
-def _path(text: str) -> PathDrafter:
-    from selfspec.draft.along_path import PathDrafter
+def _path(text: str) -> LayerPathDrafter:
+    from selfspec.draft.along_layer_path import LayerPathDrafter
 
     drafter = read_draft(text)
-    if not isinstance(drafter, PathDrafter):
+    if not isinstance(drafter, LayerPathDrafter):
         raise DraftConfigError(
             f"--draft {text} is no path of the model; look-ups and plain decoding are always considered, so name the "
             "path alone: exit:E, head:FOLDER or skip:..."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.control.plan import Plan
+    from selfspec.control.draft_policy import DraftPolicy
     from selfspec.draft import Drafter
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
@@ -100,30 +100,30 @@ def verify(
         raise typer.Exit(FAILED)
 
 
-def _drafting(text: str) -> Drafter | Plan | str:
+def _drafting(text: str) -> Drafter | DraftPolicy | str:
     drafter = read_draft(text)
     if drafter is None:
         raise DraftConfigError("plain decoding is always verified; give --draft exit:E or --draft skip:...")
     return drafter
 
 
-def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | Plan | str]) -> list[Drafter]:
+def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | str]) -> list[Drafter]:
     """The drafts, and in place of a profile those that it chooses.
 
     Raises:
         ProfileError: there is no profile that fits.
     """
     from selfspec.control.auto import named_draft
-    from selfspec.control.plan import Plan
+    from selfspec.control.draft_policy import DraftPolicy
     from selfspec.model.registry import find_adapter
 
     found: list[Drafter] = []
     for each in drafts:
         draft = named_draft(checkpoint.model, each) if isinstance(each, str) else each
-        if isinstance(draft, Plan):
+        if isinstance(draft, DraftPolicy):
             draft.check_model(checkpoint.model, find_adapter(checkpoint.model))
             # Greedy decoding and sampling may have the same draft.
-            chosen = dict.fromkeys(draft.choose(greedy).draft for greedy in (True, False))
+            chosen = dict.fromkeys(draft.choose_draft(greedy).draft for greedy in (True, False))
             found += [choice for choice in chosen if choice is not None]
         elif draft is not None:
             found.append(draft)

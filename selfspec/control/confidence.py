@@ -8,7 +8,8 @@ from numbers import Real
 
 from torch import Tensor
 
-from selfspec.control.base import Control, Controller, check_length
+from selfspec.control.budget import Budget
+from selfspec.control.controller import Control, Controller, check_length
 from selfspec.control.costs import CostsByRows
 from selfspec.errors import DraftConfigError
 
@@ -41,13 +42,13 @@ class ConfidentController(Controller):
     """Decides for `ConfidenceStop`."""
 
     def __init__(self, control: ConfidenceStop) -> None:
-        self.longest = control.longest
+        self.most = Budget.chain(control.longest)
         self._threshold = control.threshold
         self._unfinished: Sequence[bool] = ()
 
-    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         self._unfinished = unfinished
-        return min(self.longest, remaining - 1)
+        return self.most.within(remaining - 1)
 
     def goes_on(self, scores: Tensor) -> bool:
         confidences = zip(confidences_of(scores), self._unfinished, strict=True)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
-from selfspec.control.base import Control, Controller, Evidence, RowOutcome, check_length
 from selfspec.control.batch_progress import BatchProgress
+from selfspec.control.budget import Budget
 from selfspec.control.confidence import confidences_of
+from selfspec.control.controller import Control, Controller, Evidence, RowOutcome, check_length
 from selfspec.control.costs import CostsByRows
 from selfspec.control.loss_budget import MAY_LOSE, LossBudget, may_lose
 from selfspec.control.prospects import Prospects
@@ -70,14 +71,14 @@ class CostAwareController(Controller):
     judges_prompt = True
 
     def __init__(self, longest: int, costs: CostsByRows) -> None:
-        self.longest = longest
+        self.most = Budget.chain(longest)
         self._by_rows, self._costs = costs, costs.in_batch(1)
         self._prospects = Prospects(self._costs, longest)
         self._acceptance = AcceptanceModel()
         self._model = LossBudget()
         self._look_ups: dict[int, LossBudget] = {}
         self._in_step = True
-        self._committed, self._stood = BatchProgress(), BatchProgress()
+        self._committed, self._with_dropped = BatchProgress(), BatchProgress()
         self._rounds = 0
         self._at_once = self._model_at_once = 0.0
         self._on_prompt: float | None = None
@@ -85,33 +86,33 @@ class CostAwareController(Controller):
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
 
-    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         self._unfinished = unfinished
         if not self._rounds:
             self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
         self._rounds += 1
         if len(unfinished) != self._costs.rows:
             self._costs = self._by_rows.in_batch(len(unfinished))
-            self._prospects = Prospects(self._costs, self.longest)
+            self._prospects = Prospects(self._costs, self.most.depth)
         if self._rounds == 1 and self._on_prompt is not None:
             self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
         self._reached = [1.0] * len(unfinished)
         self._confidences = []
-        return min(self.longest, remaining - 1)
+        return self.most.within(remaining - 1)
 
     def tries(self, match: int) -> bool:
-        gate = self._gate(match)
+        loss_budget = self._loss_budget(match)
         # Asked in any case: each counts how often it was.
         at_once = self._at_once if match else self._model_at_once
-        opens = gate.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
-        return opens and (gate.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
+        opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
+        return opens and (loss_budget.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
 
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
 
     def prefers(self, match: int) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
-        look_up = self._gate(match)
+        look_up = self._loss_budget(match)
         return look_up.is_new or look_up.rate >= max(1.0, self._model.rate)
 
     def goes_on(self, scores: Tensor) -> bool:
@@ -151,18 +152,18 @@ class CostAwareController(Controller):
                 if row is not None and position < row.judged:
                     self._acceptance.count(confidence, position < row.accepted)
         committed = self._committed.after([None if row is None else row.committed for row in rows])
-        stood = self._stood.after([None if row is None else row.committed + row.dropped for row in rows])
-        gate = self._gate(draft.match_length)
-        gate.count(committed, stood - committed, self._costs.of_round(draft.steps, len(draft.tree)))
-        if not gate.is_new and gate.rate > self._costs.out_of_step:
+        with_dropped = self._with_dropped.after([None if row is None else row.committed + row.dropped for row in rows])
+        loss_budget = self._loss_budget(draft.match_length)
+        loss_budget.count(committed, with_dropped - committed, self._costs.of_round(draft.steps, len(draft.tree)))
+        if not loss_budget.is_new and loss_budget.rate > self._costs.out_of_step:
             self._in_step = False
 
     @property
     def _paid(self) -> float:
         """Plain steps that sources of drafts have lost: all together they may lose no more than one alone."""
-        return sum(max(gate.paid, 0.0) for gate in (self._model, *self._look_ups.values()))
+        return sum(max(loss_budget.paid, 0.0) for loss_budget in (self._model, *self._look_ups.values()))
 
-    def _gate(self, match: int) -> LossBudget:
+    def _loss_budget(self, match: int) -> LossBudget:
         if match == 0:
             return self._model
         return self._look_ups.setdefault(min(match, _LONG_MATCH), LossBudget())

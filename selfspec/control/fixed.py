@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.control.base import Control, Controller, check_length
+from selfspec.control.budget import Budget
+from selfspec.control.controller import Control, Controller, check_length
 from selfspec.control.costs import CostsByRows
 
 
@@ -30,7 +31,7 @@ class FixedController(Controller):
     """Decides for `FixedLength`."""
 
     def __init__(self, length: int) -> None:
-        self.longest = length
+        self.most = Budget.chain(length)
 
-    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
-        return min(self.longest, remaining - 1)
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
+        return self.most.within(remaining - 1)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Costs
-from selfspec.control.plan import Choice, Plan
+from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.control.setting import Setting
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
@@ -54,18 +54,18 @@ class Chosen:
     most_rows: int | None = None
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> DraftChoice:
         """The draft, and the control with these costs.
 
         Raises:
             DraftConfigError: there is no such draft.
             ExitHeadError: what it names on disk cannot be used.
         """
-        return Choice(parse_draft(self.draft), CostAware(self.longest), self.costs, self.most_rows)
+        return DraftChoice(parse_draft(self.draft), CostAware(self.longest), self.costs, self.most_rows)
 
 
 @dataclass(frozen=True)
-class Profile(Plan):
+class Profile(DraftPolicy):
     """What to draft with in one setting: one draft for greedy decoding, and one for sampling.
 
     Attributes:
@@ -132,7 +132,7 @@ class Profile(Plan):
         with whole(file) as draft:
             draft.write_text(text + "\n", encoding="utf-8")
 
-    def choose(self, greedy: bool) -> Choice:
+    def choose_draft(self, greedy: bool) -> DraftChoice:
         return (self.greedy if greedy else self.sampled).choice
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:

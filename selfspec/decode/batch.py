@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,8 +16,7 @@ from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stopping import Stopping
 from selfspec.draft.draft import Draft
-from selfspec.draft.suffix_index import SuffixIndex
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Batch:
         nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
             and values of that token may be the cause, so these rows get a round without a draft before they are ended.
         failed: numbers of the rows that ended because the target's logits were not finite.
-        indexes: of the rows that a look-up has searched.
+        draft_states: what each drafter keeps during this generation: see `Drafter.begin`.
     """
 
     runner: ModelRunner
@@ -57,7 +57,7 @@ class Batch:
     needs_lockstep: bool = False
     nonfinite_rows: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    indexes: dict[int, SuffixIndex] = field(default_factory=dict)
+    draft_states: dict[Hashable, object] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -87,20 +87,6 @@ class Batch:
     def no_draft(self) -> Draft:
         """Return a draft of no tokens."""
         return Draft.chain(self.last_tokens[:, :0])
-
-    def index(self, row: int, shortest: int, longest: int) -> SuffixIndex:
-        """Return the index of a row's n-grams, brought up to date with what was committed.
-
-        Args:
-            row: number of the row.
-            shortest: tokens of the shortest match.
-            longest: tokens of the longest n-gram that is indexed.
-        """
-        if row not in self.indexes:
-            self.indexes[row] = SuffixIndex(shortest, longest)
-        index = self.indexes[row]
-        index.extend(self.sequences.tokens_from(row, len(index)))
-        return index
 
     def drop_finished(self) -> None:
         """Drop finished rows once half of the running rows are finished: all copies together then cost less than two.

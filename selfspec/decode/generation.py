@@ -23,8 +23,8 @@ from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.recorded import runner_for
 
 
 class Generation(Iterator[Round]):
@@ -54,8 +54,8 @@ class Generation(Iterator[Round]):
             depth=len(adapter.decoder_layers(model)),
             batch=rows,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
-            # No draft is longer than what remains to be generated, whatever the controller allows.
-            slack=min(control.longest, request.stopping.max_new_tokens),
+            # No draft is deeper than what remains to be generated, whatever the controller allows.
+            slack=control.most.within(request.stopping.max_new_tokens).nodes,
             device=device,
             aligned="right" if adapter.ragged == "padding" else "left",
             recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
@@ -67,7 +67,7 @@ class Generation(Iterator[Round]):
         self._request = request
         self.lossless = rule.lossless
         batch = Batch(
-            runner=ModelRunner(model, adapter, cache, programs),
+            runner=runner_for(model, adapter, cache, programs),
             cache=cache,
             sampling=request.sampling.coupled() if rule.couples else request.sampling,
             noise=Noise(seed, range(rows), device),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.accept.paths import tree_tables
+from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
-from selfspec.decode.acceptance import accept
+from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import effective
 from selfspec.decode.lockstep import lockstep_limit

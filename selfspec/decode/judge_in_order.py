@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.decode.acceptance import accept
+from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import effective
 from selfspec.decode.verdict import RowVerdict, Verdict

@@ -48,5 +48,5 @@ def rounds(
         with clock.phase("commit"):
             committed = commit(batch, draft, verdict)
             batch.controller.learn(draft, row_outcomes(verdict))
-            stats.count(draft, verdict)
+            stats.count(len(draft.tree), draft.length, verdict)
         yield committed

@@ -1,4 +1,7 @@
-"""Logits processors of `transformers`, applied to every place of a block as plain decoding would apply them there."""
+"""Logits processors of `transformers`, temperature, top-k and top-p among them, applied to every place of a block.
+
+Each place is processed as plain decoding would process it there.
+"""
 
 from __future__ import annotations
 

@@ -23,5 +23,5 @@ def propose(batch: Batch, drafter: Drafter | None) -> Draft:
     if drafter is None or batch.nonfinite_rows or batch.first_embeddings is not None:
         return batch.no_draft()
     wanted = max(batch.stopping.max_new_tokens - len(batch.committed[row]) for row in batch.unfinished)
-    length = batch.controller.choose(wanted, [row in batch.unfinished for row in batch.running])
-    return drafter.draft(batch, length) if length else batch.no_draft()
+    budget = batch.controller.budget(wanted, [row in batch.unfinished for row in batch.running])
+    return drafter.propose(batch, budget) if budget.depth else batch.no_draft()

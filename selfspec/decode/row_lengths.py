@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from selfspec.accept.paths import tree_tables
+from selfspec.accept.tree_paths import tree_tables
 from selfspec.decode.batch import Batch
 from selfspec.draft import Draft
 

@@ -1,4 +1,7 @@
-"""Logits to probabilities, once and the same for target p and draft q; and draws from them."""
+"""Processed logits to probabilities, in one way for target p and draft q; and draws from them.
+
+Temperature, top-k, top-p and other processors are in `selfspec.decode.processors`.
+"""
 
 from __future__ import annotations
 

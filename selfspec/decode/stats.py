@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from selfspec.decode.verdict import Verdict
-from selfspec.draft.draft import Draft
 
 
 @dataclass
@@ -68,21 +67,26 @@ class Stats:
         """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
-    def count(self, draft: Draft, verdict: Verdict) -> None:
+    def count(self, nodes: int, depth: int, verdict: Verdict) -> None:
         """Count a round by what it committed.
 
         A draft token counts if its place was committed, with the token itself or another one in it. Lockstep drops
         places for what other rows accepted, never for their own verdict, so the acceptance rate is that of the rule.
+
+        Args:
+            nodes: draft tokens of a row.
+            depth: of the draft.
+            verdict: on it.
         """
         self.rounds += 1
         for row in verdict.rows.values():
             count = len(row.tokens)
             self.row_rounds += 1
-            self.drafted += len(draft.tree)
+            self.drafted += nodes
             self.new_tokens += count
             self.overlap += row.overlap_of(count)
-            _add(self.judged_per_depth, draft.length, row.judged_of(count))
-            _add(self.accepted_per_depth, draft.length, row.accepted_of(count))
+            _add(self.judged_per_depth, depth, row.judged_of(count))
+            _add(self.accepted_per_depth, depth, row.accepted_of(count))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, rates and times, ready for JSON; a rate without data is None."""

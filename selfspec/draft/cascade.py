@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.draft import Draft
 from selfspec.draft.drafter import Drafter, ExitPath
 from selfspec.draft.prompt_lookup import PromptLookup
@@ -14,6 +14,7 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
     from selfspec.model.adapter import Adapter
 
@@ -31,10 +32,10 @@ class Cascade(Drafter):
     """
 
     look_up: PromptLookup
-    path: PathDrafter
+    path: LayerPathDrafter
 
     def __post_init__(self) -> None:
-        if not isinstance(self.look_up, PromptLookup) or not isinstance(self.path, PathDrafter):
+        if not isinstance(self.look_up, PromptLookup) or not isinstance(self.path, LayerPathDrafter):
             raise DraftConfigError(
                 "a cascade is a look-up and a drafter along a path of the model, e.g. "
                 f"Cascade(PromptLookup(), EarlyExit(layer=4)); got {self.look_up!r} and {self.path!r}"
@@ -52,8 +53,8 @@ class Cascade(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)
 
-    def draft(self, batch: Batch, length: int) -> Draft:
-        found = self.look_up.look_up(batch, length)
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
+        found = self.look_up.look_up(batch, budget)
         if found.length and batch.controller.prefers(found.match_length) and batch.controller.tries(found.match_length):
             return found
-        return self.path.draft(batch, length)
+        return self.path.propose(batch, budget)

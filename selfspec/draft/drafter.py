@@ -12,6 +12,7 @@ from selfspec.model.layer_path import LayerPath, Sublayer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
     from selfspec.model.adapter import Adapter
     from selfspec.model.early_head import DraftHead
@@ -58,9 +59,23 @@ class Drafter(ABC):
         """How the drafter leaves a network of `depth` layers early; None: it does not."""
         return None
 
+    def begin(self, batch: Batch) -> object:
+        """Make what the drafter keeps during one generation; `state` returns it. None: nothing."""
+        return None
+
+    def state(self, batch: Batch) -> object:
+        """Return what the drafter keeps during this generation: what `begin` made when this was first asked."""
+        if self not in batch.draft_states:
+            batch.draft_states[self] = self.begin(batch)
+        return batch.draft_states[self]
+
     @abstractmethod
-    def draft(self, batch: Batch, length: int) -> Draft:
-        """Propose up to `length` >= 1 tokens for each row, the same number for all; fewer if the controller says so.
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
+        """Propose tokens for each row, a tree of the same shape for all, or none if the controller advises against it.
 
         Leaves the cursors of the cache where they were.
+
+        Args:
+            batch: before the round.
+            budget: the most that the draft may take, a depth of at least 1.
         """

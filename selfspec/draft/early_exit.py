@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_numbers import is_layer_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
 @dataclass(frozen=True)
-class EarlyExit(PathDrafter):
+class EarlyExit(LayerPathDrafter):
     """Self-speculation from an exit layer, as in LayerSkip (Elhoushi et al., 2024).
 
     Keys, values and exit states of layers [0, E) are exact, so verification resumes at layer E.

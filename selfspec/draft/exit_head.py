@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_adapter import ExitAdapter
 from selfspec.errors import ExitHeadError
@@ -32,7 +32,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, eq=False)
-class ExitHead(PathDrafter):
+class ExitHead(LayerPathDrafter):
     """Self-speculation from an exit layer through a head trained for it, on a base that stays as it is.
 
     The draft runs layers [0, E), the head's adapter, then the model's own norm and head. Keys, values and exit states

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_numbers import MOST_LAYERS, is_layer_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, init=False)
-class LayerSkip(PathDrafter):
+class LayerSkip(LayerPathDrafter):
     """Self-speculation with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
 
     Everything before the first skipped sublayer is exact, so verification resumes there.

@@ -1,11 +1,15 @@
-"""Drafters by name: `exit:4`, `skip:attn=3,5;mlp=4;layers=7-9`, `head:FOLDER`, `lookup`, or `none`."""
+"""Drafters by name.
+
+`exit:4`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any of these `+vocab:FILE`, `lookup`,
+`lookup+exit:4`, `auto` or `none`.
+"""
 
 from __future__ import annotations
 
 import re
 
 from selfspec.arguments import shown
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
@@ -58,7 +62,7 @@ def parse_draft(text: str) -> Drafter | None:
     return _path_drafter(text, given)
 
 
-def _path_drafter(text: str, given: str) -> PathDrafter:
+def _path_drafter(text: str, given: str) -> LayerPathDrafter:
     """The drafter along a path that `given`, a part of `text`, names."""
     path, reduced, file = given.partition("+vocab:")
     if "+vocab:" in file:

@@ -9,10 +9,13 @@ import torch
 
 from selfspec.draft.draft import Draft
 from selfspec.draft.drafter import Drafter
+from selfspec.draft.suffix_index import SuffixIndex
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
+    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
+    from selfspec.decode.sequences import Sequences
 
 # The index of a text takes memory in proportion to the square of this.
 _LONGEST = 64
@@ -45,29 +48,34 @@ class PromptLookup(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Batch, length: int) -> Draft:
-        found = self.look_up(batch, length)
+    def begin(self, batch: Batch) -> RowIndexes:
+        return RowIndexes(self, batch.sequences)
+
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
+        found = self.look_up(batch, budget)
         return found if batch.controller.tries(found.match_length) else batch.no_draft()
 
-    def look_up(self, batch: Batch, length: int) -> Draft:
-        """Draft up to `length` tokens; none where no unfinished row has a match, or too few rows for it to pay."""
+    def look_up(self, batch: Batch, budget: Budget) -> Draft:
+        """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
+        indexes = self.state(batch)
+        assert isinstance(indexes, RowIndexes)
         slowest = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
         rows: list[list[int]] = []
         # Matches of the slowest rows: what the others gain does not end the batch sooner.
         behind: list[int] = []
         for row in batch.running:
-            index = batch.index(row, self.shortest, self.longest)
+            index = indexes.of(row)
             match = index.find() if row in batch.unfinished else None
             if row in batch.unfinished and len(batch.committed[row]) == slowest:
                 behind.append(0 if match is None else match.length)
-            rows.append([] if match is None else list(index.after(match, length)))
+            rows.append([] if match is None else list(index.after(match, budget.depth)))
         if not any(rows):
             return batch.no_draft()
         last = batch.last_tokens[:, 0].tolist()
         share = sum(match > 0 for match in behind) / len(behind)
         # What a batch can hope for is set by the row with least to go by.
         least = max(min(behind), self.shortest)
-        most = min(length, batch.controller.look_up_length(share))
+        most = min(budget.depth, batch.controller.look_up_length(share))
         if most == 0:
             return batch.no_draft()
         tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
@@ -75,3 +83,29 @@ class PromptLookup(Drafter):
         return Draft.chain(
             torch.tensor(tokens, device=batch.last_tokens.device), match_length=least, row_lengths=lengths
         )
+
+
+class RowIndexes:
+    """The n-grams of each row of a generation.
+
+    Args:
+        look_up: says which sizes are indexed.
+        sequences: prompts and committed tokens.
+    """
+
+    def __init__(self, look_up: PromptLookup, sequences: Sequences) -> None:
+        self._look_up = look_up
+        self._sequences = sequences
+        self._indexes: dict[int, SuffixIndex] = {}
+
+    def of(self, row: int) -> SuffixIndex:
+        """Return the index of a row, brought up to date with what was committed.
+
+        Args:
+            row: number of the row.
+        """
+        if row not in self._indexes:
+            self._indexes[row] = SuffixIndex(self._look_up.shortest, self._look_up.longest)
+        index = self._indexes[row]
+        index.extend(self._sequences.tokens_from(row, len(index)))
+        return index

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import parse_json
 from selfspec.model.early_head import DraftHead
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ReducedVocabulary(PathDrafter):
+class ReducedVocabulary(LayerPathDrafter):
     """Another path drafter, whose draft steps read only the rows of the head that belong to some tokens.
 
     Exact under every lossless rule, because q is 0 at the other tokens: the target may still choose them, and then
@@ -33,13 +33,13 @@ class ReducedVocabulary(PathDrafter):
         source: the file they were read from, for messages.
     """
 
-    draft_with: PathDrafter
+    draft_with: LayerPathDrafter
     tokens: tuple[int, ...]
     source: str | None = None
     _head: DraftHead = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft_with, PathDrafter):
+        if not isinstance(self.draft_with, LayerPathDrafter):
             raise DraftConfigError(f"a reduced vocabulary needs a drafter along a path, got {self.draft_with!r}")
         whole = all(type(token) is int and 0 <= token < 2**63 for token in self.tokens)
         if not self.tokens or not whole or len(set(self.tokens)) != len(self.tokens):
@@ -48,7 +48,7 @@ class ReducedVocabulary(PathDrafter):
         object.__setattr__(self, "_head", replace(self.draft_with.head or DraftHead(), tokens=tokens))
 
     @classmethod
-    def from_file(cls, draft_with: PathDrafter, file: str | Path) -> ReducedVocabulary:
+    def from_file(cls, draft_with: LayerPathDrafter, file: str | Path) -> ReducedVocabulary:
         """With the tokens of a file that `selfspec train vocabulary` wrote: JSON with a list under `tokens`.
 
         Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import parse_json
@@ -26,7 +26,7 @@ _PARTS = ("attention", "mlp", "layers")
 
 
 @dataclass(frozen=True)
-class SkipFile(PathDrafter):
+class SkipFile(LayerPathDrafter):
     """A `LayerSkip` for one checkpoint and no other.
 
     Attributes:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.figures import ExitFigures
@@ -21,7 +21,7 @@ from selfspec.measure.readout import Readout
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 TEMPERATURES = (0.8, 1.0)
 # Logits of so many values are read at a time: 64 MiB in float32.
@@ -74,7 +74,7 @@ class Acceptance:
 def teacher_forced(
     model: PreTrainedModel,
     adapter: Adapter,
-    drafters: Mapping[str, PathDrafter],
+    drafters: Mapping[str, LayerPathDrafter],
     sequences: Sequence[Tensor | Continuation],
     temperatures: Sequence[float] = TEMPERATURES,
     watch: Watch | None = None,
@@ -131,7 +131,7 @@ class _Chunk:
 class _Reader:
     """What target and drafts say at the positions of a text."""
 
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, drafters: Mapping[str, PathDrafter]) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, drafters: Mapping[str, LayerPathDrafter]) -> None:
         self._model, self._adapter, self._drafters = model, adapter, drafters
         self._readout = Readout(model, adapter)
         for drafter in drafters.values():

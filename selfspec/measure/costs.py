@@ -24,7 +24,7 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.control.costs import Costs
 from selfspec.decode.generation import Generation
 from selfspec.draft import Drafter
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
@@ -115,7 +115,7 @@ class MeasuredCosts:
 def measure_costs(
     model: PreTrainedModel,
     adapter: Adapter,
-    drafters: Sequence[PathDrafter],
+    drafters: Sequence[LayerPathDrafter],
     widths: Sequence[int] = WIDTHS,
     context: int = 128,
     repeats: int = 9,
@@ -305,11 +305,11 @@ def _rest(generation: Generation) -> float:
     return (stats.seconds["accept"] + stats.seconds["commit"]) / stats.rounds
 
 
-def _named(drafters: Sequence[PathDrafter]) -> dict[str, PathDrafter]:
+def _named(drafters: Sequence[LayerPathDrafter]) -> dict[str, LayerPathDrafter]:
     named = {draft_name(drafter): drafter for drafter in drafters}
     if len(named) < len(drafters):
         raise DraftConfigError("two drafts to be measured have one name; name each once")
-    wrong = [drafter for drafter in drafters if not isinstance(drafter, PathDrafter)]
+    wrong = [drafter for drafter in drafters if not isinstance(drafter, LayerPathDrafter)]
     if wrong:
         raise DraftConfigError(f"only drafts along a path of the model have steps to measure, got {wrong[0]!r}")
     return named

@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
+from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.decode.verify import verify
 from selfspec.draft import Draft, Drafter
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN
 from selfspec.model.adapter import Adapter
 
@@ -81,8 +82,8 @@ class Given(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Batch, length: int) -> Draft:
-        return Draft.chain(batch.last_tokens.repeat(1, length))
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
+        return Draft.chain(batch.last_tokens.repeat(1, budget.depth))
 
 
 class Probe(Drafter):
@@ -99,7 +100,7 @@ class Probe(Drafter):
     """
 
     def __init__(
-        self, drafters: Mapping[str, PathDrafter], widths: Sequence[int], lengths: Sequence[int], timer: Timer
+        self, drafters: Mapping[str, LayerPathDrafter], widths: Sequence[int], lengths: Sequence[int], timer: Timer
     ) -> None:
         self._drafters, self._widths, self._lengths, self._timer = drafters, widths, lengths, timer
         self.sample = Sample()
@@ -113,7 +114,7 @@ class Probe(Drafter):
         for drafter in self._drafters.values():
             drafter.check_model(model, adapter)
 
-    def draft(self, batch: Batch, length: int) -> Draft:
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
         names = [PLAIN, *self._drafters]
         self.sample = Sample(draft={name: {} for name in self._drafters}, verify={name: {} for name in names})
         jobs = [(PLAIN, width - 1) for width in self._widths]
@@ -137,7 +138,7 @@ class Probe(Drafter):
             drafts.append(Draft.chain(batch.last_tokens.repeat(1, length)))
         else:
             drafter = self._drafters[name]
-            took = self._timer.of(lambda: drafts.append(drafter.draft(batch, length)))
+            took = self._timer.of(lambda: drafts.append(drafter.propose(batch, Budget.chain(length))))
             self.sample.draft[name][length] = took
         took = self._timer.of(lambda: verify(batch, drafts[0]))
         if length == 0:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
-
-from selfspec.runtime.kernels.packed import plain
+from torch import Tensor, nn
 
 # Values looked at in each tensor. Another training moves nearly all values, so a sample sees it, and the weights of a
 # large model are not read through each time it is wrapped.
@@ -32,3 +30,8 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def plain(weight: Tensor) -> Tensor:
+    """Return a weight as a plain tensor: itself, or a copy of one that is packed."""
+    return weight.to_dense() if weight.is_mkldnn else weight

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from selfspec.accept import RULES, Rule
 from selfspec.control import Control, CostAware, FixedLength
-from selfspec.control.plan import Plan
+from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
@@ -46,7 +46,7 @@ class Recipe:
     accept: str | None
 
     @classmethod
-    def of(cls, draft: Drafter | Plan | None, control: Control, rule: Rule | None) -> Recipe:
+    def of(cls, draft: Drafter | DraftPolicy | None, control: Control, rule: Rule | None) -> Recipe:
         """The recipe of a wrapper.
 
         Raises:
@@ -55,10 +55,11 @@ class Recipe:
         """
         if control != CostAware() and not isinstance(control, FixedLength):
             raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
-        if isinstance(draft, Plan):
+        if isinstance(draft, DraftPolicy):
+            drafts = [draft_name(draft.choose_draft(greedy).draft) for greedy in (True, False)]
             raise DraftConfigError(
                 "a calibrated draft cannot be saved with the model: it is bound to this machine; wrap with one of the "
-                f"drafts it chose, {draft_name(draft.choose(True).draft)} or {draft_name(draft.choose(False).draft)}"
+                f"drafts it chose, {' or '.join(drafts)}"
             )
         name = draft_name(draft)
         try:

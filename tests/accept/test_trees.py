@@ -12,7 +12,7 @@ import selfspec
 from helpers.chains import TreeCase, tree_cases, trees, without
 from helpers.exact import Chain, all_drafts, committed, committed_when_cut, committed_with_stops
 from selfspec.accept import Block, Coupled, Rule, TokenLevel, TopKTolerance, Typical
-from selfspec.accept.paths import first_path, longest_path
+from selfspec.accept.tree_paths import first_path, longest_path
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 

@@ -22,7 +22,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 CPU = torch.device("cpu")
 EXACT = 1e-9

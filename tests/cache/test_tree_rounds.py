@@ -18,7 +18,7 @@ from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 FULL = LayerPath.full(tiny.DEPTH)
 EXIT = Sublayer(2, Part.ATTENTION)

@@ -13,7 +13,7 @@ from torch import Tensor
 from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
 from selfspec.draft import Draft
-from selfspec.model.runner import ModelRunner, Pass
+from selfspec.runtime.runner import ModelRunner, Pass
 
 QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
 

@@ -15,7 +15,7 @@ from helpers import tiny
 from helpers.profiles import COSTS, GREEDY, SAMPLED, profile_of
 from selfspec import BatchCosts, DraftConfigError, EarlyExit, FixedLength, Profile, ProfileError, wrap
 from selfspec.control.profile_place import VARIABLE, default_file
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.model.layer_path import LayerPath
 
 
@@ -158,7 +158,7 @@ def test_another_draft_of_the_same_wrapper(calibrated: PreTrainedModel) -> None:
     assert drafting.rule is plain.rule
     sampled = [spec.generate(tiny.prompt(9), max_new_tokens=20, do_sample=True, seed=3) for spec in (plain, drafting)]
     assert torch.equal(sampled[0].sequences, sampled[1].sequences)
-    assert isinstance(plain.drafting(EarlyExit(1), 3).draft, PathDrafter)
+    assert isinstance(plain.drafting(EarlyExit(1), 3).draft, LayerPathDrafter)
     plain.unwrap()
     with pytest.raises(selfspec.ClosedError):
         plain.drafting(None)

@@ -20,7 +20,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, assert_rows_are_stock
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
-from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
+from selfspec.control import Budget, Control, Controller, CostAware, Evidence, RowOutcome
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Draft
 
@@ -36,7 +36,7 @@ def scores_of(*confidences: float, vocab: int = 50) -> Tensor:
 
 def drafted(controller: Controller, confidences: list[float], remaining: int = 100) -> int:
     """How many tokens a draft gets whose tokens have these confidences."""
-    most = controller.choose(remaining, [True])
+    most = controller.budget(remaining, [True]).depth
     if not controller.tries(0):
         return 0
     for count, confidence in enumerate(confidences[:most], 1):
@@ -55,8 +55,8 @@ def told(controller: Controller, length: int, accepted: int, match: int = 0) -> 
 @pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop(0.0, 3), CostAware(3)], ids=str)
 def test_no_more_is_drafted_than_can_be_of_use(control: Control, remaining: int) -> None:
     controller = control.begin(CHEAP)
-    assert controller.longest == 3
-    assert controller.choose(remaining, [True]) == min(3, remaining - 1)
+    assert controller.most == Budget.chain(3)
+    assert controller.budget(remaining, [True]) == Budget.chain(min(3, remaining - 1))
 
 
 def test_a_fixed_length_does_not_look_at_confidence() -> None:
@@ -72,15 +72,15 @@ def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> N
 
 def test_one_confident_live_row_is_enough() -> None:
     controller = selfspec.ConfidenceStop(0.5).begin(CHEAP)
-    controller.choose(9, [True, True])
+    controller.budget(9, [True, True])
     assert controller.goes_on(scores_of(0.3, 0.8))
-    controller.choose(9, [True, False])
+    controller.budget(9, [True, False])
     assert not controller.goes_on(scores_of(0.3, 0.8))
 
 
 def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
     controller = selfspec.ConfidenceStop(0.1).begin(CHEAP)
-    controller.choose(9, [True])
+    controller.budget(9, [True])
     assert not controller.goes_on(torch.full((1, 1, 4), math.nan))
 
 
@@ -97,7 +97,7 @@ def test_the_larger_the_batch_the_sooner_a_draft_stops() -> None:
     lengths = []
     for rows in (1, 4, 16):
         controller = CostAware(6).begin(costs)
-        most = controller.choose(100, [True] * rows)
+        most = controller.budget(100, [True] * rows).depth
         lengths.append(next((n for n in range(1, most) if not controller.goes_on(scores_of(*[0.8] * rows))), most))
     assert lengths[0] > lengths[1] > lengths[2]
 
@@ -129,7 +129,7 @@ def test_what_stands_and_what_falls_shifts_all_confidences(stand: bool) -> None:
     for _ in range(4):
         drafted(controller, [0.35] * 6)
         told(controller, 2, accepted=2 * stand)
-    controller.choose(100, [True])
+    controller.budget(100, [True])
     after = next((n for n in range(1, 6) if not controller.goes_on(scores_of(0.75))), 6)
     assert after > before if stand else after < before
 
@@ -177,7 +177,7 @@ def test_whether_a_draft_could_pay_is_a_matter_of_the_batch() -> None:
         found = []
         for rows in (1, 2, 32):
             controller = CostAware(4).begin(costs)
-            controller.choose(100, [True] * rows)
+            controller.budget(100, [True] * rows)
             found.append(controller.tries(match))
         assert found == tried
 
@@ -188,7 +188,7 @@ def test_many_useless_sources_lose_no_more_than_one(rows: int) -> None:
     controller, batch = CostAware(4).begin(costs), costs.in_batch(rows)
     lost = 0.0
     for number in range(1, 401):
-        length, match = controller.choose(100, [True] * rows), number % 10
+        length, match = controller.budget(100, [True] * rows).depth, number % 10
         if controller.tries(match):
             draft = Draft.chain(
                 torch.zeros(rows, length, dtype=torch.long), steps=0 if match else length, match_length=match
@@ -204,7 +204,7 @@ def test_sources_that_pay_are_not_held_back_by_others_that_do_not() -> None:
     for _ in range(8):
         told(controller, 4, accepted=4, match=6)
         told(controller, 4, accepted=0, match=0)
-    controller.choose(100, [True])
+    controller.budget(100, [True])
     assert not controller.tries(0)
     assert controller.tries(6)
 
@@ -213,7 +213,7 @@ def test_bad_luck_at_the_beginning_does_not_end_what_pays() -> None:
     controller = CostAware(1).begin(selfspec.Costs(draft=0.4, verify=1.1))
     committed = cost = 0.0
     for number in range(100):
-        length = 1 if controller.choose(9, [True]) and controller.tries(0) else 0
+        length = 1 if controller.budget(9, [True]).depth and controller.tries(0) else 0
         stands = length if number > 2 else 0
         committed, cost = committed + 1 + stands, cost + (1.5 if length else 1.0)
         if length:
@@ -241,7 +241,7 @@ def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
         told(controller, 4, accepted=0, match=2)
         told(controller, 4, accepted=4, match=6)
         told(controller, 4, accepted=2, match=0)
-    controller.choose(9, [True])
+    controller.budget(9, [True])
     assert controller.prefers(6)
     assert not controller.prefers(2)
 
@@ -290,7 +290,7 @@ def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
     rounds = {}
     for turns in (True, False):
         controller = CostAware(4).begin(selfspec.Costs(draft=0.4))
-        controller.choose(100, [True, True])
+        controller.budget(100, [True, True])
         rows = [RowOutcome(4, 4, 5), RowOutcome(1, 0, 1)]
         # Three tokens a row at 2.6 plain steps, in turns or all of them in one row.
         rounds[turns] = 0
@@ -307,7 +307,7 @@ def test_the_end_of_a_row_is_no_gain_and_no_loss() -> None:
     for ended in range(3):
         # A plain step a token, whoever is behind: what is gained then is gained in the rounds that are left.
         controller = CostAware(4).begin(selfspec.Costs(draft=0.0, out_of_step=9.0))
-        controller.choose(100, [True] * 3)
+        controller.budget(100, [True] * 3)
         rows: list[RowOutcome | None] = [RowOutcome(4, 4, 5), RowOutcome(2, 1, 2), RowOutcome(1, 0, 1)]
         for _ in range(30):
             controller.learn(draft, rows)
@@ -337,7 +337,7 @@ def test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays() -> None:
     lengths = []
     for rows in (1, 4, 16, 64):
         controller = CostAware(7).begin(costs)
-        controller.choose(100, [True] * rows)
+        controller.budget(100, [True] * rows)
         lengths.append(controller.look_up_length(1.0))
     assert lengths[0] == 7
     assert lengths == sorted(lengths, reverse=True)
@@ -347,12 +347,12 @@ def test_one_row_looks_up_all_it_may_and_a_batch_as_much_as_pays() -> None:
 def test_rows_with_a_match_must_be_enough_to_pay_for_those_without() -> None:
     # Where each further token costs a third of a plain step, four tokens in five stand in for a fifth.
     controller = CostAware(7).begin(selfspec.Costs(draft=0.3, widening=0.3, out_of_step=1.1, rows=8))
-    controller.choose(100, [True] * 8)
+    controller.budget(100, [True] * 8)
     lengths = [controller.look_up_length(matches / 8) for matches in range(1, 9)]
     assert lengths[:3] == [0] * 3
     assert min(lengths[3:]) > 0
     assert lengths == sorted(lengths)
-    controller.choose(100, [True])
+    controller.budget(100, [True])
     assert controller.look_up_length(1.0) == 7
 
 
@@ -363,7 +363,7 @@ def test_what_a_draft_costs_in_a_batch_is_what_was_measured_there(rows: int, dea
         tuple(selfspec.Costs(draft=0.1, verify=3.0 if size == dear else 1.0, rows=size) for size in (1, 4, 16))
     )
     controller = CostAware(2).begin(costs)
-    controller.choose(100, [True] * rows)
+    controller.budget(100, [True] * rows)
     assert controller.tries(0) == (rows != dear)
 
 
@@ -376,15 +376,15 @@ def test_other_controls_let_each_row_go_its_own_way(control: Control) -> None:
 class Toggling(Control, Controller):
     """Lets every other round draft, and stops after one token or two by turns."""
 
-    longest: int = 3
+    most: Budget = field(default=Budget(3, 3))
     rounds: int = field(default=0)
 
     def begin(self, costs: CostsByRows) -> Controller:
         return Toggling()
 
-    def choose(self, remaining: int, live: Any) -> int:
+    def budget(self, remaining: int, unfinished: Any) -> Budget:
         self.rounds += 1
-        return min(3, remaining - 1) * (self.rounds % 2)
+        return Budget.chain(min(3, remaining - 1) * (self.rounds % 2))
 
     def goes_on(self, scores: Tensor) -> bool:
         return self.rounds % 4 == 1
@@ -478,8 +478,9 @@ class Wrong(selfspec.Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Any, length: int) -> Draft:
-        return Draft.chain(torch.full((1, length), 49), steps=length) if batch.controller.tries(0) else batch.no_draft()
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        length = budget.depth if batch.controller.tries(0) else 0
+        return Draft.chain(torch.full((1, length), 49), steps=length)
 
     def cost(self, model: Any, adapter: Any) -> float:
         return 0.2
@@ -494,9 +495,9 @@ class Right(selfspec.Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Any, length: int) -> Draft:
+    def propose(self, batch: Any, budget: Budget) -> Draft:
         start = batch.sequences.length(0)
-        return Draft.chain(torch.tensor([self.text[start : start + length]]), steps=length)
+        return Draft.chain(torch.tensor([self.text[start : start + budget.depth]]), steps=budget.depth)
 
 
 @pytest.mark.parametrize(

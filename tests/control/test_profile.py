@@ -17,7 +17,7 @@ from helpers.profiles import GREEDY, SAMPLED, profile_of
 from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, StorageError, pack
 from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts
-from selfspec.control.plan import Choice
+from selfspec.control.draft_policy import DraftChoice
 from selfspec.control.profile_place import VARIABLE, default_file, find_profile, folder
 from selfspec.tools.calibrate import Setting
 
@@ -39,14 +39,16 @@ def test_what_is_written_is_read(file: Path, llama: PreTrainedModel) -> None:
 
 def test_it_chooses_by_kind(file: Path) -> None:
     profile = Profile.load(file)
-    assert profile.choose(greedy=True) == Choice(Cascade(PromptLookup(), EarlyExit(2)), CostAware(5), GREEDY.costs, 4)
-    assert profile.choose(greedy=False) == Choice(EarlyExit(1), CostAware(3), SAMPLED.costs)
+    assert profile.choose_draft(greedy=True) == DraftChoice(
+        Cascade(PromptLookup(), EarlyExit(2)), CostAware(5), GREEDY.costs, 4
+    )
+    assert profile.choose_draft(greedy=False) == DraftChoice(EarlyExit(1), CostAware(3), SAMPLED.costs)
 
 
 def test_plain_decoding_may_be_the_fastest(tmp_path: Path, llama: PreTrainedModel) -> None:
     plain = replace(GREEDY, draft="none", costs=None)
     profile_of(llama, greedy=plain).save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json").choose(greedy=True).draft is None
+    assert Profile.load(tmp_path / "profile.json").choose_draft(greedy=True).draft is None
 
 
 def test_what_is_left_of_a_round_may_be_negative(tmp_path: Path, llama: PreTrainedModel) -> None:

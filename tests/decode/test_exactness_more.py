@@ -16,6 +16,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
 from helpers.tiny_joint import BATCHES, PROMPT, ROWS, TOKENS, joint, network
+from selfspec.control import Budget
 from selfspec.draft import Draft, Drafter
 
 WARM, SHARP = Warp(temperature=1.5), Warp(temperature=0.7)
@@ -51,8 +52,8 @@ class Keeping(Drafter):
     def check(self, depth: int) -> None:
         self.drafter.check(depth)
 
-    def draft(self, batch: Any, length: int) -> Draft:
-        self.kept.append(self.drafter.draft(batch, length))
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        self.kept.append(self.drafter.propose(batch, budget))
         return self.kept[-1]
 
 

@@ -30,6 +30,7 @@ from helpers.joints import (
     small,
 )
 from selfspec.accept import TokenLevel
+from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.sequences import Prefixes
@@ -120,8 +121,8 @@ def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: st
 @pytest.mark.statistical
 def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
     class Mismatched(selfspec.EarlyExit):
-        def draft(self, batch: Any, length: int) -> selfspec.Draft:
-            draft: selfspec.Draft = super().draft(batch, length)
+        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
+            draft: selfspec.Draft = super().propose(batch, budget)
             assert draft.probs is not None
             hotter = draft.probs ** (1 / 1.1)
             return replace(draft, probs=hotter / hotter.sum(-1, keepdim=True))
@@ -367,10 +368,10 @@ class Poison(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Batch, length: int) -> Draft:
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
         if batch.sequences.length(0) > self.prompt:
             return batch.no_draft()
-        return Draft.chain(torch.full((batch.size, length), self.token))
+        return Draft.chain(torch.full((batch.size, budget.depth), self.token))
 
 
 @pytest.mark.parametrize("runtime", [selfspec.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])
@@ -397,9 +398,9 @@ def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
     drafting = []
 
     class Overflowing(selfspec.EarlyExit):
-        def draft(self, batch: Any, length: int) -> selfspec.Draft:
+        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
             drafting.append(True)
-            draft = super().draft(batch, length)
+            draft = super().propose(batch, budget)
             drafting.clear()
             return draft
 
@@ -444,8 +445,8 @@ def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter
         model.model.embed_tokens.weight[poison] = float("nan")
 
     class Poisoning(type(draft)):  # type: ignore[misc]
-        def draft(self, batch: Any, length: int) -> selfspec.Draft:
-            made: selfspec.Draft = super().draft(batch, length)
+        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
+            made: selfspec.Draft = super().propose(batch, budget)
             made.tokens[:, -1] = poison
             return made
 

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, Syn
 import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
+from selfspec.control import Budget
 from selfspec.draft import Drafter
 
 VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
@@ -131,11 +132,11 @@ def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(
     class Loud(selfspec.LayerSkip):
         """Drafts with scores that the processor refuses."""
 
-        def draft(self, batch: Any, length: int) -> selfspec.Draft:
+        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
             passes = batch.runner.logits
             try:
                 batch.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
-                drafted: selfspec.Draft = super().draft(batch, length)
+                drafted: selfspec.Draft = super().propose(batch, budget)
                 return drafted
             finally:
                 batch.runner.logits = passes
@@ -249,8 +250,8 @@ def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> Non
         llama.model.embed_tokens.weight[poison] = torch.nan
 
     class Poisoning(selfspec.LayerSkip):
-        def draft(self, batch: Any, length: int) -> selfspec.Draft:
-            made: selfspec.Draft = super().draft(batch, length)
+        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
+            made: selfspec.Draft = super().propose(batch, budget)
             made.tokens[0, -1] = poison
             return made
 

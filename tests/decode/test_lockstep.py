@@ -15,7 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
-from selfspec.control import Control, Controller
+from selfspec.control import Budget, Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.batch import Batch
 from selfspec.decode.output import Round
@@ -40,11 +40,11 @@ class InStep(Control):
 
 class _InStep(Controller):
     def __init__(self, longest: int, threshold: float) -> None:
-        self.longest = longest
+        self.most = Budget.chain(longest)
         self._threshold = threshold
 
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
-        return min(self.longest, remaining - 1)
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
+        return self.most.within(remaining - 1)
 
     def goes_on(self, scores: Tensor) -> bool:
         return bool((scores.softmax(-1).amax(-1) >= self._threshold).any())
@@ -72,10 +72,11 @@ class OneRow(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Batch, length: int) -> Draft:
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
         if not batch.controller.tries(0):
             return batch.no_draft()
         starts = [batch.sequences.length(row) for row in range(4)]
+        length = budget.depth
         rows = [self.text[row, start : start + length].tolist() for row, start in enumerate(starts)]
         right = torch.tensor([row + [0] * (length - len(row)) for row in rows])
         wrong = (right + 1) % tiny.VOCABULARY
@@ -131,10 +132,10 @@ def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> N
     cursors: list[set[int]] = []
 
     class Noting(selfspec.LayerSkip):
-        def draft(self, batch: Any, length: int) -> Draft:
+        def propose(self, batch: Any, budget: Budget) -> Draft:
             lengths = zip(batch.running, batch.cache.seq_lens, strict=True)
             cursors.append({length for row, length in lengths if row in batch.unfinished})
-            made: Draft = super().draft(batch, length)
+            made: Draft = super().propose(batch, budget)
             return made
 
     spec = selfspec.wrap(model, Noting(mlp=[3]), draft_length=InStep(4))
@@ -263,9 +264,9 @@ def test_a_row_that_is_not_finite_does_not_stall_the_others() -> None:
     rounds: list[int] = []
 
     class Poisoning(selfspec.EarlyExit):
-        def draft(self, batch: Any, length: int) -> Draft:
-            made: Draft = super().draft(batch, length)
-            rounds.append(length)
+        def propose(self, batch: Any, budget: Budget) -> Draft:
+            made: Draft = super().propose(batch, budget)
+            rounds.append(budget.depth)
             if len(rounds) == 3:
                 made.tokens[0, -1] = poison
             return made

@@ -15,6 +15,7 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
+from selfspec.control import Budget
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.draft import Drafter
@@ -229,8 +230,8 @@ class Witness(LogitsProcessor):
 class Unable(selfspec.EarlyExit):
     """Drafts the same token over and over, so that much is rejected."""
 
-    def draft(self, batch: Any, length: int) -> selfspec.Draft:
-        draft: selfspec.Draft = super().draft(batch, length)
+    def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
+        draft: selfspec.Draft = super().propose(batch, budget)
         draft.tokens.fill_(11)
         return draft
 

@@ -15,6 +15,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import BATCHES, PROMPTS, TOKENS, VOCAB, Warp, joint, small
 from selfspec.cache.tree import Tree
+from selfspec.control import Budget
 from selfspec.draft import Draft, Drafter
 
 FORK = Tree((-1, -1, 0, 0, 1, 2, 4))
@@ -31,8 +32,8 @@ class Oracle(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Any, length: int) -> Draft:
-        tree = Tree(self.tree.parents[:length])
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        tree = Tree(self.tree.parents[: budget.nodes])
         rows = []
         for row in batch.running:
             start, tokens = len(batch.committed[row]), []
@@ -56,8 +57,8 @@ class Random(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def draft(self, batch: Any, length: int) -> Draft:
-        tree = Tree(self.tree.parents[:length])
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        tree = Tree(self.tree.parents[: budget.nodes])
         rows = len(batch.running)
         tokens, probs = torch.zeros(rows, len(tree), dtype=torch.long), torch.zeros(rows, len(tree), VOCAB)
         for children in tree.children:

@@ -46,7 +46,7 @@ def test_statistics_count_the_places_that_were_committed(
     accepted: int, committed: int, judged: int, counted: int
 ) -> None:
     stats = Stats()
-    stats.count(DRAFT, _verdict(accepted, committed, overlap=(0.5, 0.25, 0.125, 0.0625)))
+    stats.count(len(DRAFT.tree), DRAFT.length, _verdict(accepted, committed, overlap=(0.5, 0.25, 0.125, 0.0625)))
     assert (stats.rounds, stats.row_rounds, stats.drafted, stats.new_tokens) == (1, 1, 4, committed)
     assert (stats.judged, stats.accepted) == (judged, counted)
     assert stats.judged_per_depth == [1] * judged + [0] * (4 - judged)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.reference import Calls
-from selfspec.control import Control, Controller
+from selfspec.control import Budget, Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft.named import draft_name, parse_draft
 
@@ -127,18 +127,18 @@ def test_the_parts_of_a_cascade_are_checked(llama: PreTrainedModel) -> None:
 class _Asked(Control, Controller):
     """Looks up four tokens every round; notes the shares it is told."""
 
-    longest: int = 4
+    most: Budget = field(default=Budget(4, 4))
     shares: list[float] = field(default_factory=list)
 
     def begin(self, costs: CostsByRows) -> Controller:
         return self
 
-    def choose(self, remaining: int, live: Sequence[bool]) -> int:
-        return min(self.longest, remaining - 1)
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
+        return self.most.within(remaining - 1)
 
     def look_up_length(self, share: float) -> int:
         self.shares.append(share)
-        return self.longest
+        return self.most.depth
 
 
 def test_what_counts_is_whether_the_hindmost_rows_have_a_match(llama: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ import torch
 import selfspec
 from helpers import stories, tiny
 from helpers.goodness import p_value
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.vocabulary import Counted, count_vocabulary, most_frequent
@@ -21,7 +21,7 @@ _KEPT = tuple(range(1, 50, 3))
 
 
 @pytest.mark.parametrize("inner", [selfspec.EarlyExit(2), selfspec.LayerSkip(attention=[1], mlp=[2])])
-def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str, inner: PathDrafter) -> None:
+def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str, inner: LayerPathDrafter) -> None:
     model = tiny.BUILDERS[architecture]()
     ids = tiny.prompt(7)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)

@@ -25,8 +25,8 @@ from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.cache.tree import Tree
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Sublayer, sublayers
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.recorded import runner_for
 
 DEPTH = tiny.DEPTH
 NODES = 5
@@ -94,7 +94,7 @@ class AnyRounds(RuleBasedStateMachine):
         self.cache = SharedCache(
             DEPTH, len(lengths), _LIMIT, NODES, torch.device("cpu"), recurrent=recurrent, bucket=self.bucket
         )
-        self.runner = ModelRunner(self.model, adapter, self.cache, self.graphs(self.model))
+        self.runner = runner_for(self.model, adapter, self.cache, self.graphs(self.model))
         self.full = LayerPath.full(DEPTH)
         self.rows: list[list[int]] = [[] for _ in lengths]
         if not max(lengths):

@@ -10,7 +10,7 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 
 class Bench:

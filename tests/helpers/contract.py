@@ -24,7 +24,7 @@ from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 PAST = 9  # longer than the sliding windows
 BLOCK = 4

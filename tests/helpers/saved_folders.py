@@ -8,9 +8,10 @@ import pytest
 from transformers import dynamic_module_utils
 
 import selfspec
+from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.draft import Draft
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +25,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
-def rounds(monkeypatch: pytest.MonkeyPatch, kind: type[PathDrafter] = selfspec.EarlyExit) -> list[int]:
+def rounds(monkeypatch: pytest.MonkeyPatch, kind: type[LayerPathDrafter] = selfspec.EarlyExit) -> list[int]:
     """Counts rounds by their drafts' lengths."""
     drafted: list[int] = []
-    right = kind.draft
+    right = kind.propose
 
-    def counted(self: PathDrafter, batch: Batch, length: int) -> Draft:
-        drafted.append(length)
-        return right(self, batch, length)
+    def counted(self: LayerPathDrafter, batch: Batch, budget: Budget) -> Draft:
+        drafted.append(budget.depth)
+        return right(self, batch, budget)
 
-    monkeypatch.setattr(kind, "draft", counted)
+    monkeypatch.setattr(kind, "propose", counted)
     return drafted

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.reference import with_layers
 from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError, ReducedVocabulary
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.measure import acceptance as module
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.own_text import Continuation, continued
@@ -33,7 +33,7 @@ def test_it_is_what_prefixes_one_by_one_give(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     given = [(tiny.prompt(9, seed=1), 1), (tiny.prompt(7, seed=2), 3)]
     texts: list[Tensor | Continuation] = [given[0][0], Continuation(*given[1])]
-    drafters: dict[str, PathDrafter] = {"exit": EarlyExit(2), "skip": LayerSkip(layers=[1])}
+    drafters: dict[str, LayerPathDrafter] = {"exit": EarlyExit(2), "skip": LayerSkip(layers=[1])}
     measured = teacher_forced(model, find_adapter(model), drafters, texts, TEMPERATURES)
     kept = {"exit": [0, 1], "skip": [0, 2, 3]}
     for name, layers in kept.items():
@@ -58,7 +58,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, llama: PreTrained
 def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> None:
     ids = tiny.prompt(10)
     tokens = tuple(range(0, tiny.VOCABULARY, 2))
-    drafters: dict[str, PathDrafter] = {
+    drafters: dict[str, LayerPathDrafter] = {
         "exit": ReducedVocabulary(EarlyExit(2), tokens),
         "skip": ReducedVocabulary(LayerSkip(layers=[2, 3]), tokens),
     }

@@ -13,7 +13,7 @@ from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText
 from selfspec.measure.teacher_forced.paths import DraftPath, readings
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 _REACH = 3
 _FIRST = 4

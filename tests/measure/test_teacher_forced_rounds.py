@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.measure.teacher_forced.figures import TeacherForcedFigures, WrittenTexts, teacher_forced_figures
 from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.measure.teacher_forced.paths import DraftPath
@@ -17,7 +17,7 @@ from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.model.registry import find_adapter
 
 _NEW = 40
-_DRAFTERS: tuple[PathDrafter, ...] = (
+_DRAFTERS: tuple[LayerPathDrafter, ...] = (
     LayerSkip(attention=[2]),
     LayerSkip(mlp=[1], attention=[3]),
     selfspec.EarlyExit(3),
@@ -37,7 +37,9 @@ def prompt() -> Tensor:
     return ids
 
 
-def _figures(model: PreTrainedModel, drafter: PathDrafter, texts: WrittenTexts, reach: int) -> TeacherForcedFigures:
+def _figures(
+    model: PreTrainedModel, drafter: LayerPathDrafter, texts: WrittenTexts, reach: int
+) -> TeacherForcedFigures:
     path = DraftPath(drafter.path(5))
     return teacher_forced_figures(LayerViews(model, find_adapter(model)), texts, [path], reach)[0]
 
@@ -45,7 +47,7 @@ def _figures(model: PreTrainedModel, drafter: PathDrafter, texts: WrittenTexts, 
 @pytest.mark.parametrize("drafter", _DRAFTERS, ids=repr)
 @pytest.mark.parametrize("length", [1, 3])
 def test_greedy_rounds_are_those_of_the_generation(
-    stories: PreTrainedModel, prompt: Tensor, drafter: PathDrafter, length: int
+    stories: PreTrainedModel, prompt: Tensor, drafter: LayerPathDrafter, length: int
 ) -> None:
     spec = selfspec.wrap(stories, draft=drafter, draft_length=length)
     output = spec.generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)

@@ -239,28 +239,28 @@ CATALOGUE = (
     # What a draft token was drawn from.
     Mutation(
         "stale q: the distribution of the draft step before",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "distributions.append(q)",
         "distributions.append(last if distributions else q)\nlast = q",
         (_OWN_Q, _JOINT),
     ),
     Mutation(
         "an argmax draft scored with a softmax q",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "batch.sampling.draw(decided, _1, _2, _3)",
         "decided.argmax(-1)",
         (_OWN_Q,),
     ),
     Mutation(
         "draft tokens drawn at a temperature 10 % off the one they are scored with",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "batch.sampling.draw(decided, _1, _2, _3)",
         "batch.sampling.draw(decided**1.1, _1, _2, _3)",
         (_OWN_Q,),
     ),
     Mutation(
         "a draft that overflowed is scored with NaN",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "proper(batch.sampling.probabilities(scores))",
         "batch.sampling.probabilities(scores)",
         ("test_generate.py", "-k", "not_finite"),
@@ -270,11 +270,11 @@ CATALOGUE = (
         "effective",
         "not sampling.decided",
         "False",
-        ("test_along_path.py",),
+        ("test_along_layer_path.py",),
     ),
     Mutation(
         "a coupled draft takes its noise from the place before",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "batch.cache.positions(1, node) + 1",
         "batch.cache.positions(1, node)",
         (_COUPLED,),
@@ -317,14 +317,14 @@ CATALOGUE = (
     ),
     Mutation(
         "draft tokens and their acceptance share their noise",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "Purpose.DRAFT",
         "Purpose.ACCEPT",
         (_DRAWN,),
     ),
     Mutation(
         "all draft tokens of a round are drawn with the same noise",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "batch.sampling.draw(_1, _2, _3, node + 1)",
         "batch.sampling.draw(_1, _2, _3, 0)",
         (_DRAWN,),
@@ -530,14 +530,14 @@ CATALOGUE = (
     ),
     Mutation(
         "a draft step's processors do not see the draft so far",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "Prefixes(batch.sequences, tokens)",
         "Prefixes(batch.sequences)",
         (_AS_GOOD,),
     ),
     Mutation(
         "drafts are not processed at all",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))",
         "step.logits.float()",
         (_AS_GOOD,),
@@ -611,7 +611,7 @@ CATALOGUE = (
     # The cache.
     Mutation(
         "every draft step writes over the last committed token",
-        "PathDrafter.draft",
+        "LayerPathDrafter.propose",
         "batch.runner.logits(_1, _2, head=_3, first=node)",
         "batch.runner.logits(_1, _2, head=_3, first=-1)",
         (_GREEDY,),
@@ -681,7 +681,7 @@ CATALOGUE = (
     ),
     Mutation(
         "programs know no window",
-        "ModelRunner._kind",
+        "RecordedRunner._kind",
         "self._window is not None",
         "self._window == 0",
         ("test_graph_cache.py::test_greedy_text_is_the_stock_models",),
@@ -897,7 +897,7 @@ CATALOGUE = (
         "verify",
         "draft.resume is None",
         "True",
-        ("test_along_path.py",),
+        ("test_along_layer_path.py",),
     ),
     Mutation(
         "a skipped sublayer gives its input in place of nothing",
@@ -1043,9 +1043,9 @@ CATALOGUE = (
     ),
     Mutation(
         "a look-up takes in what was generated only once",
-        "Batch.index",
-        "self.sequences.tokens_from(row, len(index))",
-        "self.sequences.tokens_from(row, 0) if len(index) == 0 else ()",
+        "RowIndexes.of",
+        "self._sequences.tokens_from(row, len(index))",
+        "self._sequences.tokens_from(row, 0) if len(index) == 0 else ()",
         ("test_prompt_lookup.py",),
     ),
     # Linears of few rows.
@@ -1080,7 +1080,7 @@ CATALOGUE = (
     # Costs in batches.
     Mutation(
         "a draft costs in every batch what it costs one row",
-        "CostAwareController.choose",
+        "CostAwareController.budget",
         "self._by_rows.in_batch(len(unfinished))",
         "self._by_rows.in_batch(1)",
         ("test_what_a_draft_costs_in_a_batch_is_what_was_measured_there",),
@@ -1108,8 +1108,8 @@ CATALOGUE = (
     ),
     Mutation(
         "batches in which a draft lost are drafted in",
-        "Choice.in_batch",
-        "self if self.most_rows is None or rows <= self.most_rows else Choice(None)",
+        "DraftChoice.in_batch",
+        "self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)",
         "self",
         ("test_batches_in_which_drafts_lose_are_decoded_plainly",),
     ),
@@ -1326,8 +1326,8 @@ CATALOGUE = (
     Mutation(
         "slack is as long as the control allows, however few tokens are wanted",
         "Generation.__init__",
-        "min(control.longest, request.stopping.max_new_tokens)",
-        "control.longest",
+        "control.most.within(request.stopping.max_new_tokens)",
+        "control.most",
         ("test_slack_is_no_longer_than_what_is_left_to_generate",),
     ),
     Mutation(

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "environment": set(),
     "files": {"errors"},
     "cache": {"errors", "model"},
-    "model": {"adapters", "cache", "errors", "files", "runtime"},
+    "model": {"adapters", "cache", "errors", "files"},
     "adapters": {"model"},
     "runtime": {"cache", "errors", "model"},
     "accept": {"arguments", "cache", "draft", "errors"},

@@ -20,11 +20,11 @@ from helpers import tiny
 from helpers.proving import check_inference_mode, greedy_together, ticking
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.recordable import frozen_view, run_watched
+from selfspec.runtime.runner import ModelRunner, PassCall
 from selfspec.runtime.runtime import Function
 from selfspec.runtime.traced import traced
 
@@ -264,9 +264,9 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
     stock: list[int] = []
     run_stock = ModelRunner._run_stock
 
-    def noted(self: ModelRunner, view: Any, base: str | None, tokens: Tensor, *rest: Any) -> Any:
-        stock.append(tokens.shape[1])
-        return run_stock(self, view, base, tokens, *rest)
+    def noted(self: ModelRunner, call: PassCall) -> Any:
+        stock.append(call.tokens.shape[1])
+        return run_stock(self, call)
 
     monkeypatch.setattr(ModelRunner, "_run_stock", noted)
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):

@@ -16,12 +16,13 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.layer_calls import alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.recordable import frozen_view
+from selfspec.runtime.recorded import RecordedRunner, runner_for
+from selfspec.runtime.runner import PassCall
 
 PROMPT = 9
 EXIT = Sublayer(3, Part.ATTENTION)
@@ -29,16 +30,17 @@ EXIT = Sublayer(3, Part.ATTENTION)
 
 @dataclass
 class Bench:
-    """ModelRunner over a cache that holds a prompt, and what a pass of some kind would be recorded as."""
+    """A runner over a cache that holds a prompt, and what a pass of some kind would be recorded as."""
 
     model: PreTrainedModel
     cache: SharedCache
-    runner: ModelRunner
+    runner: RecordedRunner
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Bench:
         cache = SharedCache(tiny.DEPTH, 1, 64, 16, torch.device("cpu"))
-        passes = ModelRunner(model, find_adapter(model), cache, GraphCache(Traced(after=0)))
+        passes = runner_for(model, find_adapter(model), cache, GraphCache(Traced(after=0)))
+        assert isinstance(passes, RecordedRunner)
         with torch.no_grad():
             cache.reserve(PROMPT)
             passes.prefill(tiny.prompt(PROMPT), [PROMPT])
@@ -51,7 +53,7 @@ class Bench:
         tokens = tiny.prompt(width, seed=1)
         slots = self.cache.slots(width)
         assert slots is not None
-        kind = self.runner._kind(path, None, base, tokens, entering, slots)
+        kind = self.runner._kind(PassCall(path, tokens, entering=entering, base=base), slots)
         return self.runner._function(kind), PassTensors(tokens, entering, slots)
 
 

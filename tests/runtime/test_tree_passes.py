@@ -18,9 +18,9 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.runner import ModelRunner
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.recorded import runner_for
 
 PROMPT, NODES, BUCKET = 9, 4, 8
 FULL = LayerPath.full(tiny.DEPTH)
@@ -32,7 +32,7 @@ class Generation:
 
     def __init__(self, model: PreTrainedModel, graphs: GraphCache | None, bucket: int) -> None:
         self.cache = SharedCache(tiny.DEPTH, 1, 64, NODES, torch.device("cpu"), bucket=bucket)
-        self.runner = ModelRunner(model, ADAPTERS[model.config.model_type], self.cache, graphs)
+        self.runner = runner_for(model, ADAPTERS[model.config.model_type], self.cache, graphs)
         self.cache.reserve(PROMPT + 1)
         self.runner.prefill(tiny.prompt(PROMPT), [PROMPT])
         self.cache.commit([PROMPT])

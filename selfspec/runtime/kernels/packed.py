@@ -163,11 +163,6 @@ def packable_dtypes() -> tuple[torch.dtype, ...]:
     return (torch.float32, *half)
 
 
-def plain(weight: Tensor) -> Tensor:
-    """A weight as a plain tensor: itself, or a copy of one that is packed."""
-    return weight.to_dense() if weight.is_mkldnn else weight
-
-
 def _can_be_packed(linear: nn.Linear) -> bool:
     weight = linear.weight
     return (

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api import wrap
 from selfspec.draft import Cascade, Drafter, PromptLookup
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.measure.costs import MeasuredCosts, measure_costs, verify_cost
 from selfspec.measure.stock import bare
@@ -57,7 +57,7 @@ class PassCosts:
         return None if self.draft is None else steps * self.draft + verify_cost(self.verify, drafted + 1)
 
     @classmethod
-    def of(cls, measured: MeasuredCosts, path: PathDrafter | None) -> PassCosts:
+    def of(cls, measured: MeasuredCosts, path: LayerPathDrafter | None) -> PassCosts:
         """Those of a draft along a path, or, without one, of look-ups."""
         name = PLAIN if path is None else draft_name(path)
         return cls(
@@ -109,11 +109,11 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
     return [PassCosts.of(measured, _path(draft)) if _has_parts(draft) else None for draft in drafts]
 
 
-def _path(draft: Drafter | None) -> PathDrafter | None:
+def _path(draft: Drafter | None) -> LayerPathDrafter | None:
     if isinstance(draft, Cascade):
         return draft.path
-    return draft if isinstance(draft, PathDrafter) else None
+    return draft if isinstance(draft, LayerPathDrafter) else None
 
 
 def _has_parts(draft: Drafter | None) -> bool:
-    return isinstance(draft, (Cascade, PathDrafter, PromptLookup))
+    return isinstance(draft, (Cascade, LayerPathDrafter, PromptLookup))

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api import wrap
-from selfspec.control.plan import Plan
+from selfspec.control.draft_policy import DraftPolicy
 from selfspec.decode.output import Round
 from selfspec.draft import Drafter
 from selfspec.measure.stock import bare
@@ -44,7 +44,11 @@ class OwnArm(Arm):
     def drafter(self, cell: Cell) -> Drafter | None:
         """What drafts under the conditions of a cell."""
         draft = self.wrapped.draft
-        return draft.choose(greedy=not cell.sampled).in_batch(cell.batch).draft if isinstance(draft, Plan) else draft
+        return (
+            draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
+            if isinstance(draft, DraftPolicy)
+            else draft
+        )
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)

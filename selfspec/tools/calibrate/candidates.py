@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
 from selfspec.draft import Cascade, Drafter, EarlyExit, PromptLookup
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.acceptance import Acceptance
@@ -36,7 +36,7 @@ class Candidate:
 
     name: str
     draft: Drafter
-    path: PathDrafter | None
+    path: LayerPathDrafter | None
     costs: Costs
 
     def costs_in(self, measured: MeasuredCosts) -> Costs:
@@ -61,7 +61,7 @@ class Prediction:
     best: Forecast
 
 
-def considered(depth: int, drafters: Sequence[PathDrafter] | None) -> dict[str, PathDrafter]:
+def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
     """Drafts along a path of the model, by name: those given, else every exit.
 
     Args:
@@ -72,10 +72,10 @@ def considered(depth: int, drafters: Sequence[PathDrafter] | None) -> dict[str, 
         DraftConfigError: one is no draft along a path, does not fit the depth, or two have one name.
     """
     drafts = [EarlyExit(layer) for layer in range(1, depth)] if drafters is None else list(drafters)
-    named: dict[str, PathDrafter] = {}
+    named: dict[str, LayerPathDrafter] = {}
     for draft in drafts:
         name = draft_name(draft)
-        if not isinstance(draft, PathDrafter):
+        if not isinstance(draft, LayerPathDrafter):
             raise DraftConfigError(
                 f"draft {name} is no path of the model; look-ups and plain decoding are always considered, so name the "
                 "path alone: exit:E, head:FOLDER or skip:..."
@@ -90,9 +90,9 @@ def considered(depth: int, drafters: Sequence[PathDrafter] | None) -> dict[str, 
 def to_measure(
     model: PreTrainedModel,
     adapter: Adapter,
-    drafters: Mapping[str, PathDrafter],
+    drafters: Mapping[str, LayerPathDrafter],
     acceptances: Sequence[Mapping[str, float]],
-) -> list[PathDrafter]:
+) -> list[LayerPathDrafter]:
     """The drafts whose costs are worth measuring: all, or where they are many, those with the best estimates.
 
     Args:
@@ -129,7 +129,7 @@ def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) ->
 
 
 def to_confirm(
-    predictions: Iterable[Prediction], drafters: Mapping[str, PathDrafter], costs: MeasuredCosts
+    predictions: Iterable[Prediction], drafters: Mapping[str, LayerPathDrafter], costs: MeasuredCosts
 ) -> list[Candidate]:
     """Look-ups alone, and the best paths alone and behind look-ups.
 

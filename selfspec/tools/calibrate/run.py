@@ -14,7 +14,7 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.control.costs import BatchCosts
 from selfspec.control.profile import Chosen, Profile
 from selfspec.control.setting import Setting
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import PromptError
 from selfspec.measure.acceptance import Acceptance, teacher_forced
@@ -98,7 +98,7 @@ class Calibration:
 def calibrate(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
-    drafters: Sequence[PathDrafter] | None = None,
+    drafters: Sequence[LayerPathDrafter] | None = None,
     settings: Settings | None = None,
     *,
     adapter: Adapter | None = None,
@@ -267,7 +267,7 @@ def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], settings: Settin
 def _acceptance(
     model: PreTrainedModel,
     adapter: Adapter,
-    drafters: dict[str, PathDrafter],
+    drafters: dict[str, LayerPathDrafter],
     prompts: Sequence[Tensor],
     temperature: float,
     settings: Settings,

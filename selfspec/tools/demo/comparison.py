@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api import SelfSpeculative, wrap
-from selfspec.control.plan import Plan
+from selfspec.control.draft_policy import DraftPolicy
 from selfspec.decode.stats import Stats
 from selfspec.draft import Drafter
 from selfspec.measure.cycles import cycle_share
@@ -168,7 +168,7 @@ class Comparison:
 def compare(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
-    drafter: Drafter | Plan | str,
+    drafter: Drafter | DraftPolicy | str,
     draft_length: int | None,
     max_new_tokens: int,
     temperature: float,

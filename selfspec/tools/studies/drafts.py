@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from selfspec.draft import ExitHead, LayerSkip, SkipFile
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.exit_head import WEIGHTS
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import SelfSpecError, StudyError
@@ -64,7 +64,7 @@ def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter,
     return list(found)
 
 
-def draft_of(name: str) -> PathDrafter:
+def draft_of(name: str) -> LayerPathDrafter:
     """Return the drafter of a name.
 
     Raises:
@@ -76,7 +76,7 @@ def draft_of(name: str) -> PathDrafter:
         raise StudyError(
             f"drafts: {error}; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
         ) from error
-    if not isinstance(drafter, PathDrafter):
+    if not isinstance(drafter, LayerPathDrafter):
         raise StudyError(f"drafts: {name!r} drafts along no path of the model, so there is no layer to study")
     return drafter
 
@@ -145,7 +145,7 @@ def _exits_of(folder: str) -> list[int]:
     return exits
 
 
-def _content(drafter: PathDrafter) -> str:
+def _content(drafter: LayerPathDrafter) -> str:
     match drafter:
         case ExitHead(source=source):
             return hashlib.sha256((Path(source) / WEIGHTS).read_bytes()).hexdigest()[:16]

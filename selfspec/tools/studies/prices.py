@@ -14,7 +14,7 @@ from selfspec.api import wrap
 from selfspec.control.costs import Costs, share_read
 from selfspec.control.forecast import Forecast
 from selfspec.draft import LayerSkip
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.stock import bare
@@ -104,7 +104,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
     return Prices(1.0 - sum(shares.values()), shares, Costs.assumed(0.0, model.device))
 
 
-def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, PathDrafter], depth: int) -> Prices:
+def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int) -> Prices:
     """Price timed drafts by themselves, and an attention and an MLP by least squares over all of them.
 
     Args:
@@ -202,7 +202,7 @@ def prices_of(found: Mapping[str, Any]) -> Prices:
     return Prices.from_dict(found["prices"])
 
 
-def _telling(depth: int) -> dict[str, PathDrafter]:
+def _telling(depth: int) -> dict[str, LayerPathDrafter]:
     """Return skip sets that tell attention and MLP apart, at two sizes each."""
     half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
     sets = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]

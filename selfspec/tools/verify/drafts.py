@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.model.layer_path import LayerPath
 
 
@@ -13,7 +13,7 @@ def default_drafts(depth: int) -> tuple[Drafter, ...]:
     Early exits at half of the depth and at the last layer but one, one whole layer left out, the attention of one
     layer, the MLP of one layer. In a shallow network some of these are the same path, or none; each is named once.
     """
-    spread: list[PathDrafter] = [EarlyExit(layer) for layer in (depth // 2, depth - 1) if layer >= 1]
+    spread: list[LayerPathDrafter] = [EarlyExit(layer) for layer in (depth // 2, depth - 1) if layer >= 1]
     if depth > 1:
         spread.append(LayerSkip(layers=[depth // 2]))
     spread += [LayerSkip(attention=[depth // 3]), LayerSkip(mlp=[2 * depth // 3])]

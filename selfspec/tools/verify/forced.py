@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from selfspec.accept.paths import first_path
+from selfspec.accept.tree_paths import first_path
 from selfspec.api import wrap
 from selfspec.cache.tree import Tree
+from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import Warping
@@ -54,8 +55,8 @@ class DictatedDrafter(Drafter):
     def check(self, depth: int) -> None:
         self._drafter.check(depth)
 
-    def draft(self, batch: Batch, length: int) -> Draft:
-        draft = self._drafter.draft(replace(batch, sampling=self._dictated, noise=self._dictation), length)
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
+        draft = self._drafter.propose(replace(batch, sampling=self._dictated, noise=self._dictation), budget)
         return Draft(draft.tokens, draft.tree, None, draft.resume)
 
 

@@ -13,17 +13,17 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.model.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner
 
 
 @torch.no_grad()
 def draft_logits(
-    model: PreTrainedModel, draft: PathDrafter, ids: Tensor, block: int, adapter: Adapter | None = None
+    model: PreTrainedModel, draft: LayerPathDrafter, ids: Tensor, block: int, adapter: Adapter | None = None
 ) -> Tensor:
     """Logits of draft steps over the end of a text whose beginning the full model has read.
 

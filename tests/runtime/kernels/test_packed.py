@@ -14,8 +14,8 @@ import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
 from selfspec import pack, unpack
-from selfspec.model.fingerprint import fingerprint
-from selfspec.runtime.kernels.packed import PackedLinear, packable_dtypes, packed_layers, plain
+from selfspec.model.fingerprint import fingerprint, plain
+from selfspec.runtime.kernels.packed import PackedLinear, packable_dtypes, packed_layers
 
 DTYPES = packable_dtypes()
 

@@ -8,7 +8,7 @@ from helpers import tiny
 from helpers.studies import stories_loader
 from selfspec.control.costs import Costs
 from selfspec.draft import EarlyExit, LayerSkip
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -32,7 +32,7 @@ def _known(value: float) -> Estimate:
 
 def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> None:
     fixed, attention, mlp = 0.12, 0.1, 0.12
-    drafters: dict[str, PathDrafter] = {
+    drafters: dict[str, LayerPathDrafter] = {
         "exit:2": EarlyExit(2),
         "a": LayerSkip(attention=[1, 2]),
         "m": LayerSkip(mlp=[0, 3]),

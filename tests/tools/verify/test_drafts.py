@@ -6,9 +6,10 @@ import pytest
 
 import selfspec
 from selfspec.cli.options import read_draft
+from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.draft import Draft, Drafter
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.model.layer_path import Part
 from selfspec.tools.verify import default_drafts, draft_name
 
@@ -19,7 +20,7 @@ def test_every_depth_has_drafts_that_fit_and_differ(depth: int) -> None:
     assert len(drafts) == {1: 2, 2: 3, 3: 5}.get(depth, 5)
     paths = set()
     for draft in drafts:
-        assert isinstance(draft, PathDrafter)
+        assert isinstance(draft, LayerPathDrafter)
         paths.add(draft.path(depth))
     assert len(paths) == len(drafts)
 
@@ -27,7 +28,7 @@ def test_every_depth_has_drafts_that_fit_and_differ(depth: int) -> None:
 def test_the_spread_covers_every_kind_of_resuming() -> None:
     names = [draft_name(draft) for draft in default_drafts(12)]
     assert names == ["exit:6", "exit:11", "skip:layers=6", "skip:attn=4", "skip:mlp=8"]
-    paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, PathDrafter)]
+    paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, LayerPathDrafter)]
     assert {path.resume_point.part for path in paths if path.resume_point} == {Part.ATTENTION, Part.MLP}
 
 
@@ -41,7 +42,7 @@ def test_other_drafters_are_called_what_they_say() -> None:
         def check(self, depth: int) -> None:
             """Any depth will do."""
 
-        def draft(self, batch: Batch, length: int) -> Draft:
+        def propose(self, batch: Batch, budget: Budget) -> Draft:
             raise NotImplementedError
 
         def __repr__(self) -> str:

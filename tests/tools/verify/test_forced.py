@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
+from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.draft import Draft, Drafter
 from selfspec.measure.rounding import RoundingMeter, largest_difference, tie_gap
@@ -42,13 +43,13 @@ def test_every_pass_gives_the_logits_of_the_text(architecture: str, past: int) -
 
 def test_drafts_are_as_long_as_in_the_loop(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = []
-    draft = selfspec.EarlyExit.draft
+    propose = selfspec.EarlyExit.propose
 
-    def watched(self: selfspec.EarlyExit, batch: Batch, length: int) -> Draft:
-        drafted.append(length)
-        return draft(self, batch, length)
+    def watched(self: selfspec.EarlyExit, batch: Batch, budget: Budget) -> Draft:
+        drafted.append(budget.depth)
+        return propose(self, batch, budget)
 
-    monkeypatch.setattr(selfspec.EarlyExit, "draft", watched)
+    monkeypatch.setattr(selfspec.EarlyExit, "propose", watched)
     forced(llama, selfspec.EarlyExit(2), tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist())
     # Rounds of 4 and 4 tokens, and one of 3.
     assert drafted == [3, 3, 2]
@@ -59,8 +60,8 @@ def test_a_drafter_that_says_its_own_is_judged_by_the_text(llama: PreTrainedMode
         def check(self, depth: int) -> None:
             """Any depth will do."""
 
-        def draft(self, batch: Batch, length: int) -> Draft:
-            return Draft.chain(torch.full((1, length), 7))
+        def propose(self, batch: Batch, budget: Budget) -> Draft:
+            return Draft.chain(torch.full((1, budget.depth), 7))
 
     prompt, tokens = tiny.prompt(5), [7, 7, 1, 7, 7, 7, 7, 7, 7, 2]
     wanted = stepwise_logits(llama, prompt, tokens)

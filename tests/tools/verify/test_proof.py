@@ -22,7 +22,7 @@ from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.runner import ModelRunner, Pass
+from selfspec.runtime.runner import ModelRunner, Pass
 from selfspec.tools.verify import Report, Settings, verify
 from selfspec.tools.verify.divergence import Check
 from selfspec.tools.verify.verdict import Exactness

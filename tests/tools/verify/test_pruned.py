@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.reference import zeroed
 from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError
-from selfspec.draft.along_path import PathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.model.registry import find_adapter
 from selfspec.tools.verify import draft_logits, pruned_logits
 
@@ -20,7 +20,7 @@ DRAFTS = (EarlyExit(1), EarlyExit(3), LayerSkip(attention=[1]), LayerSkip(mlp=[2
 MODELS = {"llama": tiny.llama, "mistral": tiny.mistral, "gpt2": tiny.gpt2, "qwen3": tiny.qwen3}
 
 
-def _both(model: PreTrainedModel, draft: PathDrafter, of: PathDrafter) -> tuple[torch.Tensor, torch.Tensor]:
+def _both(model: PreTrainedModel, draft: LayerPathDrafter, of: LayerPathDrafter) -> tuple[torch.Tensor, torch.Tensor]:
     ids = tiny.prompt(14, batch=2)
     left_out = of.path(model.config.num_hidden_layers).skipped
     return draft_logits(model, draft, ids, BLOCK), pruned_logits(model, zeroed(model, left_out), ids, BLOCK)
@@ -28,7 +28,7 @@ def _both(model: PreTrainedModel, draft: PathDrafter, of: PathDrafter) -> tuple[
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 @pytest.mark.parametrize("architecture", MODELS)
-def test_a_right_adapter_drafts_as_the_pruned_model(architecture: str, draft: PathDrafter) -> None:
+def test_a_right_adapter_drafts_as_the_pruned_model(architecture: str, draft: LayerPathDrafter) -> None:
     drafted, pruned = _both(MODELS[architecture](), draft, draft)
     assert drafted.shape == (2, BLOCK, tiny.VOCABULARY)
     torch.testing.assert_close(drafted, pruned)
@@ -40,7 +40,7 @@ def test_another_draft_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("part", "draft"), [("without_mlp", DRAFTS[3]), ("without_attention", DRAFTS[2])], ids=str)
-def test_a_wrong_adapter_is_told(part: str, draft: PathDrafter) -> None:
+def test_a_wrong_adapter_is_told(part: str, draft: LayerPathDrafter) -> None:
     model = tiny.llama()
     ids = tiny.prompt(14)
     pruned = pruned_logits(model, zeroed(model, draft.path(tiny.DEPTH).skipped), ids, BLOCK)

@@ -1,4 +1,7 @@
-"""Which draft serves a request: one for all, or one for greedy decoding and another for sampling."""
+"""Which draft serves a request: one for all, or one for greedy decoding and another for sampling.
+
+How long drafts are is the control's choice.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DraftChoice:
     """What drafts in a generation.
 
     Attributes:
@@ -32,20 +35,20 @@ class Choice:
     costs: CostsByRows | None = None
     most_rows: int | None = None
 
-    def in_batch(self, rows: int) -> Choice:
+    def in_batch(self, rows: int) -> DraftChoice:
         """What drafts in a batch.
 
         Args:
             rows: of it, at least 1.
         """
-        return self if self.most_rows is None or rows <= self.most_rows else Choice(None)
+        return self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)
 
 
-class Plan(ABC):
-    """Chooses what drafts. It is configuration, as drafters are."""
+class DraftPolicy(ABC):
+    """Chooses the drafter of a request. It is configuration, as drafters are."""
 
     @abstractmethod
-    def choose(self, greedy: bool) -> Choice:
+    def choose_draft(self, greedy: bool) -> DraftChoice:
         """What drafts in a generation.
 
         Args:
@@ -61,7 +64,7 @@ class Plan(ABC):
 
 
 @dataclass(frozen=True)
-class Always(Plan):
+class Always(DraftPolicy):
     """The same draft for every request.
 
     Attributes:
@@ -70,5 +73,5 @@ class Always(Plan):
 
     draft: Drafter | None
 
-    def choose(self, greedy: bool) -> Choice:
-        return Choice(self.draft)
+    def choose_draft(self, greedy: bool) -> DraftChoice:
+        return DraftChoice(self.draft)

@@ -1,4 +1,7 @@
-"""Acceptance: draws by the chances that a rule gives, the same for drafts judged whole and place by place."""
+"""Accept and reject draft tokens: draws by the chances that a rule of `selfspec.accept` gives.
+
+The same for drafts that are judged whole and for those judged place by place.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from selfspec.decode.noise import Purpose
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class Accepted:
     """What a rule accepts.
 
     Attributes:
@@ -27,7 +30,7 @@ class Acceptance:
 
 def accept(
     batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
-) -> Acceptance:
+) -> Accepted:
     """Accept draft tokens, and draw the token after them.
 
     Args:
@@ -45,7 +48,7 @@ def accept(
     recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
     # A row commits one such token a round, so they all have the noise of one place.
     token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
-    return Acceptance(place, token)
+    return Accepted(place, token)
 
 
 def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:

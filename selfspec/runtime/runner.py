@@ -1,4 +1,7 @@
-"""Runs passes of one model over one shared cache: any path, with logits or for their keys, values and states alone."""
+"""Runs passes of one model over one shared cache: any path, with logits or for their keys, values and states alone.
+
+This one runs the stock modules. `selfspec.runtime.recorded` has the other, which replaces their passes by programs.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.cache.masks import needs_mask, smallest_window
-from selfspec.cache.shared_cache import SharedCache, Slots
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.graph_cache import GraphCache, PassKind
 from selfspec.runtime.kernels.few_rows import for_few_rows
 from selfspec.runtime.kernels.grouped_queries import for_grouped_queries
-from selfspec.runtime.kernels.packed import packed_layers
-from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors, model_inputs, run_view
-from selfspec.runtime.recordable import frozen_view, is_watched
+from selfspec.runtime.pass_function import PassResult, model_inputs, run_view
 
 
 @dataclass(frozen=True)
@@ -37,36 +36,50 @@ class Pass:
     states: ExactStates | None
 
 
+@dataclass(frozen=True)
+class PassCall:
+    """What a pass runs, and on what.
+
+    Attributes:
+        path: what it runs.
+        tokens: of consecutive nodes of the open block, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
+        first: the first of the nodes; -1: the last committed token.
+        entering: what enters at `path.start`.
+        head: reads the last states of a path that leaves early; None: the model's own norm and head.
+        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
+    """
+
+    path: LayerPath
+    tokens: Tensor
+    first: int = -1
+    entering: ExactStates | None = None
+    head: DraftHead | None = None
+    base: str | None = None
+
+
 class ModelRunner:
-    """Every pass of one generation. Views are made once for each path and belong to this generation alone.
+    """Every pass of one generation, run by the stock modules.
+
+    Views are made once for each path and belong to this generation alone.
 
     Args:
         model: the stock causal LM.
         adapter: where its layers are.
         cache: what all passes read and write, from its cursors on.
-        programs: of the wrapped model; None: the stock modules run every pass.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: GraphCache | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self._stock_model = model
-        self._model = _fast(model)
+        self._model = with_kernels(model)
         self._adapter = adapter
         self._cache = cache
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         parameters = inspect.signature(type(model).forward).parameters
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = takes_positions(model)
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
-        self._window = smallest_window(self._config)
         self._gated: dict[tuple[LayerPath, DraftHead | None], GatedModel] = {}
-        # A runtime that needs passes of few shapes can do nothing for others.
-        shaped = programs is None or programs.bucket == cache.bucket
-        recordable = shaped and self._takes_positions and adapter.publishes is None
-        self._programs = programs.bound_to(model) if programs and recordable else None
-        self._packed = tuple(layer.weight for layer in packed_layers(model))
 
     def logits(
         self,
@@ -76,27 +89,20 @@ class ModelRunner:
         head: DraftHead | None = None,
         first: int = -1,
     ) -> Pass:
-        """Run `path` over tokens of the open block, with the language-model head.
-
-        Args:
-            path: what to run.
-            tokens: of consecutive nodes, `[batch, tokens]`.
-            entering: what enters at `path.start`.
-            head: reads the last states of a path that leaves early; None: the model's own norm and head.
-            first: the first of the nodes; -1: the last committed token.
+        """Run `path` over tokens of the open block, with the language-model head. Arguments as in `PassCall`.
 
         Raises:
             UnsupportedModelError: the block is a tree, and this model reads chains alone.
         """
-        return self._spread(self._run(path, head, None, tokens, entering, first), head)
+        return self._spread(self._run(PassCall(path, tokens, first, entering, head)), head)
 
     def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
         """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""
-        return self._run(path, None, self._base, tokens, None, first).states
+        return self._run(PassCall(path, tokens, first, base=self._base)).states
 
     def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
         """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
-        logits = self._run_stock(self._view(LayerPath.full(self.depth), None), None, embeddings, None).logits
+        logits = self._run_stock(PassCall(LayerPath.full(self.depth), embeddings)).logits
         assert logits is not None
         return logits
 
@@ -123,11 +129,11 @@ class ModelRunner:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
 
         Args:
-            tokens: `[batch, tokens]`, or their embeddings `[batch, tokens, hidden]`.
+            tokens: `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
             counts: how many of them each row has; what comes behind them is scrap.
         """
         if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
-            self._run_stock(self._view(LayerPath.full(self.depth), None), self._base, tokens, None)
+            self._run_stock(PassCall(LayerPath.full(self.depth), tokens, base=self._base))
             return
         # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
         base = self._model.get_submodule(self._base)
@@ -147,79 +153,19 @@ class ModelRunner:
     def _base(self) -> str:
         return self._adapter.path(self._model)[0]
 
-    def _run(
-        self,
-        path: LayerPath,
-        head: DraftHead | None,
-        base: str | None,
-        tokens: Tensor,
-        entering: ExactStates | None,
-        first: int,
-    ) -> PassResult:
-        width = tokens.shape[1]
+    def _run(self, call: PassCall) -> PassResult:
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(width, first):
-            slots = None if self._programs is None else self._cache.slots(width, first)
-            if self._programs is None or slots is None or is_watched(tokens.device):
-                return self._run_stock(self._view(path, head), base, tokens, entering, first)
-            kind = self._kind(path, head, base, tokens, entering, slots)
-            return self._programs.run(
-                kind,
-                PassTensors(tokens, entering, slots, self._packed),
-                stock=lambda: self._run_stock(self._view(path, head), base, tokens, entering, first),
-                function=lambda: self._function(kind),
-            )
+        with self._cache.reading(call.tokens.shape[1], call.first):
+            return self._run_in_block(call)
 
-    def _kind(
-        self,
-        path: LayerPath,
-        head: DraftHead | None,
-        base: str | None,
-        tokens: Tensor,
-        entering: ExactStates | None,
-        slots: Slots,
-    ) -> PassKind:
-        rows, width = tokens.shape
-        windowed = self._window is not None and slots.visible.shape[0] >= self._window
-        padded = self._cache.padded(width)
-        return PassKind(
-            path=path,
-            head=head,
-            base=base,
-            rows=rows,
-            width=width,
-            uniform=self._cache.uniform,
-            masked=windowed or needs_mask(self._config, slots.slot_mapping, slots.block, padded),
-            nodes=None if slots.block is None else slots.block.nodes,
-            windowed=windowed,
-            padded=padded,
-            entering=None if entering is None else tuple(entering.attention),
-        )
+    def _run_in_block(self, call: PassCall) -> PassResult:
+        """Run a pass whose nodes the cache expects."""
+        return self._run_stock(call)
 
-    def _run_stock(
-        self, view: GatedModel, base: str | None, tokens: Tensor, entering: ExactStates | None, first: int = -1
-    ) -> PassResult:
-        return run_view(view, base, entering, self._inputs(tokens, first))
-
-    def _function(self, kind: PassKind) -> PassFunction:
-        twin = frozen_view(self._stock_model)
-        packed, model = tuple(packed_layers(twin)), _fast(twin)
-        view = self._gated_view(model, kind.path, kind.head)
-        assert self._programs is not None
-        calls = self._programs.put_calls(view, model, self._adapter)
-        return PassFunction(
-            view,
-            calls,
-            kind.base,
-            self._cache_name,
-            self._config,
-            kind.masked,
-            kind.nodes is not None,
-            kind.padded,
-            kind.entering,
-            packed,
-        )
+    def _run_stock(self, call: PassCall) -> PassResult:
+        view = self._view(call.path, call.head)
+        return run_view(view, call.base, call.entering, self._inputs(call.tokens, call.first))
 
     def _view(self, path: LayerPath, head: DraftHead | None) -> GatedModel:
         if (path, head) not in self._gated:
@@ -241,8 +187,13 @@ class ModelRunner:
         return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}
 
 
-def _fast(model: nn.Module) -> PreTrainedModel:
-    """A view of the model that gives the same in less time."""
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model is told the position of each token."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def with_kernels(model: nn.Module) -> PreTrainedModel:
+    """Make a view of the model that gives the same in less time."""
     view = for_few_rows(for_grouped_queries(model))
     assert isinstance(view, PreTrainedModel)
     return view

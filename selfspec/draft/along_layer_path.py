@@ -21,11 +21,12 @@ from selfspec.model.layer_path import LayerPath, sublayers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
     from selfspec.model.adapter import Adapter
 
 
-class PathDrafter(Drafter):
+class LayerPathDrafter(Drafter):
     """Drafts with the target's own layers, fewer of them: one step of the path for each token.
 
     What the path computes before its first missing sublayer is exact; it stays in the shared cache and goes to the
@@ -58,14 +59,14 @@ class PathDrafter(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
-    def draft(self, batch: Batch, length: int) -> Draft:
+    def propose(self, batch: Batch, budget: Budget) -> Draft:
         if not batch.controller.tries(match=0):
             return batch.no_draft()
         path = self.path(batch.runner.depth)
         token = batch.last_tokens
         tokens: list[Tensor] = []
         distributions, states = [], []
-        for node in range(-1, length - 1):
+        for node in range(-1, budget.depth - 1):
             step = batch.runner.logits(path, token, head=self.head, first=node)
             scores = batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))
             q = proper(batch.sampling.probabilities(scores))
@@ -74,7 +75,7 @@ class PathDrafter(Drafter):
             tokens.append(token)
             distributions.append(q)
             states.append(step.states)
-            if len(tokens) < length and not batch.controller.goes_on(scores):
+            if len(tokens) < budget.depth and not batch.controller.goes_on(scores):
                 break
         start, left = path.resume_point, [step for step in states if step is not None]
         resume = None if start is None else Resume(start, ExactStates.concatenated(left))

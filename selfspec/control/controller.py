@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from selfspec.arguments import shown
+from selfspec.control.budget import Budget
 from selfspec.control.costs import CostsByRows
 from selfspec.errors import DraftConfigError
 
@@ -57,18 +58,18 @@ class Controller(ABC):
     """Decides for one generation.
 
     Attributes:
-        longest: the most tokens drafted in a round; the cache keeps slots for them.
+        most: the largest budget that it gives; the cache keeps slots for its nodes.
         judges_prompt: whether it learns from the draft's acceptance on the prompt.
     """
 
-    longest: int
+    most: Budget
     judges_prompt = False
 
     @abstractmethod
-    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
-        """Choose the most tokens to draft in the next round; 0: none.
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
+        """Choose what the draft of the next round may take.
 
-        One token of every round is the target's own, so more than `remaining` - 1 are never of use.
+        One token of every round is the target's own, so a depth of more than `remaining` - 1 is never of use.
 
         Args:
             remaining: tokens still wanted, at least 1.
@@ -93,7 +94,7 @@ class Controller(ABC):
         Args:
             share: the share of the slowest rows that have a match.
         """
-        return self.longest
+        return self.most.depth
 
     def goes_on(self, scores: Tensor) -> bool:
         """Whether to draft another token after the last one, which is kept in any case.
@@ -151,7 +152,7 @@ def check_length(length: int) -> None:
 class NoDraft(Controller):
     """Plain decoding."""
 
-    longest = 0
+    most = Budget.chain(0)
 
-    def choose(self, remaining: int, unfinished: Sequence[bool]) -> int:
-        return 0
+    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
+        return self.most

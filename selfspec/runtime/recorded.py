@@ -1,0 +1,100 @@
+"""Runs passes by their recorded programs where there are any, and by the stock modules where not."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from selfspec.cache.masks import needs_mask, smallest_window
+from selfspec.cache.shared_cache import SharedCache, Slots
+from selfspec.model.adapter import Adapter
+from selfspec.runtime.graph_cache import BoundPrograms, GraphCache, PassKind
+from selfspec.runtime.kernels.packed import packed_layers
+from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
+from selfspec.runtime.recordable import frozen_view, is_watched
+from selfspec.runtime.runner import ModelRunner, PassCall, takes_positions, with_kernels
+
+
+class RecordedRunner(ModelRunner):
+    """A runner that hands passes of a round to programs; what has no program runs on the stock modules.
+
+    Args:
+        model: the stock causal LM.
+        adapter: where its layers are.
+        cache: what all passes read and write, from its cursors on.
+        programs: of the model as it is now.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: BoundPrograms) -> None:
+        super().__init__(model, adapter, cache)
+        self._programs = programs
+        self._window = smallest_window(self._config)
+        self._packed = tuple(layer.weight for layer in packed_layers(model))
+
+    def _run_in_block(self, call: PassCall) -> PassResult:
+        slots = self._cache.slots(call.tokens.shape[1], call.first)
+        if slots is None or is_watched(call.tokens.device):
+            return self._run_stock(call)
+        kind = self._kind(call, slots)
+        return self._programs.run(
+            kind,
+            PassTensors(call.tokens, call.entering, slots, self._packed),
+            stock=lambda: self._run_stock(call),
+            function=lambda: self._function(kind),
+        )
+
+    def _kind(self, call: PassCall, slots: Slots) -> PassKind:
+        rows, width = call.tokens.shape
+        windowed = self._window is not None and slots.visible.shape[0] >= self._window
+        padded = self._cache.padded(width)
+        return PassKind(
+            path=call.path,
+            head=call.head,
+            base=call.base,
+            rows=rows,
+            width=width,
+            uniform=self._cache.uniform,
+            masked=windowed or needs_mask(self._config, slots.slot_mapping, slots.block, padded),
+            nodes=None if slots.block is None else slots.block.nodes,
+            windowed=windowed,
+            padded=padded,
+            entering=None if call.entering is None else tuple(call.entering.attention),
+        )
+
+    def _function(self, kind: PassKind) -> PassFunction:
+        frozen = frozen_view(self._stock_model)
+        packed, model = tuple(packed_layers(frozen)), with_kernels(frozen)
+        view = self._gated_view(model, kind.path, kind.head)
+        return PassFunction(
+            view,
+            self._programs.put_calls(view, model, self._adapter),
+            kind.base,
+            self._cache_name,
+            self._config,
+            kind.masked,
+            kind.nodes is not None,
+            kind.padded,
+            kind.entering,
+            packed,
+        )
+
+
+def runner_for(
+    model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: GraphCache | None
+) -> ModelRunner:
+    """Make the runner of one generation: a recorded one where this model's passes can be recorded now.
+
+    Args:
+        model: the stock causal LM.
+        adapter: where its layers are.
+        cache: what all passes read and write.
+        programs: of the wrapped model; None: the stock modules run every pass.
+
+    Raises:
+        UnsupportedOptionError: the model has moved to where the runtime cannot run it.
+    """
+    # A runtime that needs passes of few shapes can do nothing for others.
+    if programs is None or programs.bucket != cache.bucket:
+        return ModelRunner(model, adapter, cache)
+    recordable = takes_positions(model) and adapter.publishes is None
+    bound = programs.bound_to(model) if recordable else None
+    return ModelRunner(model, adapter, cache) if bound is None else RecordedRunner(model, adapter, cache, bound)
