@@ -22,6 +22,7 @@ from timed import seconds_of, spread
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.environment import environment
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
@@ -30,7 +31,6 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runtime import AnyLength, Function
-from selfspec.tools.demo import checkpoint_folder
 
 
 @dataclass(frozen=True)

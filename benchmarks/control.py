@@ -32,11 +32,11 @@ import selfspec
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.environment import environment
 from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.demo import checkpoint_folder
 
 _LENGTHS = (1, 2, 3, 4, 5, 6)
 _PLAIN, _CONTROL = "plain", "default"

@@ -14,9 +14,8 @@ from timed import seconds_of, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
-from selfspec.measure.embedded import PROMPTS
+from selfspec.measure.embedded import PROMPTS, checkpoint_folder
 from selfspec.runtime.model_state import ModelState
-from selfspec.tools.demo import checkpoint_folder
 
 _WARM_UPS = 4
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.environment import environment
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.peak_memory import resident_bytes
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.gated_view import ExactStates
@@ -37,7 +38,6 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.kernels.few_rows import for_few_rows
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
-from selfspec.tools.demo import checkpoint_folder
 
 Run = Callable[[], object]
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import selfspec
-from selfspec.tools.demo import PROMPTS, checkpoint_folder
+from selfspec.measure.embedded import PROMPTS, checkpoint_folder
 
 logging.disable_progress_bar()
 model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())

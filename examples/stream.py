@@ -3,7 +3,7 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
-from selfspec.tools.demo import checkpoint_folder
+from selfspec.measure.embedded import checkpoint_folder
 
 folder = checkpoint_folder()
 model = AutoModelForCausalLM.from_pretrained(folder)

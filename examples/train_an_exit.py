@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
-from selfspec.tools.demo import PROMPTS, checkpoint_folder
+from selfspec.measure.embedded import PROMPTS, checkpoint_folder
 from selfspec.tools.train.course import Course
 from selfspec.tools.train.exit_job import ExitPlan, train_exit
 from selfspec.tools.train.jobs import Source

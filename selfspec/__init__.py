@@ -39,10 +39,10 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
+    from selfspec.measure import embedded as demo
     from selfspec.model.adapter import Adapter
     from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
     from selfspec.runtime.kernels.packed import pack, unpack
-    from selfspec.tools import demo
     from selfspec.tools.studies.inline import ablate
 
 __version__ = "0.1.0"
@@ -128,7 +128,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """The public name, from the module it lives in."""
     if name == "demo":
-        return import_module("selfspec.tools.demo")
+        return import_module("selfspec.measure.embedded")
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"selfspec.{module}"), name)

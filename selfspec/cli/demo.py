@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from selfspec.model.checkpoint import Checkpoint
-    from selfspec.tools.demo.comparison import Arm, Comparison
+    from selfspec.tools.bench.demo import Demonstration, Shown
 
 
 class TokensDifferError(FailedCheckError):
@@ -55,8 +55,7 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     """
     if not 0 < runs.temperature < math.inf:
         raise UnsupportedOptionError(f"--temperature {runs.temperature:g} does not sample; give one above 0, e.g. 0.8")
-    drafter = read_draft(runs.draft)
-    if drafter is None:
+    if read_draft(runs.draft) is None:
         raise DraftConfigError(
             "the demo compares drafting with plain decoding; give --draft exit:E or --draft skip:..."
         )
@@ -66,18 +65,18 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     from selfspec.environment import versions
     from selfspec.measure.embedded import PROMPTS
     from selfspec.model.checkpoint import load_checkpoint
-    from selfspec.tools.demo import comparison
+    from selfspec.tools.bench.demo import demonstrate, steps
 
     prepare_process(threads)
     checkpoint = load_checkpoint(model_place(DEMO), "float32", device)
     prompts = [checkpoint.encode(text) for text in PROMPTS]
     with progress_bar("measuring") as progress:
-        bar = progress.add_task("", total=2 * comparison.runs(runs.repeats))
+        bar = progress.add_task("", total=2 * steps(len(prompts), runs.repeats))
         greedy, sampled = (
-            comparison.compare(
+            demonstrate(
                 checkpoint.model,
                 prompts,
-                drafter,
+                runs.draft.strip(),
                 runs.draft_length,
                 runs.max_new_tokens,
                 temperature,
@@ -104,7 +103,7 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
                 "text": _continuation(checkpoint, prompt, drafting),
             }
             for prompt, same, stock, plain, drafting in zip(
-                PROMPTS, identical, *(arm.tokens for arm in greedy.arms), strict=True
+                PROMPTS, identical, *map(_first_texts, greedy.arms), strict=True
             )
         ],
         "identical": all(identical),
@@ -122,33 +121,36 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
         print_json(result)
 
 
-def _figures(comparison: Comparison, checkpoint: Checkpoint) -> dict[str, Any]:
-    from selfspec.tools.demo.comparison import Total
-
+def _figures(found: Demonstration, checkpoint: Checkpoint) -> dict[str, Any]:
     return {
-        "model_generate": comparison.stock.to_dict(),
-        "plain": comparison.plain.to_dict(),
-        "drafting": {**comparison.drafting.to_dict(), "total": Total.of(comparison.drafting.stats).to_dict()},
-        "speedup": comparison.speedup,
-        "verdict": _verdict(comparison, checkpoint),
+        "model_generate": found.stock.to_dict(),
+        "plain": found.plain.to_dict(),
+        "drafting": found.drafting.to_dict(),
+        "speedup": found.speedup,
+        "verdict": _verdict(found, checkpoint),
     }
 
 
-def _verdict(comparison: Comparison, checkpoint: Checkpoint) -> str:
-    from selfspec.tools.demo.verdict import verdict
+def _verdict(found: Demonstration, checkpoint: Checkpoint) -> str:
+    from selfspec.tools.bench.demo import verdict
 
-    return verdict(comparison, checkpoint.model.num_parameters())
+    return verdict(found, checkpoint.model.num_parameters())
 
 
-def _print(runs: Runs, checkpoint: Checkpoint, greedy: Comparison, sampled: Comparison) -> None:
+def _first_texts(arm: Shown) -> list[list[int]]:
+    """The new tokens of each prompt in the first repeat."""
+    return [repeats[0] for repeats in arm.texts]
+
+
+def _print(runs: Runs, checkpoint: Checkpoint, greedy: Demonstration, sampled: Demonstration) -> None:
     import torch
 
     out, same = console(), all(greedy.identical)
     out.print(_texts(checkpoint, greedy))
     out.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")
-    for title, comparison in (("greedy", greedy), (f"temperature {runs.temperature:g}", sampled)):
-        out.print("", _measurements(title, comparison), sep="\n")
-        out.print(_verdict(comparison, checkpoint))
+    for title, found in (("greedy", greedy), (f"temperature {runs.temperature:g}", sampled)):
+        out.print("", _measurements(title, found), sep="\n")
+        out.print(_verdict(found, checkpoint))
     out.print()
     out.print(
         f"Draft {runs.draft.strip()}, draft length {runs.draft_length or 'as pays'}, {greedy.drafting.new_tokens} "
@@ -159,44 +161,35 @@ def _print(runs: Runs, checkpoint: Checkpoint, greedy: Comparison, sampled: Comp
     )
 
 
-def _texts(checkpoint: Checkpoint, comparison: Comparison) -> Table:
+def _texts(checkpoint: Checkpoint, found: Demonstration) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     from selfspec.measure.embedded import PROMPTS
 
     table = Table("plain decoding", "self-speculation", show_lines=True, expand=True)
-    for prompt, plain, drafting in zip(PROMPTS, comparison.plain.tokens, comparison.drafting.tokens, strict=True):
+    for prompt, plain, drafting in zip(PROMPTS, _first_texts(found.plain), _first_texts(found.drafting), strict=True):
         cells = (_continuation(checkpoint, prompt, tokens) for tokens in (plain, drafting))
         table.add_row(*(Text.assemble((prompt, "bold"), cell) for cell in cells))
     return table
 
 
-def _measurements(title: str, comparison: Comparison) -> Table:
-    from selfspec.tools.demo.comparison import Total
-
-    table = figures_table(None, [title], (arm.name for arm in comparison.arms))
-    quantities: dict[str, Callable[[Arm], str]] = {
+def _measurements(title: str, found: Demonstration) -> Table:
+    table = figures_table(None, [title], (arm.name for arm in found.arms))
+    quantities: dict[str, Callable[[Shown], str]] = {
         "tokens/s, median": lambda arm: f"{arm.median:.0f}",
         "tokens/s, range": lambda arm: f"{min(arm.tokens_per_second):.0f}-{max(arm.tokens_per_second):.0f}",
         "in cycles": lambda arm: f"{arm.cycle_share:.0%}",
-        "mean accepted length": lambda arm: f"{Total.of(arm.stats).mean_accepted_length:.2f}" if arm.stats else "1.00",
-        "acceptance by depth": _acceptance,
+        "mean accepted length": lambda arm: f"{arm.total.mean_accepted_length:.2f}" if arm.total else "1.00",
+        "acceptance by depth": lambda arm: (
+            by_depth(arm.total.accepted_per_depth, arm.total.judged_per_depth) if arm.total else "-"
+        ),
         "peak memory": lambda arm: "n/a" if arm.peak_bytes is None else _kib(arm.peak_bytes),
-        "KV cache": lambda arm: _kib(Total.of(arm.stats).cache_bytes) if arm.stats else "n/a",
+        "KV cache": lambda arm: _kib(arm.total.cache_bytes) if arm.total else "n/a",
     }
     for quantity, shown in quantities.items():
-        table.add_row(quantity, *(shown(arm) for arm in comparison.arms))
+        table.add_row(quantity, *(shown(arm) for arm in found.arms))
     return table
-
-
-def _acceptance(arm: Arm) -> str:
-    from selfspec.tools.demo.comparison import Total
-
-    if not arm.stats:
-        return "-"
-    total = Total.of(arm.stats)
-    return by_depth(total.accepted_per_depth, total.judged_per_depth)
 
 
 def _kib(number: int) -> str:

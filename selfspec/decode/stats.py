@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -88,6 +90,24 @@ class Stats:
             _add(self.judged_per_depth, depth, row.judged_of(count))
             _add(self.accepted_per_depth, depth, row.accepted_of(count))
 
+    @classmethod
+    def together(cls, parts: Sequence[Stats]) -> Stats:
+        """Return the counts of several generations as one, with the largest of their caches."""
+        seconds: Counter[str] = Counter()
+        for part in parts:
+            seconds.update(part.seconds)
+        return cls(
+            rounds=sum(part.rounds for part in parts),
+            row_rounds=sum(part.row_rounds for part in parts),
+            new_tokens=sum(part.new_tokens for part in parts),
+            drafted=sum(part.drafted for part in parts),
+            overlap=sum(part.overlap for part in parts),
+            judged_per_depth=_summed([part.judged_per_depth for part in parts]),
+            accepted_per_depth=_summed([part.accepted_per_depth for part in parts]),
+            cache_bytes=max(part.cache_bytes for part in parts),
+            seconds=dict(seconds),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, rates and times, ready for JSON; a rate without data is None."""
         derived = {
@@ -98,6 +118,10 @@ class Stats:
             "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
         }
         return {**asdict(self), **derived}
+
+
+def _summed(counts: Sequence[list[int]]) -> list[int]:
+    return [sum(at_depth) for at_depth in zip_longest(*counts, fillvalue=0)]
 
 
 def _add(counts: list[int], positions: int, first: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.running import Invoke
-from selfspec.tools.demo import checkpoint_folder as demo_folder
+from selfspec.measure.embedded import checkpoint_folder as demo_folder
 
 pytest.importorskip("sqlalchemy")
 

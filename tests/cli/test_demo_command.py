@@ -10,11 +10,10 @@ import torch
 
 from helpers.running import Invoke
 from selfspec.decode.stats import Stats
+from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.peak_memory import peak_memory
-from selfspec.tools.demo import PROMPTS
-from selfspec.tools.demo import comparison as measuring
-from selfspec.tools.demo.comparison import Arm, Comparison, Decoded
-from selfspec.tools.demo.verdict import verdict
+from selfspec.tools.bench import demo as measuring
+from selfspec.tools.bench.demo import Demonstration, Shown, verdict
 
 QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
 
@@ -40,7 +39,7 @@ def test_json(invoke: Invoke) -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_text(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
-    monkeypatch.setattr(measuring, "compare", lambda *_: measured([10.0, 11.0], [12.0, 13.0], same=same))
+    monkeypatch.setattr(measuring, "demonstrate", lambda *_: measured([10.0, 11.0], [12.0, 13.0], same=same))
     ending = invoke(*QUICK)
     assert ending.status == (0 if same else 1)
     for said in ("plain decoding", "self-speculation", "tokens/s, median", "peak memory", "Drafting paid"):
@@ -51,7 +50,7 @@ def test_text(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, same: bool) -> No
 
 
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "compare", lambda *_: measured([10.0], [12.0], same=False))
+    monkeypatch.setattr(measuring, "demonstrate", lambda *_: measured([10.0], [12.0], same=False))
     ending = invoke(*QUICK, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
@@ -76,18 +75,17 @@ def test_bad_input(invoke: Invoke, words: list[str], remedy: str) -> None:
     assert remedy in ending.stderr
 
 
-def measured(plain: list[float], drafting: list[float], judged: int = 30, same: bool = True) -> Comparison:
-    """A comparison with these speeds: 10 rounds that commit 30 tokens, 20 of them accepted of `judged`."""
+def measured(plain: list[float], drafting: list[float], judged: int = 30, same: bool = True) -> Demonstration:
+    """A demonstration with these speeds: 10 rounds that commit 30 tokens, 20 of them accepted of `judged`."""
     stats = Stats(rounds=10, row_rounds=10, new_tokens=30, drafted=30)
     stats.accepted_per_depth, stats.judged_per_depth = [20], [judged]
     stats.seconds = {"draft": 3.0, "verify": 1.0}
 
-    def arm(name: str, speeds: list[float], token: int = 5) -> Arm:
-        return Arm(name, lambda prompt: Decoded([], None), [[token] * 8 for _ in PROMPTS], tokens_per_second=speeds)
+    def arm(name: str, speeds: list[float], token: int = 5, total: Stats | None = None) -> Shown:
+        return Shown(name, [[[token] * 8] for _ in PROMPTS], speeds, total)
 
-    stock, drafting_arm = arm("model.generate", [1.0], 5 if same else 6), arm("selfspec drafting", drafting)
-    drafting_arm.stats.append(stats)
-    return Comparison(stock, arm("selfspec plain", plain), drafting_arm)
+    stock = arm("model.generate", [1.0], 5 if same else 6)
+    return Demonstration(stock, arm("selfspec plain", plain), arm("selfspec exit:4", drafting, total=stats))
 
 
 def test_verdict_when_it_paid() -> None:

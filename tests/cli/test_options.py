@@ -16,9 +16,8 @@ from selfspec.cli.generate import DRAFTS
 from selfspec.cli.options import grouped, read_draft
 from selfspec.cli.train import CourseOptions, HeadOptions, RecipeOptions
 from selfspec.cli.verify import Checks
-from selfspec.measure.embedded import DEMO, model_place
+from selfspec.measure.embedded import DEMO, checkpoint_folder, model_place
 from selfspec.tools import calibrate, verify
-from selfspec.tools.demo import checkpoint_folder
 from selfspec.tools.train.course import Course
 from selfspec.tools.train.exit_job import ExitPlan
 from selfspec.tools.train.recipe import Recipe

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from selfspec.decode.stats import Stats
 from selfspec.tools.bench.arm import ArmSpec, Kind
 from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.record import Counts, Record, Settings
+from selfspec.tools.bench.record import Record, Settings
 
 CELL = Cell("code", 0.0, 1, 8, 16)
 SETTINGS = Settings("tiny", 1000, "float64", "cpu", 1, 2, 2, "abc")
@@ -40,5 +41,5 @@ def record(kind: Kind, seconds: Sequence[Sequence[float]], draft: str | None = N
 def plain(seconds: Sequence[Sequence[float]]) -> Record:
     """Selfspec's plain decoding, which spent all but a tenth of a second of each call in rounds."""
     calls = sum(map(len, seconds))
-    counts = Counts(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
+    counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
     return record(Kind.PLAIN, seconds, counts=counts)

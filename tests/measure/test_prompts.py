@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.stories import checkpoint_folder as stories_folder
 from selfspec.errors import PromptError
+from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.prompts import Text, Workload, built_in, parse_workloads
-from selfspec.tools.demo import checkpoint_folder as demo_folder
 
 
 @pytest.fixture(scope="module")

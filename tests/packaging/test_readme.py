@@ -26,7 +26,7 @@ def test_the_first_lines_print_what_readme_says() -> None:
 
 def test_the_demo_is_reached_by_its_name_and_loads_nothing_heavy() -> None:
     code = (
-        "import sys, selfspec; assert 'selfspec.tools.demo' not in sys.modules; "
+        "import sys, selfspec; assert 'selfspec.measure.embedded' not in sys.modules; "
         "assert (selfspec.demo.checkpoint_folder() / 'config.json').is_file(); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+from selfspec.decode.stats import Stats
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.bench.record import Record
 
@@ -68,8 +69,14 @@ def first_token_seconds(record: Record) -> Estimate:
 def mean_accepted_length(record: Record) -> float:
     """Tokens committed per target pass of a row, by selfspec's own count; of other arms by calls of the model."""
     if record.counts is not None:
-        return record.counts.new_tokens / record.counts.row_rounds
+        return record.counts.mean_accepted_length
     return sum(map(sum, record.tokens)) / (sum(map(sum, record.passes)) * record.cell.batch)
+
+
+def acceptance_by_depth(counts: Stats) -> list[float | None]:
+    """Share of judged draft tokens that were accepted, at each depth of the draft; None without any."""
+    pairs = zip(counts.accepted_per_depth, counts.judged_per_depth, strict=True)
+    return [accepted / judged if judged else None for accepted, judged in pairs]
 
 
 def _cycle_share(record: Record, call: int) -> float:

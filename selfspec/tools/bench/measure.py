@@ -63,7 +63,8 @@ def measure(
         SelfSpecError: an arm of selfspec's cannot do it.
     """
     results = [Measured(arm, arm.absence(cell)) for arm in arms]
-    for result in results:
+    # Those of selfspec come last and warm up first: they refuse what they cannot do.
+    for result in reversed(results):
         if result.absence is None:
             result.absence = _warmed_up(result.arm, prompts, cell, warm_up, tick)
     running = [result for result in results if result.absence is None]

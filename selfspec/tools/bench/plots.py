@@ -8,12 +8,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfspec.decode.stats import Stats
 from selfspec.errors import BenchError
 from selfspec.files.writing import whole
 from selfspec.tools.bench import figures
 from selfspec.tools.bench.arm import Kind
 from selfspec.tools.bench.prediction import prediction
-from selfspec.tools.bench.record import Counts, Record
+from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.results_file import MeasuredCell
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _panels(number: int, height: float, shared: bool) -> tuple[Figure, list[Axes
     return figure, panels[:number]
 
 
-def _steady(counts: Counts) -> list[float]:
+def _steady(counts: Stats) -> list[float]:
     """Acceptance at the first depths, as far as enough draft tokens were judged there to tell."""
     pairs = zip(counts.accepted_per_depth, counts.judged_per_depth, strict=True)
     return [accepted / judged for accepted, judged in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,49 +16,6 @@ from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import PassCosts
 from selfspec.tools.bench.measure import Measured
 from selfspec.tools.bench.memory import Memory
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What selfspec counted, over all calls; see `selfspec.Stats` for what each means."""
-
-    rounds: int = 0
-    row_rounds: int = 0
-    new_tokens: int = 0
-    drafted: int = 0
-    judged_per_depth: list[int] = field(default_factory=list)
-    accepted_per_depth: list[int] = field(default_factory=list)
-    cache_bytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, stats: Sequence[Stats]) -> Counts:
-        """Of several generations."""
-        seconds: Counter[str] = Counter()
-        for each in stats:
-            seconds.update(each.seconds)
-        return cls(
-            rounds=sum(each.rounds for each in stats),
-            row_rounds=sum(each.row_rounds for each in stats),
-            new_tokens=sum(each.new_tokens for each in stats),
-            drafted=sum(each.drafted for each in stats),
-            judged_per_depth=_summed([each.judged_per_depth for each in stats]),
-            accepted_per_depth=_summed([each.accepted_per_depth for each in stats]),
-            cache_bytes=max(each.cache_bytes for each in stats),
-            seconds=dict(seconds),
-        )
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Share of judged draft tokens that were accepted; None without any."""
-        judged = sum(self.judged_per_depth)
-        return sum(self.accepted_per_depth) / judged if judged else None
-
-    @property
-    def acceptance_by_depth(self) -> list[float | None]:
-        """The same at each depth of the draft."""
-        pairs = zip(self.accepted_per_depth, self.judged_per_depth, strict=True)
-        return [accepted / judged if judged else None for accepted, judged in pairs]
 
 
 @dataclass(frozen=True)
@@ -123,7 +80,7 @@ class Record:
     first_tokens: list[list[int]] = field(default_factory=list)
     passes: list[list[int]] = field(default_factory=list)
     cycle_share: list[list[float]] = field(default_factory=list)
-    counts: Counts | None = None
+    counts: Stats | None = None
     rounds: dict[DraftShape, int] = field(default_factory=dict)
     memory: Memory | None = None
     costs: PassCosts | None = None
@@ -158,7 +115,7 @@ class Record:
                 "settings": Settings(**found["settings"]),
                 "arm": ArmSpec.from_dict(found["arm"]),
                 "agreement": None if agreement is None else Agreement.from_dict(agreement),
-                "counts": None if counts is None else Counts(**counts),
+                "counts": None if counts is None else Stats(**counts),
                 "memory": None if memory is None else Memory(**memory),
                 "costs": None if costs is None else PassCosts.from_dict(costs),
                 "rounds": {DraftShape(each["drafted"], each["steps"]): each["rounds"] for each in found["rounds"]},
@@ -195,7 +152,7 @@ def record_of(
         first_tokens=[[call.first_tokens for call in repeat] for repeat in measured.calls],
         passes=[[call.passes for call in repeat] for repeat in measured.calls],
         cycle_share=[[_cycle_share(call) for call in repeat] for repeat in measured.calls],
-        counts=Counts.of(stats) if stats else None,
+        counts=Stats.together(stats) if stats else None,
         # In the order of the file, so that sums read back are the same to the last bit.
         rounds=dict(sorted(rounds.items())),
         memory=memory,
@@ -205,8 +162,3 @@ def record_of(
 
 def _cycle_share(call: Call) -> float:
     return sum(cycle_share(row) * len(row) for row in call.rows) / call.tokens
-
-
-def _summed(counts: Sequence[list[int]]) -> list[int]:
-    longest = max(map(len, counts))
-    return [sum(each[position] for each in counts if position < len(each)) for position in range(longest)]

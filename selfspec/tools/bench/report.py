@@ -183,7 +183,7 @@ def _not_scored(measured: MeasuredCell) -> str:
 def _acceptance(record: Record) -> str:
     if record.counts is None:
         return ""
-    shares = record.counts.acceptance_by_depth
+    shares = figures.acceptance_by_depth(record.counts)
     return " ".join("-" if share is None else f"{share:.2f}" for share in shares)
 
 

@@ -51,8 +51,8 @@ def _arm(record: Record, reference: Record | None, plain: Record | None) -> dict
             if other is not None
         },
         "mean_accepted_length": figures.mean_accepted_length(record),
-        "acceptance_rate": None if record.counts is None else record.counts.acceptance_rate,
-        "acceptance_by_depth": None if record.counts is None else record.counts.acceptance_by_depth,
+        "acceptance_rate": record.counts.acceptance_rate if record.counts and record.counts.judged else None,
+        "acceptance_by_depth": None if record.counts is None else figures.acceptance_by_depth(record.counts),
         "cycle_share": figures.cycle_share(record),
         "round_in_plain_steps": None if cost is None else cost.to_dict(),
         "prediction": None if predicted is None else predicted.to_dict(),

@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from helpers.made import CELL, SETTINGS, plain, record
+from selfspec.decode.stats import Stats
 from selfspec.measure.timing import DraftShape
 from selfspec.tools.bench import figures, plots
 from selfspec.tools.bench.agreement import Agreement
@@ -17,7 +18,7 @@ from selfspec.tools.bench.arm import Kind
 from selfspec.tools.bench.costs import PassCosts
 from selfspec.tools.bench.memory import Memory
 from selfspec.tools.bench.prediction import prediction, round_cost
-from selfspec.tools.bench.record import Counts, Record
+from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.report import overview, report
 from selfspec.tools.bench.results_file import MeasuredCell
 
@@ -27,7 +28,7 @@ PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])
 
 def drafting(**fields: object) -> Record:
     """A draft that took half the time of plain decoding: 4 rounds a call of three draft steps, 4 plain ones."""
-    counts = Counts(
+    counts = Stats(
         rounds=32,
         row_rounds=32,
         new_tokens=64,

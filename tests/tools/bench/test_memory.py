@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.tools.bench.arm import ArmSpec, Kind
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.memory import measure_memory
-from selfspec.tools.demo import checkpoint_folder
 
 CELL = Cell("w", 0.0, 2, 8, 16)
 
