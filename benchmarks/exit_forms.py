@@ -18,7 +18,7 @@ import torch
 from kept import RESULTS
 from torch import Tensor, nn
 
-from selfspec.draft.exit_adapter import ExitAdapter
+from selfspec.draft.exit_head import ExitAdapter
 from selfspec.measure.figures import ExitFigures
 from selfspec.measure.readout import Readout
 from selfspec.model.checkpoint import load_checkpoint

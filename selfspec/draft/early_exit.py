@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.layer_numbers import is_layer_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
@@ -23,7 +22,7 @@ class EarlyExit(LayerPathDrafter):
     layer: int
 
     def path(self, depth: int) -> LayerPath:
-        if not is_layer_number(self.layer):
+        if type(self.layer) is not int:
             raise DraftConfigError(f"exit layer must be an integer, got {self.layer!r}; write e.g. EarlyExit(layer=4)")
         if not 1 <= self.layer <= depth - 1:
             raise DraftConfigError(

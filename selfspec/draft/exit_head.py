@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from pydantic import PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
-from selfspec.draft.exit_adapter import ExitAdapter
 from selfspec.errors import ExitHeadError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import read_json
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
@@ -29,6 +29,47 @@ if TYPE_CHECKING:
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"
 FORMAT = 1
+_COPY = "copy the folder that selfspec train exit wrote again"
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What `exit_head.json` says, as far as drafting needs it."""
+
+    format: Literal[1]
+    exits: list[int]
+    default: int
+    hidden: PositiveInt
+    rank: PositiveInt
+    base: str
+    sha256: str
+
+
+class ExitAdapter(nn.Module):
+    """Norm and gated MLP on a residual branch; new, it changes nothing, so that training begins at the plain exit.
+
+    It looks at one position at a time and so needs no keys and values of its own, unlike an attention adapter
+    (Kangaroo, Liu et al., 2024): nothing of it has to be computed for the prompt or rolled back.
+
+    Args:
+        hidden: width of the model.
+        rank: width of the MLP.
+    """
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.gate = nn.Linear(hidden, rank, bias=False)
+        self.up = nn.Linear(hidden, rank, bias=False)
+        self.down = nn.Linear(rank, hidden, bias=False)
+        self.scale = nn.Parameter(torch.ones(hidden))
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Adapt states, `[..., hidden]`."""
+        normed = self.norm(states)
+        adapted: Tensor = self.scale * states + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+        return adapted
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +104,17 @@ class ExitHead(LayerPathDrafter):
             ExitHeadError: the side-car is missing, truncated, corrupt, of another format, or lacks the exit.
         """
         place = Path(folder)
-        config = _read_config(place / CONFIG)
-        tensors = _read_weights(place / WEIGHTS, config["sha256"])
-        chosen = config["default"] if layer is None else layer
-        if chosen not in config["exits"]:
-            listed = ", ".join(map(str, config["exits"]))
+        config = read_json(place / CONFIG, _Config, ExitHeadError, _COPY)
+        tensors = _read_weights(place / WEIGHTS, config.sha256)
+        chosen = config.default if layer is None else layer
+        if chosen not in config.exits:
+            listed = ", ".join(map(str, config.exits))
             raise ExitHeadError(f"{folder} has no head for exit {chosen!r}; it has {listed}")
         prefix = f"exits.{chosen}."
         own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        if config["hidden"] * config["rank"] > sum(value.numel() for value in own.values()):
+        if config.hidden * config.rank > sum(value.numel() for value in own.values()):
             raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: they are fewer than it says")
-        adapter = ExitAdapter(config["hidden"], config["rank"])
+        adapter = ExitAdapter(config.hidden, config.rank)
         try:
             adapter.load_state_dict(own)
         except RuntimeError as error:
@@ -81,7 +122,7 @@ class ExitHead(LayerPathDrafter):
         adapter.to(next(iter(own.values())).dtype).requires_grad_(False).eval()
         tokens = tensors.get("tokens")
         head = DraftHead(adapter, None if tokens is None else tokens.long())
-        return cls(chosen, head, config["base"], str(folder))
+        return cls(chosen, head, config.base, str(folder))
 
     @property
     def head(self) -> DraftHead:
@@ -104,24 +145,6 @@ class ExitHead(LayerPathDrafter):
 
     def __repr__(self) -> str:
         return f"head:{self.source}@{self.layer}"
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = parse_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ExitHeadError(
-            f"{file} cannot be read ({error.strerror}); give a folder of selfspec train exit"
-        ) from error
-    except ValueError as error:
-        raise ExitHeadError(f"{file} is not readable JSON ({error}); copy it from the original again") from error
-    kinds = {"exits": list, "default": int, "hidden": int, "rank": int, "base": str, "sha256": str}
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise ExitHeadError(f"{file} is no exit head of format {FORMAT}; it is foreign, or of another selfspec")
-    wrong = [name for name, kind in kinds.items() if not isinstance(config.get(name), kind)]
-    if wrong or min(config["hidden"], config["rank"]) < 1:
-        raise ExitHeadError(f"{file} is incomplete ({', '.join(wrong) or 'sizes'}); copy it from the original again")
-    return config
 
 
 def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:

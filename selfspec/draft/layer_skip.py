@@ -8,7 +8,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.layer_numbers import MOST_LAYERS, is_layer_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from selfspec.model.adapter import Adapter
+
+MOST_LAYERS = 10_000
+"""Far more layers than any model has; a number beyond it is a slip of the hand."""
 
 
 @dataclass(frozen=True, init=False)
@@ -81,6 +83,6 @@ def _numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
     if len(listed) > MOST_LAYERS:
         raise DraftConfigError(f"{name} lists more than {MOST_LAYERS} layers, which no model has")
     for number in listed:
-        if not is_layer_number(number):
+        if type(number) is not int:
             raise DraftConfigError(f"{name}={list(listed)!r}: {number!r} is not an integer layer number")
     return listed

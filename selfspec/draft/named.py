@@ -14,8 +14,7 @@ from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
-from selfspec.draft.layer_numbers import MOST_LAYERS
-from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.layer_skip import MOST_LAYERS, LayerSkip
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile

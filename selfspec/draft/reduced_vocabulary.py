@@ -10,7 +10,7 @@ import torch
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import read_json
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 
@@ -54,7 +54,8 @@ class ReducedVocabulary(LayerPathDrafter):
         Raises:
             DraftConfigError: the file cannot be read or lists no tokens.
         """
-        return cls(draft_with, read_vocabulary(file), str(file))
+        remedy = "write a vocabulary with selfspec train vocabulary: it lists token ids under tokens"
+        return cls(draft_with, read_json(file, _Vocabulary, DraftConfigError, remedy).tokens, str(file))
 
     @property
     def head(self) -> DraftHead:
@@ -73,19 +74,8 @@ class ReducedVocabulary(LayerPathDrafter):
             )
 
 
-def read_vocabulary(file: str | Path) -> tuple[int, ...]:
-    """The token ids of a file that `selfspec train vocabulary` wrote.
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a file of `selfspec train vocabulary` holds, as far as drafting needs it."""
 
-    Raises:
-        DraftConfigError: the file cannot be read or lists no tokens.
-    """
-    try:
-        content = parse_json(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DraftConfigError(f"the vocabulary {file} cannot be read ({error})") from error
-    tokens = content.get("tokens") if isinstance(content, dict) else None
-    if not isinstance(tokens, list):
-        raise DraftConfigError(
-            f'the vocabulary {file} has no list under "tokens"; write one: selfspec train vocabulary'
-        )
-    return tuple(tokens)
+    tokens: tuple[int, ...]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import parse_json
-from selfspec.files.writing import whole
+from selfspec.files.json_text import read_json
+from selfspec.files.writing import write_json
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
 
@@ -21,8 +20,16 @@ if TYPE_CHECKING:
 
     from selfspec.model.adapter import Adapter
 
-FORMAT = 1
-_PARTS = ("attention", "mlp", "layers")
+
+@dataclass(frozen=True)
+class _Content:
+    """What a skip file holds, as far as drafting needs it."""
+
+    format: Literal[1]
+    base: str
+    attention: list[int] = field(default_factory=list)
+    mlp: list[int] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,18 +53,9 @@ class SkipFile(LayerPathDrafter):
         Raises:
             DraftConfigError: the file is missing, unreadable, or something else.
         """
-        try:
-            content = parse_json(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DraftConfigError(
-                f"the skip set {str(file)!r} cannot be read ({error}); give a file that selfspec search wrote"
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("base"), str):
-            raise DraftConfigError(
-                f"{file} is no skip set of format {FORMAT}; give a file that selfspec search wrote, or write the set "
-                "itself, as in skip:attn=3,5;mlp=4"
-            )
-        return cls(LayerSkip(**{part: content.get(part, []) for part in _PARTS}), content["base"], str(file))
+        remedy = "give a skip set that selfspec search wrote, or write the set itself, as in skip:attn=3,5;mlp=4"
+        found = read_json(file, _Content, DraftConfigError, remedy)
+        return cls(LayerSkip(found.attention, found.mlp, found.layers), found.base, str(file))
 
     def path(self, depth: int) -> LayerPath:
         return self.skip.path(depth)
@@ -89,7 +87,5 @@ def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, 
     Raises:
         StorageError: it cannot be written.
     """
-    sets = {part: list(getattr(skip, part)) for part in _PARTS}
-    content = json.dumps({"format": FORMAT, "base": base, **sets, **about}, indent=1)
-    with whole(file) as draft:
-        draft.write_text(content + "\n", encoding="utf-8")
+    found = _Content(1, base, list(skip.attention), list(skip.mlp), list(skip.layers))
+    write_json(file, {**asdict(found), **about})

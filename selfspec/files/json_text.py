@@ -1,33 +1,56 @@
-"""Reading JSON that anyone may have written: whatever is wrong with it is a `ValueError`."""
+"""Reading JSON that anyone may have written: whatever is wrong with it is a typed error."""
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-# Longer integers fit no float.
-_MOST_DIGITS = 300
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from selfspec.errors import SelfSpecError
+
+_Content = TypeVar("_Content")
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text holds. All its integers fit a float, and all its strings can be written as UTF-8.
+    """Return the value that a JSON text holds.
 
     Raises:
         ValueError: it is no JSON, is nested too deeply, or holds a number with too many digits or half a character.
     """
+    return from_json(text)
+
+
+def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError], remedy: str) -> _Content:
+    """Read a JSON file that holds a dataclass. Fields that the dataclass lacks are left out.
+
+    Args:
+        file: what to read.
+        kind: the dataclass; each field must have the type it declares, and no other that could be turned into it.
+        error: raised with one line that names the file, the field and the remedy.
+        remedy: what to do about a file that cannot be used.
+
+    Raises:
+        SelfSpecError: of type `error`, if the file cannot be read, is no JSON, or holds something else.
+    """
     try:
-        value = json.loads(text, parse_int=_integer)
-        if _SURROGATE.search(text):
-            # Half of a surrogate pair is no text: no tokenizer takes it, and no file.
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return value
+        return parsed(Path(file).read_bytes(), kind)
+    # ValueError: a name that no file can have, too.
+    except (OSError, ValueError) as wrong:
+        reason = getattr(wrong, "strerror", None) or wrong
+        raise error(f"{file} cannot be read ({reason}); {remedy}") from wrong
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return int(digits)
+def parsed(text: str | bytes, kind: type[_Content]) -> _Content:
+    """Return the dataclass that a JSON text holds, as `read_json` does.
+
+    Raises:
+        ValueError: naming the first field that is wrong, and how.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as wrong:
+        first = wrong.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))) from None

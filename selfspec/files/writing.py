@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -93,6 +95,12 @@ def writing(place: Path, kept: str = "") -> Iterator[None]:
             raise
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise StorageError(f"{place} cannot be written ({reason})" + (f"; {kept}" if kept else "")) from error
+
+
+def write_json(file: Path, content: Mapping[str, Any], kept: str = "") -> None:
+    """Write an object as JSON: the whole file or none of it. Arguments and errors are those of `whole`."""
+    with whole(file, kept) as draft:
+        draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _exists(place: Path) -> bool:

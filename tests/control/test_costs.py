@@ -9,7 +9,7 @@ import selfspec
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
 from selfspec.control.costs import share_read
-from selfspec.draft.exit_adapter import ExitAdapter
+from selfspec.draft.exit_head import ExitAdapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.summary import describe

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from selfspec.draft.exit_adapter import ExitAdapter
+from selfspec.draft.exit_head import ExitAdapter
 
 
 class ExitHeads(nn.Module):

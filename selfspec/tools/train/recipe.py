@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from selfspec.draft.layer_numbers import is_layer_number
 from selfspec.errors import TrainingError
 
 Curriculum = Literal["rotational", "gradual", "all"]
@@ -50,7 +49,7 @@ class Recipe:
             TrainingError: an exit or another setting is out of range.
         """
         for exit_layer in self.exits:
-            if not is_layer_number(exit_layer) or not 1 <= exit_layer < depth:
+            if type(exit_layer) is not int or not 1 <= exit_layer < depth:
                 raise TrainingError(f"exit {exit_layer!r} is out of range: this model has {depth} layers")
         if not 0 <= self.dropout < 1:
             raise TrainingError(f"layer dropout {self.dropout} is no chance in 0..1 (1 excluded)")
