@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.saved_folders import installed  # noqa: F401 - a fixture
 from selfspec.errors import UnsupportedOptionError
 
 VIRTUAL = 3
