@@ -186,7 +186,7 @@ def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, 
     assert len(recorded) == (tiny.DEPTH + 1 if flag == "output_hidden_states" else tiny.DEPTH)
 
 
-def test_training_goes_on_beside_a_stream(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_training_works_during_a_stream(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
     def gradients() -> list[Tensor]:
         llama.zero_grad()
         llama(tiny.prompt(9), labels=tiny.prompt(9)).loss.backward()
@@ -296,7 +296,7 @@ def test_options_that_are_copied_deeply_name_the_same_wrapper(llama: PreTrainedM
     assert torch.equal(llama.generate(tiny.prompt(PROMPT), **copied), wanted)
 
 
-def test_a_pickled_wrapper_decodes_with_a_model_of_its_own(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_a_pickled_wrapper_decodes_with_its_own_model(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=3, accept="token", runtime=selfspec.Traced(after=0))
     wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)

@@ -116,7 +116,7 @@ def test_coupled_drafts_change_no_token(model: PreTrainedModel, draft: Drafter) 
     assert torch.equal(plain.sequences, drafted.sequences)
 
 
-def test_the_model_goes_on_by_itself_afterwards(model: PreTrainedModel) -> None:
+def test_the_model_works_by_itself_afterwards(model: PreTrainedModel) -> None:
     prompts = tiny.prompt(7).to("cuda")
     before = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
     spec = selfspec.wrap(model, selfspec.EarlyExit(2))

@@ -269,7 +269,7 @@ def test_a_thread_that_fails_leaves_the_others_alone(llama: PreTrainedModel) -> 
     assert _together([lambda: good(1), bad, lambda: good(2)]) == [alone[0], 8, alone[1]]
 
 
-def test_a_twin_is_made_while_something_is_hung_on_the_module() -> None:
+def test_a_view_is_made_while_attributes_are_set_on_the_module() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
 
     class Late:

@@ -49,7 +49,7 @@ def test_a_pipeline_gives_the_models_text(
     assert made(spec)(TEXTS, **options) == wanted
 
 
-def test_a_pipeline_may_be_told_of_a_wrapper(model: PreTrainedModel, spec: selfspec.SelfSpeculative) -> None:
+def test_a_pipeline_takes_a_wrapper(model: PreTrainedModel, spec: selfspec.SelfSpeculative) -> None:
     plain = made(model)
     assert plain(TEXTS, custom_generate=spec, **GREEDY) == plain(TEXTS, **GREEDY)
 

@@ -23,14 +23,14 @@ class Cursors:
 
     Attributes:
         seq_lens: cursor of each row, in slots: how many of its tokens have their keys and values.
-        tree: how the nodes of the open block hang together; None: each is the child of the one before it.
+        tree: the parents of the open block's nodes; None: each is the child of the one before it.
         first: first node of the pass that runs.
         read: how many tokens of the block some pass has read.
         limit: the most tokens a row may come to hold, prompt included.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
         aligned: on which side passes find the rows of a ragged batch aligned.
-        bucket: passes of a round look at a multiple of so many slots, or at all there are.
+        bucket: passes of a round look at a multiple of this number of slots, or at all there are.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Cursors:
         return Block(start, *self._tables[self.tree])
 
     def right_aligned(self, width: int, first: int) -> Tensor:
-        """Which slot stands where once rows are aligned on the right, `[batch, visible]`; negative: padding."""
+        """Which slot lies where once rows are aligned on the right, `[batch, visible]`; negative: padding."""
         last, visible = self.slots(width, first)[:, -1:], self.visible(width, first)
         return last + 1 - visible + torch.arange(visible, device=self.device)
 

@@ -50,7 +50,7 @@ def attention_mask(
     recurrent: bool = False,
     padded: bool = False,
 ) -> Any:
-    """What a stock model takes as `attention_mask` for tokens that stand in slots of their own rows.
+    """What a stock model takes as `attention_mask` for tokens in slots of their rows.
 
     Windows and chunks are those of positions, not of slots.
 
@@ -66,7 +66,7 @@ def attention_mask(
 
     Returns:
         A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
-        stands where nothing is masked: for the one last token of every row, in full attention.
+        where nothing is masked: for the one last token of every row, in full attention.
     """
     tokens = slots.shape[1]
     masks_full = needs_mask(config, slots, block, padded)

@@ -99,7 +99,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return range(self._cursors.first, self._cursors.first + width)
 
     def begin_with(self, snapshot: Snapshot) -> None:
-        """Go on from the state of an earlier generation."""
+        """Resume from the state of an earlier generation."""
         self._settled = snapshot
 
     def settle(self, nodes: Sequence[int | None]) -> None:

@@ -60,11 +60,11 @@ class SharedCache(Cache):
         limit: the most tokens a row may come to hold, prompt included.
         slack: the most nodes of a draft; slots for them are kept past the committed tokens.
         device: where positions are made.
-        aligned: "left": passes find the slots of a ragged batch as they are, and need a 4-D mask. "right": they find a
+        aligned: "left": passes find the slots of a ragged batch unmoved, and need a 4-D mask. "right": they find a
             copy that is padded on the left, for models that read nothing but a padding mask.
         recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
         bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of so
-            many slots, so that many passes have one shape. What stands past a row's end there is masked.
+            many slots, so that many passes have one shape. What lies past a row's end there is masked.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SharedCache(Cache):
 
     @property
     def rolls_back_by_cursor(self) -> bool:
-        """Whether there is nothing but keys and values, so that what stands past a cursor is scrap and no more."""
+        """Whether there is nothing but keys and values, so that what lies past a cursor is scrap and no more."""
         return not self._recurrent
 
     @property
@@ -132,7 +132,7 @@ class SharedCache(Cache):
         return self._cursors.tree
 
     def open(self, tree: Tree) -> None:
-        """Let the nodes of this round's block hang together as those of a tree, until the next commit.
+        """Make the nodes of this round's block those of a tree, until the next commit.
 
         Another call may take nodes away, and add nodes that no pass has read yet.
 
@@ -243,7 +243,7 @@ class SharedCache(Cache):
     def prefill_widths(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of the prompts to read at a time, where rows have that many each.
 
-        All at once, if what stands past a row's end is scrap. Recurrent layers would take it into their state: there
+        All at once, if what lies past a row's end is scrap. Recurrent layers would take it into their state: there
         it is first what all rows have, and then few at a time, since each leaves a copy of the state.
         """
         if self.rolls_back_by_cursor:
@@ -274,7 +274,7 @@ class SharedCache(Cache):
 
     @property
     def bucket(self) -> int:
-        """Passes of a round look at a multiple of so many slots, or at all there are."""
+        """Passes of a round look at a multiple of this number of slots, or at all there are."""
         return self._cursors.bucket
 
     def padded(self, width: int) -> bool:
@@ -472,7 +472,7 @@ class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
 
 
 class CacheReader:
-    """Stands in for a cache where an attention must find keys and values but not write its own.
+    """Replaces a cache where an attention must find keys and values but not write its own.
 
     Args:
         cache: what it reads.

@@ -9,7 +9,6 @@ from selfspec.decode.batch import Batch
 from selfspec.decode.commit import commit
 from selfspec.decode.judge import judge_together
 from selfspec.decode.judge_in_order import judge_in_order
-from selfspec.decode.outcomes import row_outcomes
 from selfspec.decode.output import Round
 from selfspec.decode.prefill import prefill
 from selfspec.decode.propose import propose
@@ -47,6 +46,6 @@ def rounds(
             verdict = judge(batch, draft, logits, rule)
         with clock.phase("commit"):
             committed = commit(batch, draft, verdict)
-            batch.controller.learn(draft, row_outcomes(verdict))
+            batch.controller.learn(draft, verdict.outcomes())
             stats.count(len(draft.tree), draft.length, verdict)
         yield committed

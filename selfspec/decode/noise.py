@@ -20,7 +20,7 @@ from torch import Tensor
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed number: the increment of splitmix64
 # A counter holds the place, above it the purpose, and above that the round.
 _PLACE_BITS, _PURPOSE_BITS = 24, 3
-# Places and rounds that are hashed at once, but no more rounds than so many numbers make: a hash of few numbers takes
+# Places and rounds that are hashed at once, but no more rounds than this many numbers make: a hash of few numbers takes
 # as long as that of one.
 _PLACES_AT_ONCE, _ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE = 8, 8, 2048
 # From this vocabulary on, a block of tokens is drawn first and then a token of the block.

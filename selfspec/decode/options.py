@@ -197,7 +197,7 @@ def check_model_inputs(
 ) -> None:
     """Refuse inputs of the model that selfspec does not pass to it.
 
-    `transformers` adds caches and default positions of its own; only what differs from these was asked for.
+    `transformers` adds caches and default positions; only what differs from these was asked for.
 
     Args:
         config: of the text model.

@@ -102,7 +102,7 @@ class PrefixProcessing:
     Attributes:
         processors: in the order in which `transformers` applies them. They must be functions of ids and scores, since
             they also see draft tokens that are rejected later.
-        eos: token ids that end a row. A draft may go on after one; what comes there is not processed.
+        eos: token ids that end a row. A draft may continue after one; what comes there is not processed.
         limit: length, prompt included, at which rows end.
     """
 

@@ -115,9 +115,7 @@ def check_mask(attention_mask: Tensor) -> None:
     if not isinstance(attention_mask, Tensor):
         raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
     if not has_values(attention_mask):
-        raise PromptError(
-            "attention_mask is a tensor without values of its own (meta, sparse or nested); pass a dense one"
-        )
+        raise PromptError("attention_mask is a tensor without values (meta, sparse or nested); pass a dense one")
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")
 

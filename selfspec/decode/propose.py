@@ -8,7 +8,7 @@ from selfspec.draft import Draft, Drafter
 
 
 def propose(batch: Batch, drafter: Drafter | None) -> Draft:
-    """Begin a round: give it noise of its own and room in the cache, and let the drafter propose tokens.
+    """Begin a round: give it fresh noise and room in the cache, and let the drafter propose tokens.
 
     There is no draft in the round that reads the last embedding of a prompt, nor while the logits of some row are not
     finite.

@@ -60,7 +60,7 @@ class Stopping:
     def judged(
         self, sequences: Sequences, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
     ) -> list[int | None]:
-        """Return how many tokens of its run each row keeps if it ends within the run; None for rows that go on.
+        """Return how many tokens of its run each row keeps if it ends within the run; None for rows that do not end.
 
         Args:
             sequences: what was committed before.

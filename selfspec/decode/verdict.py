@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from selfspec.control import RowOutcome
+
 
 @dataclass(frozen=True)
 class RowVerdict:
@@ -48,6 +50,12 @@ class RowVerdict:
         """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
         return self.judged if tokens > len(self.path) else tokens
 
+    def outcome(self) -> RowOutcome:
+        """Return what the controller learns of this row."""
+        return RowOutcome(
+            self.judged_of(self.run_length), self.accepted_of(self.run_length), len(self.tokens), self.dropped
+        )
+
     def overlap_of(self, tokens: int) -> float:
         """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""
         return sum(self.overlap[: self.judged_of(tokens)])
@@ -66,3 +74,11 @@ class Verdict:
     running: Sequence[int]
     rows: Mapping[int, RowVerdict]
     last_tokens: Tensor
+
+    def outcomes(self) -> list[RowOutcome | None]:
+        """Return what the controller learns of each running row, in the order of tensors; None for finished rows.
+
+        It learns from tokens that lockstep dropped, too: they are dropped for what other rows accepted, and their
+        places are drawn again, so their verdicts are evidence as good as any. Statistics leave them out.
+        """
+        return [self.rows[row].outcome() if row in self.rows else None for row in self.running]

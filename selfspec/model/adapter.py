@@ -17,7 +17,7 @@ class Adapter:
 
     Attributes:
         model_types: the `config.model_type` values it serves.
-        layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it stands for the
+        layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it means the
             model's own `base_model_prefix`.
         attention: attribute, or attributes, of a decoder layer that hold its attention, or whatever else lets tokens
             see those before them. A layer may lack some of several.
@@ -54,7 +54,7 @@ class Adapter:
 
     @property
     def attention_modules(self) -> tuple[str, ...]:
-        """Every attribute that holds an attention, or what stands in its place."""
+        """Every attribute that holds an attention, or what replaces it."""
         return (self.attention,) if isinstance(self.attention, str) else self.attention
 
     @property

@@ -121,7 +121,7 @@ def read_config(name: str) -> PreTrainedConfig:
     _check_architecture(name, model_type)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
-    # Field validation raises types of its own.
+    # Field validation raises other types.
     except Exception as error:
         raise CheckpointError(
             f"the config.json of {name!r} cannot be used ({_one_line(error)}); copy it from the original again"
@@ -174,7 +174,7 @@ def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTra
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder `name` stands for; None for a name on the hub."""
+    """The folder that `name` means; None for a name on the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """What stands between the states at the end of a draft path and its logits, besides the model's own norm and head.
+    """What lies between the states at the end of a draft path and its logits, besides the model's own norm and head.
 
     Whatever it is, drafts stay exact: q is what it makes of the states, and that is what is drawn from and scored.
 
     Attributes:
-        adapter: from states at the exit to states for the norm, `[..., hidden]` both; None: as they are.
+        adapter: from states at the exit to states for the norm, `[..., hidden]` both; None: unchanged.
         tokens: ids that can be drafted, distinct; only their rows of the head are read. None: all.
     """
 
@@ -30,7 +30,7 @@ class DraftHead:
     tokens: Tensor | None = None
 
     def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module) -> None:
-        """Put it into a view of a model, whose modules on the way to layers and head are twins of the view's own.
+        """Put it into a view of a model, whose modules on the way to layers and head are views of the view's own.
 
         Args:
             view: what runs the draft path.
@@ -128,7 +128,7 @@ def _head_name(model: PreTrainedModel) -> str:
     # A subclass may compute more than a product with the weights.
     if name is None or type(head) is not nn.Linear:
         raise UnsupportedModelError(
-            f"the head of {type(model).__name__} is no plain linear layer of its own, so its rows cannot be left out; "
+            f"the head of {type(model).__name__} is no separate plain linear layer, so its rows cannot be left out; "
             "draft with the whole vocabulary"
         )
     return name

@@ -1,6 +1,6 @@
 """Gates around the decoder layers of a stock model, without touching it: views that share every weight.
 
-Only the modules between the root and the gated sublayers get twins; all others are the model's own. The views of one
+Only the modules between the root and the gated sublayers get views; all others are the model's own. The views of one
 pass belong to one generation, so the model itself, other threads and other generations see nothing.
 """
 
@@ -24,7 +24,7 @@ from selfspec.model.view import replaced, view_with, view_with_layers
 
 @dataclass(frozen=True)
 class ExactStates:
-    """What a pass leaves at a sublayer, enough for another pass to go on from there.
+    """What a pass leaves at a sublayer, enough for another pass to resume there.
 
     Attributes:
         hidden: input of the sublayer's layer, `[batch, tokens, hidden]`.
@@ -158,7 +158,7 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Layer
 
 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
-    """Stand for a module left out.
+    """Replace a module that is left out.
 
     Zeros, where the layer adds the output to the residual stream: they survive post-norms, parallel residuals and
     multipliers, which leaving the branch out of the layer's code would not.

@@ -61,7 +61,7 @@ class LayerPath:
 
     @property
     def resume_point(self) -> Sublayer | None:
-        """Where a full pass can go on from this one's work: the first sublayer left out, all before it being exact.
+        """Where a full pass can resume from this one's work: the first sublayer left out, all before it being exact.
 
         None where nothing is left out, and where nothing comes before what is.
         """

@@ -203,7 +203,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
 
 
 def describe_config(config: PreTrainedConfig) -> ModelSummary:
-    """Describe the model that a configuration stands for, from the configuration alone: no weights are loaded.
+    """Describe the model that a configuration describes, from the configuration alone: no weights are loaded.
 
     Raises:
         UnsupportedModelError: there is no adapter for it.

@@ -80,7 +80,7 @@ def check_modules(model: nn.Module) -> None:
 def _rounds_over_the_pass(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
         return False
-    # Weights in 16 bits are multiplied as they are; those in 8 bits with activations in 8 bits.
+    # Weights in 16 bits are multiplied unchanged; those in 8 bits with activations in 8 bits.
     return getattr(getattr(module, "_packed_params", None), "dtype", None) is not torch.float16
 
 

@@ -1,6 +1,6 @@
-"""Shallow twins of modules: same class, same parameters, buffers and hooks, but a child or the `forward` may differ.
+"""Shallow views of modules: same class, same parameters, buffers and hooks, but a child or the `forward` may differ.
 
-A twin shares every weight with its module and never changes it.
+A view shares every weight with its module and never changes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Modu
 
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
-        change: given a part, and those of its children that are others, what stands in its place; None: nothing but
+        change: given a part, and those of its children that are others, what replaces it; None: nothing but
             what its children ask for.
     """
     if has_other_forward(module):
@@ -34,12 +34,12 @@ def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Modu
 
 
 def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
-    """A twin of a model whose decoder layers are replaced.
+    """A view of a model whose decoder layers are replaced.
 
     Args:
         module: the model.
         names: of the attributes on the way to the list of its layers.
-        layers: what stands there instead.
+        layers: their replacements.
     """
     if not names:
         return view_with(module, {str(index): layer for index, layer in enumerate(layers)})
@@ -47,44 +47,44 @@ def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[n
 
 
 def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A twin of `module` whose named children are replaced.
+    """A view of `module` whose named children are replaced.
 
     Raises:
         UnsupportedModelError: its `forward` was replaced by a function that would run the old children.
     """
-    twin = copied(module)
-    # Of a copy: in another thread `transformers` may hang something of its own on the module meanwhile.
+    view = copied(module)
+    # Of a copy: in another thread `transformers` may set attributes on the module meanwhile.
     for name, value in module.__dict__.copy().items():
-        twin.__dict__[name] = _rebound(value, module, twin)
-    if callable(module.__dict__.get("forward")) and twin.__dict__["forward"] is module.__dict__["forward"]:
+        view.__dict__[name] = _rebound(value, module, view)
+    if callable(module.__dict__.get("forward")) and view.__dict__["forward"] is module.__dict__["forward"]:
         raise UnsupportedModelError(
             f"the forward of {type(module).__name__} was replaced by a function that selfspec cannot look into; undo "
             "that before wrapping, or replace it by a bound method"
         )
     # Compiled for the module itself, with its own children inside.
-    if twin.__dict__.get("_compiled_call_impl") is not None:
-        twin.__dict__["_compiled_call_impl"] = None
-    twin.__dict__["_modules"] = {**module._modules, **children}
-    return twin
+    if view.__dict__.get("_compiled_call_impl") is not None:
+        view.__dict__["_compiled_call_impl"] = None
+    view.__dict__["_modules"] = {**module._modules, **children}
+    return view
 
 
 def view_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A twin of `module` that runs `forward` instead; its own hooks and the process's see it run as ever."""
-    twin = copied(module)
-    twin.__dict__["forward"] = forward
-    return twin
+    """A view of `module` that runs `forward` instead; its own hooks and the process's see it run as ever."""
+    view = copied(module)
+    view.__dict__["forward"] = forward
+    return view
 
 
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A twin of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
-    twin = view_running(module, forward)
+    """A view of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
+    view = view_running(module, forward)
     # Where torch keeps a compiled call, it calls that one as it is, without hooks.
-    twin.__dict__["_compiled_call_impl"] = forward
-    return twin
+    view.__dict__["_compiled_call_impl"] = forward
+    return view
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether something runs in place of the module's own `forward`, which may not look at the children of a twin."""
+    """Whether something runs in place of the module's own `forward`, which may not look at the children of a view."""
     return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
 
 
@@ -101,18 +101,18 @@ def runs_as_written(function: Callable[..., Any], home: str) -> bool:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A twin of `module` and nothing else: its attributes may be set without the module noticing."""
+    """A view of `module` and nothing else: its attributes may be set without the module noticing."""
     copy: nn.Module = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     return copy
 
 
-def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
+def _rebound(value: Any, module: nn.Module, view: nn.Module) -> Any:
     # A `forward` shadowed on the instance (accelerate's hooks do this) is bound to the module it was put on.
     if isinstance(value, MethodType) and value.__self__ is module:
-        return MethodType(value.__func__, twin)
+        return MethodType(value.__func__, view)
     if isinstance(value, partial) and any(bound is module for bound in [*value.args, *value.keywords.values()]):
-        arguments = (twin if bound is module else bound for bound in value.args)
-        keywords = {name: twin if bound is module else bound for name, bound in value.keywords.items()}
+        arguments = (view if bound is module else bound for bound in value.args)
+        keywords = {name: view if bound is module else bound for name, bound in value.keywords.items()}
         return partial(value.func, *arguments, **keywords)
     return value

@@ -1,4 +1,4 @@
-"""Passes compiled by torch's inductor: fused kernels for any number of slots, with rounding of their own."""
+"""Passes compiled by torch's inductor: fused kernels for any number of slots, which round differently."""
 
 from __future__ import annotations
 

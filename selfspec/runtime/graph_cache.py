@@ -87,7 +87,7 @@ class _Candidate:
     making: ProcessLock = field(default_factory=ProcessLock)
 
     def serves(self, length: int) -> bool:
-        """Whether its program runs passes over so many slots.
+        """Whether its program runs passes over this number of slots.
 
         A row that has ended holds a batch at one number of slots, and short answers to like prompts come at one. A
         program that has not been seen over others may have taken that one for granted.
@@ -117,7 +117,7 @@ class GraphCache:
 
     @property
     def bucket(self) -> int:
-        """Passes of a round look at a multiple of so many slots."""
+        """Passes of a round look at a multiple of this number of slots."""
         return self._runtime.bucket
 
     @property
@@ -179,7 +179,7 @@ class BoundPrograms:
         self._clock = clock
 
     def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        """Let calls stand in for layers of a view, where the runtime can make something of that: see `Runtime`."""
+        """Let calls replace layers of a view, where the runtime can make something of that: see `Runtime`."""
         return self._runtime.put_calls(view, model, adapter)
 
     def run(

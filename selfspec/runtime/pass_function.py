@@ -68,7 +68,7 @@ class PassFunction:
 
     Attributes:
         view: runs the path.
-        layers: calls that stand in for some of its layers.
+        layers: calls that replace some of its layers.
         base: attribute of the view that holds all but the head; None: the pass ends with the head.
         cache_name: what the model calls its cache.
         config: of the text model.

@@ -66,19 +66,19 @@ def frozen_view(module: nn.Module) -> nn.Module:
 
     The view has its own holders of weights and buffers, so other tensors can be swapped in.
     """
-    twin = copied(module)
-    twin.__dict__["_buffers"] = dict(module._buffers)
-    twin.__dict__["_parameters"] = {
+    view = copied(module)
+    view.__dict__["_buffers"] = dict(module._buffers)
+    view.__dict__["_parameters"] = {
         name: None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
         for name, weight in module._parameters.items()
     }
-    twin.__dict__["_modules"] = {
+    view.__dict__["_modules"] = {
         name: None if child is None else frozen_view(child) for name, child in module._modules.items()
     }
     if isinstance(module, PreTrainedModel):
         # It would search for padding in every pass without a mask.
-        twin.__dict__["warn_if_padding_and_no_attention_mask"] = _not_warning
-    return twin
+        view.__dict__["warn_if_padding_and_no_attention_mask"] = _not_warning
+    return view
 
 
 def _not_warning(*_: object) -> None:

@@ -44,7 +44,7 @@ class SlotCache(Cache):
         return cls(slot_mapping, visible, {layer: (buffers[0], buffers[1])} if buffers else {}, padded)
 
     def tensors_of_layer(self, layer: int) -> list[Tensor]:
-        """What one layer needs of it; without buffers if it has none of its own."""
+        """What one layer needs of it; without buffers if it has none itself."""
         return [self._slot_mapping, self._visible, *self._buffers.get(layer, ())]
 
     def update(

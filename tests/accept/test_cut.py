@@ -110,7 +110,7 @@ def test_the_proof_sees_a_cut_by_what_the_row_itself_drafted() -> None:
         assert (committed_when_cut(rule, p, q, chances).joint - p.joint()).abs().max() > 1e-3
 
 
-def test_the_proof_sees_a_rule_by_which_a_beginning_stands_as_the_draft_goes_on() -> None:
+def test_the_proof_sees_a_rule_whose_acceptance_of_a_beginning_depends_on_the_rest() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = [(conditionals(2, range(1, 5), generator), conditionals(2, range(1, 4), generator)) for _ in range(2)]
     goes_on = [torch.ones(2, 2, dtype=torch.bool), torch.rand(4, 4, generator=generator) < 0.5]

@@ -179,7 +179,7 @@ def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
         ("pycode10M", "def add(a, b):\n"),
     ],
 )
-def test_a_trained_checkpoint_says_what_it_says_plainly(checkpoints: FilePath, folder: str, text: str) -> None:
+def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: FilePath, folder: str, text: str) -> None:
     if not (checkpoints / folder).is_dir():
         pytest.skip(f"no checkpoint {folder}")
     model = AutoModelForCausalLM.from_pretrained(checkpoints / folder, dtype=torch.float32).eval()

@@ -155,7 +155,7 @@ def test_a_refusal_names_the_reason(model_type: str) -> None:
         selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1), draft_length=4)
 
 
-def test_a_type_nobody_knows_is_told_how_to_declare_itself() -> None:
+def test_an_unknown_type_is_refused_with_how_to_declare_it() -> None:
     model = shrunken("llama")
     model.config.model_type = "made_up"
     with pytest.raises(selfspec.UnsupportedModelError, match=r"made_up.*selfspec\.Adapter"):

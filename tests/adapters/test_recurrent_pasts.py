@@ -35,7 +35,7 @@ def greedy(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
-def test_a_chat_goes_on(architecture: str, way: str) -> None:
+def test_a_chat_continues(architecture: str, way: str) -> None:
     model = shrunken(architecture)
     spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
     name = "cache_params" if architecture in STATES_ALONE else "past_key_values"

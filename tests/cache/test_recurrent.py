@@ -43,7 +43,7 @@ def test_a_block_is_its_tokens_one_by_one() -> None:
     assert torch.equal(read(cache, block), block.cumsum(1))
 
 
-def test_a_pass_goes_on_from_the_node_before_it_and_another_begins_again() -> None:
+def test_a_pass_resumes_at_the_node_before_it_and_another_begins_again() -> None:
     cache, first, second = recurrent_cache(), tokens(2, 0), tokens(2, 1)
     read(cache, first)
     with cache.reading(2, first=1):

@@ -470,7 +470,7 @@ def test_every_module_alive_during_a_stream_holds_the_models_own_weights(
     del stream
 
 
-def test_a_copy_of_the_model_made_during_a_stream_has_weights_of_its_own(llama: PreTrainedModel) -> None:
+def test_a_copy_of_the_model_made_during_a_stream_has_separate_weights(llama: PreTrainedModel) -> None:
     stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(tiny.prompt(5), max_new_tokens=20)
     next(stream)
     copied = copy.deepcopy(llama)

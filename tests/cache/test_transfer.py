@@ -60,7 +60,7 @@ def test_what_comes_back_holds_what_a_stock_pass_computes(architecture: str) -> 
         torch.testing.assert_close(own.values, right.values)
 
 
-def test_a_left_padded_batch_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
+def test_a_left_padded_batch_continues_from_its_cache(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
     ids, mask = tiny.prompt(8, 3), torch.ones(3, 8, dtype=torch.long)
     mask[0, :5] = mask[2, :2] = 0

@@ -45,7 +45,7 @@ def drafted(controller: Controller, confidences: list[float], remaining: int = 1
     return most
 
 
-def told(controller: Controller, length: int, accepted: int, match: int = 0) -> None:
+def learned(controller: Controller, length: int, accepted: int, match: int = 0) -> None:
     """Let a controller learn of a round of one row."""
     draft = Draft.chain(torch.zeros(1, length, dtype=torch.long), steps=0 if match else length, match_length=match)
     controller.learn(draft, [RowOutcome(min(accepted + 1, length), accepted, accepted + 1)])
@@ -70,7 +70,7 @@ def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> N
     assert drafted(controller, [0.9] * 5) == 5
 
 
-def test_one_confident_live_row_is_enough() -> None:
+def test_one_confident_unfinished_row_is_enough() -> None:
     controller = selfspec.ConfidenceStop(0.5).begin(CHEAP)
     controller.budget(9, [True, True])
     assert controller.goes_on(scores_of(0.3, 0.8))
@@ -84,7 +84,7 @@ def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
     assert not controller.goes_on(torch.full((1, 1, 4), math.nan))
 
 
-def test_sure_drafts_go_on_and_doubtful_ones_stop() -> None:
+def test_sure_drafts_continue_and_doubtful_ones_stop() -> None:
     assert drafted(CostAware(6).begin(CHEAP), [0.99] * 6) == 6
     assert drafted(CostAware(6).begin(selfspec.Costs(draft=0.3)), [0.05] * 6) == 1
     # The dearer a step, the sooner it stops.
@@ -107,7 +107,7 @@ def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
     before = drafted(controller, [0.75] * 6)
     for _ in range(30):
         drafted(controller, [0.75] * 6)
-        told(controller, before, accepted=before)
+        learned(controller, before, accepted=before)
     assert drafted(controller, [0.75] * 6) > before
 
 
@@ -123,12 +123,12 @@ def test_a_draft_that_is_better_than_fair_is_trusted_at_confidences_not_seen_bef
 
 
 @pytest.mark.parametrize("stand", [True, False])
-def test_what_stands_and_what_falls_shifts_all_confidences(stand: bool) -> None:
+def test_what_is_accepted_or_rejected_shifts_all_confidences(stand: bool) -> None:
     controller = CostAware(6).begin(selfspec.Costs(draft=0.3))
     before = drafted(controller, [0.75] * 6)
     for _ in range(4):
         drafted(controller, [0.35] * 6)
-        told(controller, 2, accepted=2 * stand)
+        learned(controller, 2, accepted=2 * stand)
     controller.budget(100, [True])
     after = next((n for n in range(1, 6) if not controller.goes_on(scores_of(0.75))), 6)
     assert after > before if stand else after < before
@@ -141,7 +141,7 @@ def test_useless_drafts_lose_a_few_steps_and_half_a_hundredth_of_a_step_a_round(
     for number in range(1, 601):
         length = drafted(controller, [0.5] * 4)
         if length:
-            told(controller, length, accepted=0)
+            learned(controller, length, accepted=0)
             drafts.append(number)
             lost += costs.of_round(length, length) - 1
         assert lost <= 3 + number / 200 + costs.of_round(4, 4)
@@ -158,16 +158,16 @@ def test_a_draft_that_could_hardly_pay_is_not_tried_before_its_price_is_saved_up
     while not drafted(controller, [0.5] * 4):
         rounds += 1
     assert rounds == pytest.approx((DEAR.of_round(1, 1) - 1) * 200, abs=1)
-    told(controller, 1, accepted=0)
+    learned(controller, 1, accepted=0)
     assert not any(drafted(controller, [0.5] * 4) for _ in range(rounds - 10))
 
 
-def test_a_draft_that_pays_against_expectation_goes_on() -> None:
+def test_a_draft_that_pays_against_expectation_is_kept() -> None:
     controller = CostAware(4).begin(selfspec.Costs(draft=0.8, verify=1.1))
     while not drafted(controller, [0.99] * 4):
         pass
     for _ in range(20):
-        told(controller, 4, accepted=4)
+        learned(controller, 4, accepted=4)
         assert drafted(controller, [0.99] * 4)
 
 
@@ -202,8 +202,8 @@ def test_many_useless_sources_lose_no_more_than_one(rows: int) -> None:
 def test_sources_that_pay_are_not_held_back_by_others_that_do_not() -> None:
     controller = CostAware(4).begin(selfspec.Costs(draft=0.3, verify=1.1, widening=0.05))
     for _ in range(8):
-        told(controller, 4, accepted=4, match=6)
-        told(controller, 4, accepted=0, match=0)
+        learned(controller, 4, accepted=4, match=6)
+        learned(controller, 4, accepted=0, match=0)
     controller.budget(100, [True])
     assert not controller.tries(0)
     assert controller.tries(6)
@@ -217,30 +217,30 @@ def test_bad_luck_at_the_beginning_does_not_end_what_pays() -> None:
         stands = length if number > 2 else 0
         committed, cost = committed + 1 + stands, cost + (1.5 if length else 1.0)
         if length:
-            told(controller, length, accepted=stands)
+            learned(controller, length, accepted=stands)
     assert committed / cost > 1.25
 
 
 def test_drafts_that_pay_again_are_taken_up_again() -> None:
     controller = CostAware(4).begin(CHEAP)
     for _ in range(6):
-        told(controller, max(1, drafted(controller, [0.5] * 4)), accepted=0)
+        learned(controller, max(1, drafted(controller, [0.5] * 4)), accepted=0)
     rounds = 0
     while rounds < 100 and not all(drafted(controller, [0.95] * 4) for _ in range(1)):
         rounds += 1
     for _ in range(12):
         length = drafted(controller, [0.95] * 4)
         if length:
-            told(controller, length, accepted=length)
+            learned(controller, length, accepted=length)
     assert all(drafted(controller, [0.95] * 4) == 4 for _ in range(5))
 
 
 def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
     controller = CostAware(4).begin(CHEAP)
     for _ in range(10):
-        told(controller, 4, accepted=0, match=2)
-        told(controller, 4, accepted=4, match=6)
-        told(controller, 4, accepted=2, match=0)
+        learned(controller, 4, accepted=0, match=2)
+        learned(controller, 4, accepted=4, match=6)
+        learned(controller, 4, accepted=2, match=0)
     controller.budget(9, [True])
     assert controller.prefers(6)
     assert not controller.prefers(2)
@@ -252,10 +252,10 @@ def test_rows_are_kept_in_step_until_a_draft_pays_for_being_out_of_it_and_never_
     for accepted in (4, 4, 4, 4):
         # Three rounds may be luck.
         assert controller.keeps_lockstep()
-        told(controller, 4, accepted, match)
+        learned(controller, 4, accepted, match)
     assert not controller.keeps_lockstep()
     for _ in range(100):
-        told(controller, 4, 0, match)
+        learned(controller, 4, 0, match)
     assert not controller.keeps_lockstep()
 
 
@@ -264,7 +264,7 @@ def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cos
         # Three tokens a round, at 1.8 plain steps.
         controller = CostAware(2).begin(selfspec.Costs(draft=0.4, out_of_step=out_of_step))
         for _ in range(50):
-            told(controller, 2, accepted=2)
+            learned(controller, 2, accepted=2)
         assert controller.keeps_lockstep() == stays
 
 
@@ -285,7 +285,7 @@ def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_
         assert not controller.keeps_lockstep()
 
 
-def test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing() -> None:
+def test_a_batch_whose_slowest_row_gains_nothing_gains_nothing() -> None:
     draft = Draft.chain(torch.zeros(2, 4, dtype=torch.long), steps=4)
     rounds = {}
     for turns in (True, False):
@@ -328,7 +328,7 @@ def test_a_short_text_has_less_to_lose() -> None:
             length = drafted(controller, [0.5] * 4, remaining=left)
             drafts[tokens] += length > 0
             if length:
-                told(controller, length, accepted=0)
+                learned(controller, length, accepted=0)
     assert 0 < drafts[12] < drafts[48] < drafts[400]
 
 

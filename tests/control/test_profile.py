@@ -170,7 +170,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "profiles"
 
 
-def test_profiles_lie_in_the_users_cache_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_lie_in_the_users_cache_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert "selfspec" in folder().parts
@@ -208,7 +208,7 @@ def test_a_profile_of_other_versions_is_refused(profiles: Path, llama: PreTraine
         find_profile(Setting.of(llama))
 
 
-def test_weights_that_begin_alike_are_told_apart(profiles: Path, llama: PreTrainedModel) -> None:
+def test_weights_that_begin_alike_are_distinguished(profiles: Path, llama: PreTrainedModel) -> None:
     here = Setting.of(llama)
     there = replace(here, fingerprint=here.fingerprint[:16] + "0" * 48)
     replace(profile_of(llama), setting=there).save(default_file(there))

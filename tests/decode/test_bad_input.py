@@ -602,7 +602,7 @@ def test_filters_that_keep_one_token_keep_the_likeliest(options: dict[str, Any])
     assert torch.equal(out.sequences, wanted)
 
 
-def test_a_batch_with_an_end_that_never_comes_goes_on_to_its_length() -> None:
+def test_a_batch_whose_end_never_comes_runs_to_its_length() -> None:
     model, prompts = tiny.llama(), tiny.prompt(5, 3)
     spec = selfspec.wrap(model, DRAFT, draft_length=4)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}

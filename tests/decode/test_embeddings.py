@@ -129,7 +129,7 @@ def test_embeddings_of_tokens_are_the_tokens(llama: PreTrainedModel) -> None:
         assert torch.equal(found, wanted[:, 7:])
 
 
-def test_a_cache_goes_on_from_embeddings(llama: PreTrainedModel) -> None:
+def test_a_cache_continues_from_embeddings(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
     first = embedded(llama)
     out = spec.generate(inputs_embeds=first, return_dict_in_generate=True, **GREEDY)

@@ -148,7 +148,7 @@ def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> N
     assert out.stats.rounds < 20
 
 
-def test_rows_of_different_lengths_are_left_as_they_are() -> None:
+def test_rows_of_different_lengths_are_not_brought_into_lockstep() -> None:
     model = tiny.llama()
     ids, mask = tiny.prompt(6, batch=2), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 1 + NEW, "do_sample": False}

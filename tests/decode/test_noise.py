@@ -266,7 +266,7 @@ def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
     assert other.shape != expected.shape or not torch.equal(other, expected)
 
 
-def test_the_acceptance_rate_stands_beside_the_optimal_one(llama: PreTrainedModel) -> None:
+def test_the_acceptance_rate_is_reported_with_the_optimal_one(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled", draft_length=4)
     stats = spec.generate(
         tiny.prompt(4, batch=32), max_new_tokens=60, do_sample=True, top_k=None, temperature=2.0, seed=0

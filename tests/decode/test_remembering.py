@@ -297,7 +297,7 @@ def test_through_custom_generate(model: PreTrainedModel, name: str) -> None:
     assert same_calls(log, calls, lengths(wanted))
 
 
-def test_without_an_end_of_sequence_live_rows_see_and_give_the_same(model: PreTrainedModel) -> None:
+def test_without_an_end_of_sequence_unfinished_rows_see_and_give_the_same(model: PreTrainedModel) -> None:
     # transformers then goes on to extend rows that a criterion has ended; only what stood before that is a row's own.
     options = {**GREEDY, "eos_token_id": None}
     wanted, calls = stock(model, "both", **ragged(), **options)

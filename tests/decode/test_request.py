@@ -167,7 +167,7 @@ def test_a_mask_of_any_dtype_means_the_same(llama: PreTrainedModel, dtype: torch
     assert torch.equal(spec.generate(prompts, mask.to(dtype), max_new_tokens=9, do_sample=False).sequences, wanted)
 
 
-def test_what_stands_under_the_padding_does_not_matter(llama: PreTrainedModel) -> None:
+def test_ids_under_the_padding_do_not_matter(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     other = prompts.clone()

@@ -47,7 +47,7 @@ def test_scores_and_logits_are_those_of_stock_generate(
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_scores_of_a_sample_are_those_of_its_own_text(llama: PreTrainedModel, rule: str) -> None:
+def test_scores_of_a_sample_are_those_of_its_text(llama: PreTrainedModel, rule: str) -> None:
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4, accept=rule)
     out = spec.generate(tiny.prompt(5), max_new_tokens=20, **ASKED, **options)

@@ -176,7 +176,7 @@ def test_a_stop_string_ends_the_text_inside_an_accepted_run(
     assert torch.equal(story.generate(prompt, custom_generate=spec, stopping_criteria=criteria, **options), wanted)
 
 
-def test_stop_strings_of_a_config_count_and_the_models_own_stay_as_they_are(
+def test_stop_strings_of_a_config_count_and_the_models_own_do_not_change(
     story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids

@@ -97,7 +97,7 @@ def test_an_asynchronous_iterator_of_text_works(
     assert asyncio.run(read()) == tokenizer.decode(spec.generate(tiny.prompt(5), **OPTIONS).sequences[0, 5:])
 
 
-def test_the_end_is_told_after_an_error_too(llama: PreTrainedModel) -> None:
+def test_a_streamer_is_ended_after_an_error_too(llama: PreTrainedModel) -> None:
     def fail(module: Any, args: Any) -> None:
         raise RuntimeError("out of something")
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from selfspec.control import RowOutcome
-from selfspec.decode.outcomes import row_outcomes
 from selfspec.decode.stats import Stats
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
@@ -62,4 +61,4 @@ def test_statistics_count_the_places_that_were_committed(
     ],
 )
 def test_the_controller_learns_from_dropped_tokens_too(accepted: int, committed: int, outcome: RowOutcome) -> None:
-    assert row_outcomes(_verdict(accepted, committed)) == [None, outcome, None]
+    assert _verdict(accepted, committed).outcomes() == [None, outcome, None]

@@ -141,7 +141,7 @@ class _Asked(Control, Controller):
         return self.most.depth
 
 
-def test_what_counts_is_whether_the_hindmost_rows_have_a_match(llama: PreTrainedModel) -> None:
+def test_what_counts_is_whether_the_slowest_rows_have_a_match(llama: PreTrainedModel) -> None:
     prompts = torch.cat([tiny.prompt(8, seed=seed) for seed in range(6)])
     control = _Asked()
     spec = selfspec.wrap(llama, selfspec.PromptLookup(2, 2), draft_length=control)

@@ -106,7 +106,7 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, file: Path) 
     ],
     ids=repr,
 )
-def test_what_writers_raise_is_told_in_one_line(error: Exception) -> None:
+def test_what_writers_raise_is_reported_in_one_line(error: Exception) -> None:
     with (
         pytest.raises(StorageError, match=r"^place cannot be written \(.*\); kept$") as told,
         writing(Path("place"), "kept"),

@@ -49,7 +49,7 @@ _DRAWN = "test_rounds_of_a_network_draw_from_its_joint"
 _ALONE = "test_a_row_is_the_same_alone_and_in_batches_of_any_size"
 _DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
 _NOISE = "test_coupled_rows_keep_their_own_noise"
-_PADDED_PAST = "test_a_left_padded_batch_goes_on_from_its_cache"
+_PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
 _IN_STEP = "test_lockstep.py"
 _TOKEN_PROOF = "test_token_level.py"
@@ -973,9 +973,9 @@ CATALOGUE = (
     ),
     Mutation(
         "the controller does not learn from what lockstep dropped",
-        "_outcome",
-        "row.judged_of(row.run_length)",
-        "row.judged_of(len(row.tokens))",
+        "RowVerdict.outcome",
+        "self.judged_of(self.run_length)",
+        "self.judged_of(len(self.tokens))",
         ("test_verdict.py",),
     ),
     Mutation(
@@ -997,14 +997,14 @@ CATALOGUE = (
         "AcceptanceModel.chance",
         "-_log_odds(self._fair[bin_]) - self._shift",
         "-_log_odds(self._fair[bin_])",
-        ("test_what_stands_and_what_falls_shifts_all_confidences",),
+        ("test_what_is_accepted_or_rejected_shifts_all_confidences",),
     ),
     Mutation(
         "a row that falls behind for good is hidden by the mean",
         "BatchProgress._place",
         "mean - min(gained)",
         "0",
-        ("test_a_batch_whose_hindmost_row_gains_nothing_gains_nothing",),
+        ("test_a_batch_whose_slowest_row_gains_nothing_gains_nothing",),
     ),
     Mutation(
         "the end of a row counts as a loss",
@@ -1126,7 +1126,7 @@ CATALOGUE = (
         "_Compiled._holds_for",
         "if min(sizes) < _SMALLEST:\n    return False",
         "return True",
-        ("test_sizes_that_a_pass_was_not_compiled_for_are_told",),
+        ("test_sizes_that_a_pass_was_not_compiled_for_are_reported",),
     ),
     Mutation(
         "a pass is compiled for the number of slots it was first seen with",
@@ -1313,14 +1313,14 @@ CATALOGUE = (
         "load_past",
         "any(_has_states(layer))",
         "False",
-        ("test_a_chat_goes_on",),
+        ("test_a_chat_continues",),
     ),
     Mutation(
         "a prompt is read from empty states though a past was taken up",
         "ModelRunner.prefill",
         "not self._cache.empty",
         "any(self._cache.seq_lens)",
-        ("test_a_chat_goes_on",),
+        ("test_a_chat_continues",),
     ),
     # Bad input.
     Mutation(

@@ -110,7 +110,7 @@ def test_a_pass_over_the_first_slot_alone_is_the_modules(llama: PreTrainedModel)
     assert not spec.programs.refusals
 
 
-def test_sizes_that_a_pass_was_not_compiled_for_are_told(llama: PreTrainedModel) -> None:
+def test_sizes_that_a_pass_was_not_compiled_for_are_reported(llama: PreTrainedModel) -> None:
     """A pass over all the slots there are sees memory that lies otherwise; one over a single slot is its own case."""
     spec = _wrapped(llama)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
@@ -191,7 +191,7 @@ def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
     ],
     ids=["rounding", "more", "another order", "nan", "another dtype", "another shape"],
 )
-def test_rounding_is_told_from_all_else(change: Callable[[Tensor], Tensor], closes: bool) -> None:
+def test_rounding_is_distinguished_from_all_else(change: Callable[[Tensor], Tensor], closes: bool) -> None:
     logits = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits[0, 0, 0] = -torch.inf
     assert Compiled().agree((change(logits),), (logits,)) is closes

@@ -94,7 +94,7 @@ def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> Non
         assert generation.finish().sequences.tolist() == expected.tolist()
 
 
-def test_only_so_many_graphs_are_kept(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_graphs_is_kept(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", most)
     spec = _wrapped(llama)

@@ -147,7 +147,7 @@ class _Own(nn.Linear):
     """Somebody's own module."""
 
 
-def test_modules_of_others_run_as_they_are(llama: PreTrainedModel) -> None:
+def test_foreign_modules_run_unrecorded(llama: PreTrainedModel) -> None:
     own = _Own(llama.lm_head.in_features, llama.lm_head.out_features, bias=False).double()
     llama.lm_head = own
     spec = _wrapped(llama)
@@ -171,7 +171,7 @@ def test_a_dispatch_mode_sees_every_operation(llama: PreTrainedModel) -> None:
     assert mode.products == linears * (NEW + 1) - 1  # No head in the prefill.
 
 
-def test_models_that_decide_by_values_run_as_they_are() -> None:
+def test_models_that_decide_by_values_run_unrecorded() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)

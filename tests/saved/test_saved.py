@@ -87,7 +87,7 @@ def test_a_call_may_name_the_folder(folder: str, plain: PreTrainedModel, monkeyp
     assert drafted
 
 
-def test_a_trusted_model_may_be_told_the_folder_as_well(folder: str, trusted: Any) -> None:
+def test_a_trusted_model_takes_the_folder_as_well(folder: str, trusted: Any) -> None:
     named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
     wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
     assert torch.equal(trusted.generate(tiny.prompt(5), **named), wanted)

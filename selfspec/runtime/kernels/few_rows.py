@@ -54,7 +54,7 @@ def _is_plain(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not _runs_torchs_product():
         return False
     weight = module.weight
-    # Quantised weights are parameters of a class of their own.
+    # Quantised weights are parameters of another class.
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"

@@ -38,16 +38,16 @@ def _sharing(configs: dict[int, Any], module: nn.Module, others: Mapping[str, nn
         config: Any = copy.copy(module.config)
         config._attn_implementation_internal = _NAME
         configs[id(module.config)] = config
-    twin = view_with(module, others)
+    view = view_with(module, others)
     # Layers that had one configuration have one still.
-    twin.__dict__["config"] = configs[id(module.config)]
-    return twin
+    view.__dict__["config"] = configs[id(module.config)]
+    return view
 
 
 def _shares_heads(module: nn.Module) -> bool:
     groups = getattr(module, "num_key_value_groups", 1)
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    # Others call a kernel of their own choice.
+    # Others choose their kernel themselves.
     asks = "ALL_ATTENTION_FUNCTIONS" in getattr(type(module).forward, "__code__", _shares_heads.__code__).co_names
     return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks and _runs_stock_kernel(module)
 

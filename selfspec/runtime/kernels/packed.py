@@ -3,7 +3,7 @@
 Where a processor has AVX-512, torch's own product of four rows takes twice as long as that of one, which kills
 speculation; oneDNN's kernel over weights in its own layout does not, and in bfloat16 it is the faster one for a single
 row too. Packing takes the place of the plain weights, so memory does not grow, and so it is the one thing here that
-changes a model: it is asked for by name, `unpack` undoes it to the bit, and a packed model goes on working as a model.
+changes a model: it is asked for by name, `unpack` undoes it to the bit, and a packed model still works as a model.
 The figures are those of benchmarks/few_rows.py.
 """
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.view import has_other_forward
 
-# The layout is chosen for blocks of so many rows; it serves others as well.
+# The layout is chosen for blocks of this many rows; it serves others as well.
 _ROWS = 4
 
 
@@ -82,12 +82,12 @@ class PackedLinear(nn.Linear):
         PackedLinear.take(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
         # torch cannot copy what it has no storage of.
         memo[id(self.weight)] = nn.Parameter(_packed(self.weight.to_dense()), requires_grad=False)
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def pack(model: PreTrainedModel) -> list[str]:
     """Lay the weights of a model's linear layers out for oneDNN, each in place of the plain one.
 
     Pays on CPUs with AVX-512, in bfloat16 most. Weights that other modules use too, such as a head tied to the
-    embeddings, stay as they are. The model computes the same up to rounding; two layouts round differently.
+    embeddings, stay unchanged. The model computes the same up to rounding; two layouts round differently.
 
     Args:
         model: on a CPU, in float32, or bfloat16 where the processor has AVX-512. It is changed; `unpack` undoes that.
@@ -187,7 +187,7 @@ def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _recordable_product() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The same as a function of its own, since what records passes does not know lists like its empty one."""
+    """The same as a separate function, since what records passes does not know lists like its empty one."""
     graph = torch._C.parse_ir(
         """
         graph(%states : Tensor, %weight : Tensor, %bias : Tensor?):
