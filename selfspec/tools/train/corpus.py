@@ -135,7 +135,8 @@ def spread(blocks: Blocks, most: int) -> Blocks:
 
 
 def _lines(file: Path, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: a JSON string may hold other line separators than this.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

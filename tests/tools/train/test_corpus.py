@@ -37,6 +37,12 @@ def test_jsonl_gzip_and_plain_text_are_read(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "c.txt") == read_documents(tmp_path / "d.txt.gz") == ["one\ntwo"]
 
 
+def test_other_line_separators_stay_inside_a_document(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_documents(tmp_path / "a.jsonl") == [text]
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
