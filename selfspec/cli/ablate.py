@@ -16,7 +16,7 @@ from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
-    from selfspec.tools.studies.report.compare import Comparison
+    from selfspec.tools.studies.report.compare import SideBySide
     from selfspec.tools.studies.report.panels import Panel
 
 _SHOWN = 8
@@ -141,7 +141,7 @@ def ablate(
                 "study": finding.study.to_dict(),
                 "points": len(finding.results),
                 "failed": [{"place": dict(each.point.place), "error": each.error} for each in finding.failed],
-                "best": [_ranked(panel)[0] for panel in panels(finding) if panel.best],
+                "best": [panel.best[0] for panel in panels(finding) if panel.best],
                 "files": [str(file) for file in files],
                 "versions": versions(),
             }
@@ -170,7 +170,9 @@ def prepare_quietly(threads: int | None) -> None:
 def _compare(first: Path, second: Path, as_json: bool) -> None:
     from selfspec.environment import versions
     from selfspec.tools.studies.report.compare import compare
+    from selfspec.tools.studies.study import REPORT, require_packages
 
+    require_packages(REPORT)
     found = compare(first, second)
     if as_json:
         print_json({**found.to_dict(), "versions": versions()})
@@ -178,25 +180,21 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
         _print_comparison(found)
 
 
-def _ranked(panel: Panel) -> list[dict[str, Any]]:
-    return sorted(panel.best, key=lambda row: -row["predicted_speedup"])
-
-
 def _print_panel(panel: Panel) -> None:
     from rich.table import Column
 
     draft = Column("draft", overflow="fold", min_width=16)
     table = figures_table(panel.title, [draft], _COLUMNS.values())
-    for row in _ranked(panel)[:_SHOWN]:
+    for row in panel.best[:_SHOWN]:
         table.add_row(row["draft"], *(_cell(row.get(name)) for name in _COLUMNS))
     console().print(table)
 
 
-def _print_comparison(found: Comparison) -> None:
+def _print_comparison(found: SideBySide) -> None:
     names = ("draft", "workload", "temperature")
     figures = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
     sides = [f"{figure}_{side}" for figure in figures for side in "ab"]
-    title = f"a: {found.names[0]}, b: {found.names[1]}"
+    title = f"a: {found.studies[0]}, b: {found.studies[1]}"
     table = figures_table(title, names, (side.replace("_", " ") for side in sides))
     for row in found.rows:
         table.add_row(row["draft"], row["workload"], f"{row['temperature']:g}", *(_cell(row[side]) for side in sides))

@@ -43,7 +43,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "text.jsonl": read_documents,
     "run.json": lambda file: RunFolder(file.parent).before,
     FILE: lambda file: ResultsFile(file.parent).check(),
-    "points.jsonl": lambda file: compare(file.parent, file.parent),
+    "points.parquet": lambda file: compare(file.parent, file.parent),
 }
 
 

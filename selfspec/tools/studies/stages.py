@@ -12,7 +12,7 @@ from selfspec.tools.studies.drafts import NamedDraft, named_drafts
 from selfspec.tools.studies.estimate import estimate_point
 from selfspec.tools.studies.models import StudiedModel, texts_point
 from selfspec.tools.studies.points import Point, Result
-from selfspec.tools.studies.prices import costs_point, prices_of
+from selfspec.tools.studies.prices import Prices, costs_point
 from selfspec.tools.studies.study import Study
 from selfspec.tools.studies.table import promised
 
@@ -78,7 +78,7 @@ class StudyPoints:
             estimates = [results.get(point.key) for point in self._estimates[texts.key]]
             if costs is None or costs.error is not None or None in estimates:
                 continue
-            prices = prices_of(costs.found)
+            prices = Prices.of(costs)
             best = {each.point.key: promised(each, prices) for each in estimates if each and each.error is None}
             ranked = sorted(best, key=lambda key: (-best[key].speedup, key))
             count = min(self.study.confirm, len(ranked))

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, speedup
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.studies.drafts import draft_of, skip_set
 from selfspec.tools.studies.points import Point, Result
-from selfspec.tools.studies.prices import Prices, best_length, prices_of
+from selfspec.tools.studies.prices import Prices, best_length
 
 Row = dict[str, Any]
 """One row; what is not known is None."""
+
+T = TypeVar("T")
 
 
 def promised(estimated: Result, prices: Prices) -> Forecast:
     """Return the best draft length of an estimated draft, and the speed-up it promises."""
     lengths = estimated.found["lengths"]
     tokens = {int(length): each["mean_accepted_length"]["value"] for length, each in lengths.items()}
-    return best_length(tokens, _costs(estimated.point, prices))
+    return best_length(tokens, costs_of(estimated.point, prices))
 
 
-def _costs(point: Point, prices: Prices) -> Costs:
+def costs_of(point: Point, prices: Prices) -> Costs:
+    """Return the costs of the draft of a point."""
     name = point.content["draft"]
-    depth = 1 + max(each.layer for each in prices.sublayers)
-    return prices.costs(draft_of(name).path(depth), name)
+    return prices.costs(draft_of(name).path(prices.depth), name)
+
+
+def pareto_front(drafts: Iterable[T], cost_and_alpha: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Return those that no other beats in both cost and acceptance, cheapest first."""
+    front: list[T] = []
+    highest = -1.0
+    for each in sorted(drafts, key=lambda each: (cost_and_alpha(each)[0], -cost_and_alpha(each)[1])):
+        if cost_and_alpha(each)[1] > highest:
+            highest = cost_and_alpha(each)[1]
+            front.append(each)
+    return front
 
 
 def rows(results: Mapping[str, Result]) -> list[Row]:
-    """Return the table of a study.
-
-    Args:
-        results: everything that was found, by key.
-    """
+    """Return the table of a study from everything that was found, by key."""
     prices: dict[str, Prices] = {}
     measured: dict[tuple[str, str], list[Result]] = {}
     for result in results.values():
         content = result.point.content
         if result.point.kind == "costs" and result.error is None:
-            prices[content["base"]] = prices_of(result.found)
+            prices[content["base"]] = Prices.of(result)
         elif result.point.kind == "measure":
             measured.setdefault((content["draft"], content["texts"]), []).append(result)
     table: list[Row] = []
@@ -53,16 +62,16 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
 
 
 def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Result]) -> Iterator[Row]:
+    draft = estimated.point.content["draft"]
     place: Row = {
         **{name: estimated.point.place[name] for name in ("model", "workload", "temperature", "seed", "draft")},
-        "kind": estimated.point.content["draft"].partition(":")[0],
-        "skipped": _skipped(estimated.point.content["draft"]),
+        "kind": draft.partition(":")[0],
+        "skipped": len(skip_set(draft)) if draft.startswith("skip") else None,
     }
     if estimated.error is not None:
         yield {**place, "error": estimated.error}
         return
     found = estimated.found
-    costs = None if prices is None else _costs(estimated.point, prices)
     best = None if prices is None else promised(estimated, prices).draft_length
     by_rule = {(each.point.content["draft_length"], each.point.content["rule"]): each for each in confirmed}
     for length, replay in found["lengths"].items():
@@ -75,18 +84,17 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
             "rule": "token",
             **_spread("agreement", Estimate.of_share(found["agreement"] * found["tokens"], found["tokens"])),
             **_spread("alpha", Estimate.of_share(found["alpha"] * found["tokens"], found["tokens"])),
-            **_spread("acceptance_rate", Estimate.of_share(sum(replay["accepted"]), sum(replay["judged"]))),
-            **_spread("mean_accepted_length", Estimate(**replay["mean_accepted_length"])),
-            **_by_position("", replay),
-            **(_priced(found, replay, int(length), costs, prices) if costs and prices else {}),
+            **_accepted("", replay),
+            **(_priced(estimated, int(length), prices) if prices else {}),
             **(_measured(own) if own else {}),
         }
     for (length, rule), each in by_rule.items():
         yield {**place, "draft_length": length, "rule": rule, **_measured(each)}
 
 
-def _priced(found: Mapping[str, Any], replay: Mapping[str, Any], length: int, costs: Costs, prices: Prices) -> Row:
-    predicted = replay["mean_accepted_length"]["value"] / costs.of_round(length, length)
+def _priced(estimated: Result, length: int, prices: Prices) -> Row:
+    found, costs = estimated.found, costs_of(estimated.point, prices)
+    predicted = found["lengths"][str(length)]["mean_accepted_length"]["value"] / costs.of_round(length, length)
     return {
         "c": costs.draft,
         "V": costs.verify + length * costs.widening,
@@ -103,22 +111,21 @@ def _measured(confirmed: Result) -> Row:
     found = confirmed.found
     names = ("speedup", "speedup_median", "tokens_per_second", "peak_bytes", "cache_bytes")
     return {
-        **_spread("measured_acceptance_rate", Estimate.of_share(sum(found["accepted"]), sum(found["judged"]))),
-        **_spread("measured_mean_accepted_length", Estimate(**found["mean_accepted_length"])),
-        **_by_position("measured_", found),
+        **_accepted("measured_", found),
         **{f"measured_{name}": found[name] for name in names},
         "exact": found["exact"],
         "lossless": found["lossless"],
     }
 
 
-def _by_position(prefix: str, counts: Mapping[str, Any]) -> Row:
-    shares = [
-        Estimate.of_share(accepted, judged)
-        for accepted, judged in zip(counts["accepted"], counts["judged"], strict=True)
-    ]
+def _accepted(prefix: str, found: Mapping[str, Any]) -> Row:
+    """Return the acceptance rate, the mean accepted length and the acceptance by position, with their intervals."""
+    accepted, judged = found["accepted"], found["judged"]
+    shares = [Estimate.of_share(*counts) for counts in zip(accepted, judged, strict=True)]
     return {
-        f"{prefix}judged_by_position": list(counts["judged"]),
+        **_spread(f"{prefix}acceptance_rate", Estimate.of_share(sum(accepted), sum(judged))),
+        **_spread(f"{prefix}mean_accepted_length", Estimate(**found["mean_accepted_length"])),
+        f"{prefix}judged_by_position": list(judged),
         f"{prefix}acceptance_by_position": [each and each.value for each in shares],
         f"{prefix}acceptance_by_position_low": [each and each.low for each in shares],
         f"{prefix}acceptance_by_position_high": [each and each.high for each in shares],
@@ -128,8 +135,3 @@ def _by_position(prefix: str, counts: Mapping[str, Any]) -> Row:
 def _spread(name: str, estimate: Estimate | None) -> Row:
     value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _skipped(draft: str) -> int | None:
-    """Return how many sublayers a skip set leaves out; None of other drafts."""
-    return len(skip_set(draft)) if draft.startswith("skip") else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from helpers import tiny
@@ -13,6 +16,7 @@ from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import (
     Prices,
     best_length,
@@ -20,7 +24,6 @@ from selfspec.tools.studies.prices import (
     find_costs,
     prices_by_measurement,
     prices_by_weights,
-    prices_of,
 )
 
 _DEPTH = 4
@@ -59,8 +62,8 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     assert prices.fixed == pytest.approx(fixed)
     assert prices.of_part(Part.ATTENTION) == pytest.approx(attention)
     assert prices.of_part(Part.MLP) == pytest.approx(mlp)
-    assert prices.draft(LayerPath.full(_DEPTH)) == pytest.approx(1.0)
-    assert prices.costs(EarlyExit(2).path(_DEPTH), "exit:2").draft == pytest.approx(cost(EarlyExit(2).path(_DEPTH)))
+    assert prices.costs(LayerPath.full(_DEPTH)).draft == pytest.approx(1.0)
+    assert prices.costs(EarlyExit(2).path(_DEPTH)).draft == pytest.approx(cost(EarlyExit(2).path(_DEPTH)))
     target = prices.target
     assert [target.verify, target.widening, target.overhead] == pytest.approx([1.0, 0.1, 0.05])
     assert prices.step_seconds == 0.01
@@ -69,27 +72,28 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
 @pytest.mark.tools
 def test_timed_prices_of_a_model_are_in_order() -> None:
     studied = stories_loader()("")
-    found = find_costs(studied, costs_point(studied, ["exit:1", "exit:4", "skip:attn=1"], "measured"))
-    prices = prices_of(found)
-    assert prices.known.keys() == {"exit:1", "exit:4"} | {name for name in prices.known if name.startswith("skip")}
+    point = costs_point(studied, ["exit:1", "exit:4", "skip:attn=1"], "measured")
+    prices = Prices.of(Result(point, find_costs(studied, point)))
+    assert prices.known.keys() == {"exit:1", "exit:4"}
     assert prices.known["exit:1"].draft < prices.known["exit:4"].draft
     assert prices.step_seconds is not None
     assert prices.step_seconds > 0
-    assert 0 < prices.draft(LayerPath.full(studied.depth)) < 3
+    assert 0 < prices.costs(LayerPath.full(studied.depth)).draft < 3
 
 
 def test_prices_add_up_to_a_plain_step() -> None:
     model = tiny.llama()
     prices = prices_by_weights(model, find_adapter(model))
-    assert prices.draft(LayerPath.full(tiny.DEPTH)) == pytest.approx(1.0)
+    assert prices.costs(LayerPath.full(tiny.DEPTH)).draft == pytest.approx(1.0)
     nothing_of_two = LayerPath.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
     expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
-    assert prices.draft(nothing_of_two) == pytest.approx(expected)
+    assert prices.costs(nothing_of_two).draft == pytest.approx(expected)
     costs = prices.costs(nothing_of_two)
     # Two of four layers are exact: only the rest of the target pass grows with the draft.
     exact = 2 * (prices.of_part(Part.ATTENTION) + prices.of_part(Part.MLP))
     assert costs.widening == pytest.approx(prices.target.widening * (1 - exact))
-    assert Prices.from_dict(prices.to_dict()) == prices
+    point = Point("costs", {})
+    assert Prices.of(Result(point, {"prices": json.loads(json.dumps(asdict(prices)))})) == prices
 
 
 def test_the_best_draft_length_is_where_tokens_by_cost_peak() -> None:

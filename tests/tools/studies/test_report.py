@@ -18,7 +18,7 @@ from selfspec.tools.studies.report import pictures as drawing
 from selfspec.tools.studies.report.compare import compare
 from selfspec.tools.studies.report.files import write_data
 from selfspec.tools.studies.report.page import write_page
-from selfspec.tools.studies.report.panels import Panel, cheapest_right, panels
+from selfspec.tools.studies.report.panels import Panel, panels
 from selfspec.tools.studies.report.pictures import draw_all, printable, row_agrees
 from selfspec.tools.studies.run import Finding, work_on
 
@@ -126,7 +126,7 @@ def test_the_page_needs_nothing_else(
 def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tmp_path: Path) -> None:
     name = "skip-file:<b>x</b> $a^$ </script>"
     panel = shown[0]
-    best = max(panel.best, key=lambda row: row["predicted_speedup"])["draft"]
+    best = panel.best[0]["draft"]
     rows = [{**row, "draft": name, "kind": "skip-file"} if row["draft"] == best else row for row in panel.rows]
     right = {name if draft == best else draft: marks for draft, marks in panel.right.items()}
     odd = replace(panel, model="<i>m</i>", workload="$t^$", rows=rows, right=right)
@@ -142,15 +142,14 @@ def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tm
 def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:
     greedy, sampled = shown
     assert (greedy.title, sampled.title) == ("stories, given, greedy", "stories, given, temperature 1")
-    assert len(greedy.single) == 10
-    assert len(greedy.whole_layers) == 5
+    assert {name: len(layers) for name, layers in greedy.importance.items()} == {"attention": 5, "MLP": 5, "both": 5}
     assert len(greedy.exits) == 4 * 2
     front = greedy.front
     assert [row["c"] for row in front] == sorted(row["c"] for row in front)
     assert len(greedy.promising(3)) == 3
     # The better draft alone is right where the two together are.
     drafts = [row["draft"] for row in greedy.promising(2)]
-    chosen = cheapest_right(greedy, drafts, 0)
+    chosen = greedy.cheapest_right(drafts, 0)
     for at, which in enumerate(chosen):
         right = [greedy.right[draft][0][at] == "1" for draft in drafts]
         assert which == (right.index(True) if any(right) else None)

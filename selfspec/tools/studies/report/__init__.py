@@ -12,14 +12,7 @@ from selfspec.tools.studies.run import Finding
 
 
 def write_report(finding: Finding, folder: Path) -> list[Path]:
-    """Write everything there is to see of a study.
-
-    Args:
-        finding: the study.
-        folder: to write into.
-
-    Returns:
-        The files.
+    """Write everything there is to see of a study into a folder, and return the files.
 
     Raises:
         StorageError: there is no room, or no right to write; the study itself is kept.

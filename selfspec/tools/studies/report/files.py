@@ -17,13 +17,6 @@ KEPT = "the study itself is kept: repeat the command once there is room"
 def write_data(finding: Finding, folder: Path) -> list[Path]:
     """Write the table of a study, and what it was made with.
 
-    Args:
-        finding: the study.
-        folder: it is made.
-
-    Returns:
-        The files.
-
     Raises:
         StorageError: they cannot be written; what was there before is whole.
     """
@@ -49,13 +42,14 @@ def write_data(finding: Finding, folder: Path) -> list[Path]:
 
 
 def described(finding: Finding) -> dict[str, Any]:
-    """Describe a study: how it was declared, with what it was made, and what failed."""
+    """Describe a study, ready for JSON: how it was declared, with what it was made, and what failed."""
     environments = {json.dumps(dict(result.environment), sort_keys=True) for result in finding.results.values()}
     costs = [result for result in finding.results.values() if result.point.kind == "costs" and result.error is None]
-    declared = finding.study.to_dict()
+    declared = asdict(finding.study)
     # Where files lie is nobody's concern.
     declared["models"] = [Path(model).name for model in declared["models"]]
-    declared["workloads"] = [_without_folder(workload) for workload in declared["workloads"]]
+    workloads = [each.partition("=") for each in declared["workloads"]]
+    declared["workloads"] = [name + named + place.rpartition("/")[2] for name, named, place in workloads]
     return {
         "study": declared,
         "environments": [json.loads(each) for each in sorted(environments) if each != "{}"],
@@ -64,8 +58,3 @@ def described(finding: Finding) -> dict[str, Any]:
         "seconds": sum(result.seconds for result in finding.results.values()),
         "failed": [{"point": asdict(result.point), "error": result.error} for result in finding.failed],
     }
-
-
-def _without_folder(workload: str) -> str:
-    name, named, place = workload.partition("=")
-    return name + named + place.rpartition("/")[2]

@@ -7,11 +7,10 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from selfspec.files.writing import whole
 from selfspec.tools.studies.report.files import KEPT, described
-from selfspec.tools.studies.report.panels import Panel, cheapest_right
+from selfspec.tools.studies.report.panels import Panel
 from selfspec.tools.studies.report.pictures import COLOURS, GREY, LINE_END, NONE, printable
 from selfspec.tools.studies.run import Finding
 
@@ -36,13 +35,7 @@ span.key { padding: .1em .5em; margin-right: .5em } details { margin: 1em 0 } h2
 
 
 def write_page(finding: Finding, panels: Sequence[Panel], pictures: Sequence[Path], file: Path) -> Path:
-    """Write the page of a study.
-
-    Args:
-        finding: the study.
-        panels: of the study.
-        pictures: PNG files to show.
-        file: to write.
+    """Write the page of a study, with its pictures inside.
 
     Raises:
         StorageError: it cannot be written.
@@ -79,18 +72,15 @@ def _summary(finding: Finding) -> str:
 
 def _all_drafts(panels: Sequence[Panel]) -> str:
     """Draw every draft at its best draft length, with its name and figures under the pointer."""
+    import pandas
     import plotly.express
 
-    names = [name for name in _COLUMNS if name != "draft"]
-    # Plotly takes tags in texts for its own.
-    points: dict[str, list[Any]] = {
-        "panel": [escape(panel.title) for panel in panels for _ in panel.best],
-        "draft": [escape(row["draft"]) for panel in panels for row in panel.best],
-        "kind": [row["kind"] for panel in panels for row in panel.best],
-        **{name: [row.get(name) for panel in panels for row in panel.best] for name in names},
-    }
+    # Plotly obeys tags in texts.
+    rows = [
+        {**row, "panel": escape(panel.title), "draft": escape(row["draft"])} for panel in panels for row in panel.best
+    ]
     figure = plotly.express.scatter(
-        points,
+        pandas.DataFrame(rows).reindex(columns=["panel", "kind", *_COLUMNS]),
         x="c",
         y="alpha",
         color="predicted_speedup",
@@ -98,7 +88,7 @@ def _all_drafts(panels: Sequence[Panel]) -> str:
         facet_col="panel",
         facet_col_wrap=2,
         hover_name="draft",
-        hover_data=names,
+        hover_data=[name for name in _COLUMNS if name != "draft"],
         labels=_COLUMNS,
         color_continuous_scale="Viridis",
         template="plotly_white",
@@ -110,17 +100,15 @@ def _all_drafts(panels: Sequence[Panel]) -> str:
 
 
 def _best(panel: Panel) -> str:
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS.values())
-    ranked = sorted(panel.best, key=lambda row: -row["predicted_speedup"])[:_BEST]
-    lines = ["".join(f"<td>{_cell(row.get(name))}</td>" for name in _COLUMNS) for row in ranked]
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    import pandas
 
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else escape(str(value))
+    table = pandas.DataFrame(panel.best[:_BEST]).reindex(columns=list(_COLUMNS)).rename(columns=_COLUMNS)
+    with pandas.option_context("display.max_colwidth", None):
+        return str(table.to_html(index=False, border=0, na_rep="", float_format="{:.2f}".format))
 
 
 def _texts(panel: Panel) -> str:
+    """Colour texts by the cheapest draft that would have been right; all that would have been are under the pointer."""
     drafts = [row["draft"] for row in panel.promising(_DRAFTS)]
     if not drafts:
         return ""
@@ -130,8 +118,8 @@ def _texts(panel: Panel) -> str:
     parts.append("</p>")
     for number, text in enumerate(panel.tokens[:_TEXTS]):
         spans = []
-        for at, (token, index) in enumerate(zip(text, cheapest_right(panel, drafts, number), strict=True)):
-            colour = GREY if index is None else COLOURS[index % len(COLOURS)]
+        for at, (token, index) in enumerate(zip(text, panel.cheapest_right(drafts, number), strict=True)):
+            colour = GREY if index is None else COLOURS[index]
             right = [draft for draft in drafts if panel.right[draft][number][at] == "1"]
             shown = escape(printable(token)).replace(LINE_END, f"{LINE_END}\n")
             spans.append(

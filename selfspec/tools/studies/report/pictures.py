@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,13 @@ import numpy as np
 
 from selfspec.files.writing import whole
 from selfspec.measure.estimate import Estimate
-from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.report.files import KEPT
-from selfspec.tools.studies.report.panels import Panel, cheapest_right
+from selfspec.tools.studies.report.panels import Panel
 from selfspec.tools.studies.table import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 # Distinct for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -47,30 +47,28 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_all(panels: Sequence[Panel], folder: Path) -> list[Path]:
-    """Draw every picture that the study has data for.
+    """Draw every picture that the study has data for, as PNG files.
 
-    Args:
-        panels: of the study.
-        folder: to write PNG files into.
-
-    Returns:
-        The files.
+    Raises:
+        StorageError: one cannot be written.
     """
     import matplotlib
 
-    drawn = []
     # As many panels side by side as there are temperatures.
     across = max(1, min(3, len({panel.temperature for panel in panels})))
+    drawn = []
     for picture in _PICTURES:
         shown = [panel for panel in panels if picture.has(panel)]
         if shown:
-            with matplotlib.rc_context(_STYLE):
-                drawn.append(_drawn(picture, shown, min(across, len(shown)), folder))
+            drawn.append(folder / f"{picture.name}.png")
+            with matplotlib.rc_context(_STYLE), whole(drawn[-1], KEPT) as draft:
+                _draw(picture, shown, min(across, len(shown)), draft)
     return drawn
 
 
-def _drawn(picture: _Picture, panels: Sequence[Panel], columns: int, folder: Path) -> Path:
+def _draw(picture: _Picture, panels: Sequence[Panel], columns: int, file: Path) -> None:
     from matplotlib.figure import Figure
+    from PIL import Image
 
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(columns * _WIDTH * picture.width, rows * picture.height), layout="constrained")
@@ -80,54 +78,73 @@ def _drawn(picture: _Picture, panels: Sequence[Panel], columns: int, folder: Pat
         picture.draw(each, panel)
     for each in axes[len(panels) :]:
         each.set_visible(False)
-    file = folder / f"{picture.name}.png"
-    _save(figure, file)
-    return file
-
-
-def _save(figure: Figure, file: Path) -> None:
-    """Write a picture with a palette, which takes a third of the room and looks the same."""
-    from PIL import Image
-
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=_DPI)
-    with Image.open(drawn) as image, whole(file, KEPT) as draft:
+    # A palette takes a third of the room and looks the same.
+    with Image.open(drawn) as image:
         palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        palette.save(draft, optimize=True, dpi=(_DPI, _DPI))
+        palette.save(file, optimize=True, dpi=(_DPI, _DPI))
 
 
 def _importance(axes: Axes, panel: Panel) -> None:
-    single, layers = panel.single, panel.whole_layers
-    depth = 1 + max([each.layer for each in single] + list(layers))
-    kinds: dict[str, list[float | None]] = {}
-    if single:
-        for part, name in ((Part.ATTENTION, "attention"), (Part.MLP, "MLP")):
-            kinds[name] = [single.get(Sublayer(layer, part)) for layer in range(depth)]
-    if layers:
-        kinds["both"] = [layers.get(layer) for layer in range(depth)]
-    values = np.array(list(kinds.values()), dtype=float)
-    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    for (row, layer), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            _number(axes, layer, row, f"{value:.2f}".lstrip("0"), value < 0.6, 7 if depth <= 12 else 5)
-    axes.set_xticks(range(depth))
-    axes.set_yticks(range(len(kinds)), list(kinds))
+    from pandas import DataFrame
+
+    kinds = panel.importance
+    depth = 1 + max(layer for layers in kinds.values() for layer in layers)
+    values = DataFrame(kinds).T.reindex(columns=range(depth))
+    _heat(axes, values, lambda value: f"{value:.2f}".lstrip("0"), 7 if depth <= 12 else 5, vmin=0, vmax=1).set_label(
+        _acceptance(panel)
+    )
     axes.set_xlabel("layer left out")
+
+
+def _exits(axes: Axes, panel: Panel) -> None:
+    from matplotlib.patches import Rectangle
+    from pandas import DataFrame
+
+    values = DataFrame(panel.exits).pivot(index="draft_length", columns="layer", values="predicted_speedup")
+    size = 6 if len(values.columns) <= 12 else 4.5
+    _heat(axes, values, "{:.2f}".format, size, origin="lower").set_label("predicted speed-up")
+    for row in panel.exits:
+        measured = row.get("measured_speedup_median")
+        if measured is not None:
+            at = values.columns.get_loc(row["layer"]), values.index.get_loc(row["draft_length"]) - 0.33
+            _number(axes.images[0], at, row["predicted_speedup"], f"({measured:.2f})", size - 1.5)
+    best, column = np.unravel_index(np.nanargmax(values), values.shape)
+    axes.add_patch(Rectangle((column - 0.5, best - 0.5), 1, 1, fill=False, ec=COLOURS[1], lw=2, zorder=5))
+    axes.set_xlabel("exit layer (frame: predicted optimum; in brackets: measured)")
+    axes.set_ylabel("draft length")
+
+
+def _heat(axes: Axes, values: DataFrame, shown: Callable[[float], str], size: float, **how: Any) -> Any:
+    """Draw a table as colours with its numbers, and return the bar of its colours."""
+    image = axes.imshow(values, cmap="viridis", aspect="auto", **how)
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            _number(image, (column, row), value, shown(value), size)
+    axes.set_xticks(range(len(values.columns)), list(map(str, values.columns)))
+    axes.set_yticks(range(len(values.index)), list(map(str, values.index)))
     axes.spines[:].set_visible(False)
-    axes.figure.colorbar(image, ax=axes, label=_acceptance(panel))
+    return axes.figure.colorbar(image, ax=axes)
+
+
+def _number(image: Any, at: tuple[float, float], value: float, text: str, size: float) -> None:
+    """Write on the colour of a value."""
+    colour = "white" if image.norm(value) < 0.6 else "black"
+    image.axes.text(*at, text, ha="center", va="center", fontsize=size, color=colour)
 
 
 def _positions(axes: Axes, panel: Panel) -> None:
     confirmed = {row["draft"]: row for row in panel.confirmed}
     for colour, row in zip(COLOURS, panel.longest(_DRAFTS), strict=False):
-        shares = _by_position(row, "acceptance_by_position")
-        at = list(shares)
-        axes.plot(at, [each.value for each in shares.values()], color=colour, label=_short(row["draft"]), zorder=3)
-        low, high = [each.low for each in shares.values()], [each.high for each in shares.values()]
+        share, low, high = _interval(row, "acceptance_by_position")
+        at = np.arange(1, 1 + len(share))
+        axes.plot(at, share, color=colour, label=_short(row["draft"]), zorder=3)
         axes.fill_between(at, low, high, color=colour, alpha=0.1, lw=0)
-        measured = _by_position(confirmed.get(row["draft"], {}), "measured_acceptance_by_position")
-        _with_bars(axes, list(measured), list(measured.values()), color=colour, fmt="o", capsize=1.5)
-        axes.set_xticks(range(1, 1 + len(row["acceptance_by_position"])))
+        axes.set_xticks(at)
+        if row["draft"] in confirmed:
+            share, low, high = _interval(confirmed[row["draft"]], "measured_acceptance_by_position")
+            _points(axes, at[: len(share)], share, [share - low, high - share], color=colour, fmt="o", capsize=1.5)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, of those judged")
     axes.set_ylim(0, 1.02)
@@ -139,30 +156,6 @@ def _positions(axes: Axes, panel: Panel) -> None:
         columnspacing=1.0,
         handlelength=1.2,
     )
-
-
-def _exits(axes: Axes, panel: Panel) -> None:
-    from matplotlib.patches import Rectangle
-
-    exits = panel.exits
-    layers, lengths = sorted({layer for layer, _ in exits}), sorted({length for _, length in exits})
-    values = np.array([[exits[layer, length]["predicted_speedup"] for layer in layers] for length in lengths])
-    image = axes.imshow(values, cmap="viridis", aspect="auto", origin="lower")
-    size = 6 if len(layers) <= 12 else 4.5
-    for (row, column), value in np.ndenumerate(values):
-        dark = value < (values.min() + values.max()) / 2
-        _number(axes, column, row, f"{value:.2f}", dark, size)
-        measured = exits[layers[column], lengths[row]].get("measured_speedup_median")
-        if measured is not None:
-            _number(axes, column, row - 0.33, f"({measured:.2f})", dark, size - 1.5)
-    row, column = np.unravel_index(int(values.argmax()), values.shape)
-    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, ec=COLOURS[1], lw=2, zorder=5))
-    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
-    axes.set_yticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.set_xlabel("exit layer (frame: predicted optimum; in brackets: measured)")
-    axes.set_ylabel("draft length")
-    axes.spines[:].set_visible(False)
-    axes.figure.colorbar(image, ax=axes, label="predicted speed-up")
 
 
 def _pareto(axes: Axes, panel: Panel) -> None:
@@ -182,9 +175,8 @@ def _pareto(axes: Axes, panel: Panel) -> None:
             edgecolors="none",
             zorder=3,
         )
-    front = panel.front
+    front, top = panel.front, panel.best[0]
     axes.step([row["c"] for row in front], [row["alpha"] for row in front], where="post", color="#555555", lw=0.8)
-    top = max(panel.best, key=lambda row: row["predicted_speedup"])
     axes.scatter([top["c"]], [top["alpha"]], s=70, facecolors="none", edgecolors=COLOURS[1], linewidths=1.2, zorder=4)
     axes.annotate(
         f"{_short(top['draft'])}\n{top['predicted_speedup']:.2f}x",
@@ -206,10 +198,9 @@ def _pareto(axes: Axes, panel: Panel) -> None:
 def _agreement(axes: Axes, panel: Panel) -> None:
     axes.plot([0, 1], [0, 1], color="#999999", lw=0.8, zorder=1)
     for row in panel.confirmed:
-        estimated, measured = _estimate(row, "acceptance_rate"), _estimate(row, "measured_acceptance_rate")
-        across = [[estimated.value - estimated.low], [estimated.high - estimated.value]]
-        marker = _MARKERS.get(row["kind"], "o")
-        _with_bars(axes, [estimated.value], [measured], xerr=across, color=COLOURS[0], fmt=marker)
+        (x, left, right), (y, low, high) = (_interval(row, f"{how}acceptance_rate") for how in ("", "measured_"))
+        bars: Any = {"xerr": [[x - left], [right - x]], "fmt": _MARKERS.get(row["kind"], "o")}
+        _points(axes, [x], [y], [[y - low], [high - y]], color=COLOURS[0], **bars)
     within = sum(row_agrees(row) for row in panel.confirmed)
     axes.set_title(f"{panel.title}\n{within} of {len(panel.confirmed)} within the 95 % interval")
     axes.set_xlabel("estimated acceptance rate")
@@ -220,27 +211,25 @@ def _agreement(axes: Axes, panel: Panel) -> None:
 
 def row_agrees(row: Row) -> bool:
     """Return whether estimate and measurement of a row differ by no more than their intervals explain."""
-    return _estimate(row, "acceptance_rate").agrees_with(_estimate(row, "measured_acceptance_rate"))
+    estimated, measured = (Estimate(*_interval(row, f"{how}acceptance_rate")) for how in ("", "measured_"))
+    return estimated.agrees_with(measured)
 
 
 def _tokens(axes: Axes, panel: Panel) -> None:
     """Draw the beginnings of the texts, letter by letter on a grid."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Patch
 
     drafts = [row["draft"] for row in panel.promising(_DRAFTS)]
-    cells = list(_cells(panel, drafts))
-    boxes = [Rectangle((cell.column, cell.row), 1, 0.94) for cell in cells]
-    shades = [GREY if cell.draft is None else COLOURS[cell.draft] for cell in cells]
-    axes.add_collection(PatchCollection(boxes, facecolors=shades, edgecolors="none", alpha=0.45))
-    for cell in cells:
-        if not cell.letter.isspace():
-            at = cell.column + 0.5, cell.row + 0.5
-            letter = axes.text(*at, cell.letter, family="monospace", fontsize=5.2, ha="center", va="center")
+    shades = np.ones((_DOWN, _ACROSS, 4))
+    for row, line in enumerate(islice(_lines(panel, drafts), _DOWN)):
+        for column, (letter, draft) in enumerate(line):
+            shades[row, column] = to_rgba(GREY if draft is None else COLOURS[draft], 0.45)
+            text = axes.text(column, row, letter, family="monospace", fontsize=5.2, ha="center", va="center")
             # A thousand letters, none of which the layout need look at.
-            letter.set_in_layout(False)
-    axes.set_xlim(0, _ACROSS)
-    axes.set_ylim(_DOWN, 0)
+            text.set_in_layout(False)
+    axes.imshow(shades, aspect="auto", interpolation="nearest")
+    axes.hlines(np.arange(_DOWN) - 0.5, -0.5, _ACROSS - 0.5, color="white", lw=0.8)
     axes.set_axis_off()
     axes.legend(
         [Patch(color=colour, alpha=0.45) for colour in (*COLOURS[: len(drafts)], GREY)],
@@ -252,30 +241,19 @@ def _tokens(axes: Axes, panel: Panel) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """One letter on the grid, and the draft that would have been right, if any."""
+def _lines(panel: Panel, drafts: Sequence[str]) -> Iterator[list[tuple[str, int | None]]]:
+    """Break texts into lines of letters, each with the first draft that would have been right; a free line after each.
 
-    column: int
-    row: int
-    letter: str
-    draft: int | None
-
-
-def _cells(panel: Panel, drafts: Sequence[str]) -> Iterator[_Cell]:
-    """Place the texts one below the other, as many as there is room for."""
-    top = 0
+    Of each text come only its first lines.
+    """
     for number, text in enumerate(panel.tokens):
-        column, row = 0, top
-        for token, draft in zip(text, cheapest_right(panel, drafts, number), strict=True):
+        lines: list[list[tuple[str, int | None]]] = [[]]
+        for token, draft in zip(text, panel.cheapest_right(drafts, number), strict=True):
             for letter in printable(token):
-                if column == _ACROSS:
-                    column, row = 0, row + 1
-                if row < min(_DOWN, top + _EACH):
-                    yield _Cell(column, row, letter, draft)
-                column, row = (0, row + 1) if letter == LINE_END else (column + 1, row)
-        # A line stays free between texts.
-        top = min(row + bool(column), top + _EACH) + 1
+                if len(lines[-1]) == _ACROSS or (lines[-1] and lines[-1][-1][0] == LINE_END):
+                    lines.append([])
+                lines[-1].append((letter, draft))
+        yield from (*lines[:_EACH], [])
 
 
 def printable(token: str) -> str:
@@ -284,24 +262,14 @@ def printable(token: str) -> str:
     return "".join(letter if letter.isprintable() else "·" for letter in shown)
 
 
-def _number(axes: Axes, column: float, row: float, text: str, dark: bool, size: float) -> None:
-    axes.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
-
-
-def _with_bars(axes: Axes, at: Sequence[float], shares: Sequence[Estimate], **how: Any) -> None:
+def _points(axes: Axes, at: Any, shares: Any, bars: Any, **how: Any) -> None:
     """Draw points with their intervals."""
-    bars = [[each.value - each.low for each in shares], [each.high - each.value for each in shares]]
-    axes.errorbar(at, [each.value for each in shares], bars, ms=3, elinewidth=0.8, ls="none", zorder=4, **how)
+    axes.errorbar(at, shares, bars, ms=3, elinewidth=0.8, ls="none", zorder=4, **how)
 
 
-def _estimate(row: Row, name: str) -> Estimate:
-    return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"])
-
-
-def _by_position(row: Row, name: str) -> dict[int, Estimate]:
-    """Return a share of a row by the position in the draft, from 1 on, where there is one."""
-    ends = zip(row.get(name, []), row.get(f"{name}_low", []), row.get(f"{name}_high", []), strict=True)
-    return {at: Estimate(*each) for at, each in enumerate(ends, 1) if each[0] is not None}
+def _interval(row: Row, name: str) -> Any:
+    """Return a figure of a row and the ends of its interval, `[3]` or `[3, positions]`; NaN where there is none."""
+    return np.array([row[name], row[f"{name}_low"], row[f"{name}_high"]], dtype=float)
 
 
 def _acceptance(panel: Panel) -> str:
@@ -324,16 +292,16 @@ class _Picture:
 
     name: str
     draw: Callable[[Axes, Panel], None]
-    has: Callable[[Panel], bool]
+    has: Callable[[Panel], object]
     width: float
     height: float
 
 
 _PICTURES = (
-    _Picture("importance", _importance, lambda panel: bool(panel.single or panel.whole_layers), 1.35, 1.7),
-    _Picture("acceptance_by_position", _positions, lambda panel: bool(panel.best), 1.0, 3.3),
-    _Picture("exits", _exits, lambda panel: bool(panel.exits), 1.35, _HEIGHT),
-    _Picture("pareto", _pareto, lambda panel: bool(panel.best), 1.1, _HEIGHT),
-    _Picture("agreement", _agreement, lambda panel: bool(panel.confirmed), 0.95, _HEIGHT),
-    _Picture("tokens", _tokens, lambda panel: bool(panel.best), 1.35, 2.7),
+    _Picture("importance", _importance, lambda panel: panel.importance, 1.35, 1.7),
+    _Picture("acceptance_by_position", _positions, lambda panel: panel.best, 1.0, 3.3),
+    _Picture("exits", _exits, lambda panel: panel.exits, 1.35, _HEIGHT),
+    _Picture("pareto", _pareto, lambda panel: panel.best, 1.1, _HEIGHT),
+    _Picture("agreement", _agreement, lambda panel: panel.confirmed, 0.95, _HEIGHT),
+    _Picture("tokens", _tokens, lambda panel: panel.best, 1.35, 2.7),
 )

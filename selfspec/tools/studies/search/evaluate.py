@@ -143,12 +143,3 @@ class Evaluator:
                 skipped, figures.alpha, figures.agreement, costs.draft, best.draft_length, best.speedup, speed
             )
         return sets
-
-
-def pareto_front(scores: Iterable[Score]) -> list[Score]:
-    """Return those that no other beats in both acceptance and cost, cheapest first."""
-    front: list[Score] = []
-    for each in sorted(scores, key=lambda score: (score.cost, -score.alpha)):
-        if not front or each.alpha > front[-1].alpha:
-            front.append(each)
-    return front

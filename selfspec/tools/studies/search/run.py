@@ -18,11 +18,12 @@ from selfspec.measure.teacher_forced.passes import TeacherForcedText
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.studies.models import StudiedModel, texts_of, texts_point, write_texts
 from selfspec.tools.studies.points import Point, Result
-from selfspec.tools.studies.prices import costs_point, find_costs, prices_of
-from selfspec.tools.studies.search.evaluate import Evaluator, Score, pareto_front
+from selfspec.tools.studies.prices import Prices, costs_point, find_costs
+from selfspec.tools.studies.search.evaluate import Evaluator, Score
 from selfspec.tools.studies.search.similarity import influence, nested, sets_by_similarity
 from selfspec.tools.studies.skip_sets import SkipSet, Space
 from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.table import pareto_front
 
 if TYPE_CHECKING:
     from selfspec.tools.studies.board import Board
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 _WIDTH = 6
 # Texts, and drafted tokens of each, that states are compared on; a few tell as much as many.
 _TEXTS, _TOKENS = 2, 32
-# Single sublayers are evaluated one by one only where that leaves most of the budget.
-_SINGLES_SHARE = 4
 # Sets evaluated at once, since they share what they begin with; and how many best ones they are neighbours of.
 _BATCH, _BEST = 4, 4
 # How many neighbours are two changes away rather than one.
@@ -134,7 +133,7 @@ def find(
     costs = costs_point(studied, [], study.pricing)
     with nullcontext() if place is None else Board(place) as board:
         # All who join must weigh alike, so the first one's timings are everyone's.
-        prices = prices_of(_shared(board, costs, lambda: find_costs(studied, costs)))
+        prices = Prices.of(_shared(board, costs, lambda: find_costs(studied, costs)))
         content = {"texts": point.key, "costs": costs.key}
         evaluator = Evaluator(studied.views, texts, prices, plan.draft_lengths, plan.reach, board, content)
         return search(evaluator, space, plan, told)
@@ -171,12 +170,6 @@ def search(
     begin = max(1, plan.evaluations // 2) - evaluator.evaluations
     evaluate("similarity", _spread(by_similarity, max(1, begin * 2 // 3)), begin)
     evaluate("influence", _spread(nested(importance, space), max(0, begin // 3)), begin // 3)
-    if plan.evaluations >= _SINGLES_SHARE * len(space.choices):
-        singles = {each: frozenset({each}) for each in space.choices}
-        evaluate("single", list(singles.values()), left())
-        if all(skipped in evaluator.scores for skipped in singles.values()):
-            missed = {each: -evaluator.scores[skipped].alpha for each, skipped in singles.items()}
-            evaluate("greedy", nested(missed, space), left())
     in_vain = 0
     while left() > 0 and in_vain < _PATIENCE:
         before = evaluator.evaluations
@@ -185,7 +178,7 @@ def search(
     chosen = [score for score in evaluator.scores.values() if space.holds(score.skipped)]
     return Found(
         max(chosen, key=lambda score: score.speedup),
-        tuple(pareto_front(chosen)),
+        tuple(pareto_front(chosen, lambda score: (score.cost, score.alpha))),
         tuple(evaluator.scores.values()),
         tuple(methods.get(skipped, "others") for skipped in evaluator.scores),
         layer_passes,
@@ -215,17 +208,17 @@ def save(found: Found, studied: StudiedModel, file: Path, about: Mapping[str, An
     write_skip_file(skip, fingerprint(studied.model), file, known)
 
 
-def _shared(board: Board | None, point: Point, find: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
+def _shared(board: Board | None, point: Point, find: Callable[[], dict[str, Any]]) -> Result:
     """Find something out, or wait until whoever else does has."""
     if board is None:
-        return find()
+        return Result(point, find())
     while point.key not in (results := board.results()):
         with board.claimed([point]) as claim:
             if claim.points:
                 board.keep([Result(point, find())])
             else:
                 time.sleep(_PAUSE)
-    return results[point.key].found
+    return results[point.key]
 
 
 def _neighbours(evaluator: Evaluator, space: Space, seed: str, count: int) -> list[SkipSet]:
