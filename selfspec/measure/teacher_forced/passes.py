@@ -213,7 +213,9 @@ class TeacherForcedText:
         """
         length = self._ids.shape[1]
         copies = hidden.unflatten(-2, (self.reach, length))[..., self.first - 1 : -1, :].flatten(-3, -2)
-        view = self._views.head(0 if layer is None or head is None else layer, head)
+        # Only an adapter depends on where the states enter.
+        entered = 0 if layer is None or head is None or head.adapter is None else layer
+        view = self._views.head(entered, head)
         view.enter(ExactStates(copies))
         ids = self._inputs["input_ids"][:, : copies.shape[-2]]
         positions = torch.zeros(1, ids.shape[1], dtype=torch.long, device=ids.device)

@@ -15,6 +15,7 @@ from selfspec.draft import ExitHead, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.exit_head import WEIGHTS
 from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.errors import SelfSpecError, StudyError
 from selfspec.files.json_text import parse_json
 from selfspec.model.adapter import Adapter
@@ -62,6 +63,11 @@ def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter,
                 raise StudyError(f"drafts: {name}: {error}") from error
             found[NamedDraft(each, _content(drafter))] = None
     return list(found)
+
+
+def draft_kind(name: str) -> str:
+    """Return the kind of a draft: `exit`, `skip`, `skip-file` or `head`, with `+vocab` behind if it is reduced."""
+    return name.partition(":")[0] + "+vocab" * ("+vocab:" in name)
 
 
 def draft_of(name: str) -> LayerPathDrafter:
@@ -151,5 +157,7 @@ def _content(drafter: LayerPathDrafter) -> str:
             return hashlib.sha256((Path(source) / WEIGHTS).read_bytes()).hexdigest()[:16]
         case SkipFile(skip=skip):
             return draft_name(skip)
+        case ReducedVocabulary(draft_with=draft_with, tokens=tokens):
+            return f"{_content(draft_with)} {hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}"
         case _:
             return ""

@@ -21,12 +21,12 @@ from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.runtime import Eager
-from selfspec.tools.studies.drafts import draft_of
+from selfspec.tools.studies.drafts import NamedDraft, draft_kind, draft_of
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.study import Pricing
 
-# Drafts timed one by one; what others cost follows from theirs.
+# Plain exits timed one by one; what others cost follows from theirs.
 _MOST_TIMED = 12
 _WIDTHS, _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), (1, 3), 7
 
@@ -40,7 +40,7 @@ class Prices:
         attention: what the attention of each layer adds to it.
         mlp: what the MLP of each layer adds.
         target: V and o of a draft that is verified from tokens on.
-        known: measured costs of drafts, by name.
+        known: costs of drafts that have them for themselves, by name.
         step_seconds: one step of plain decoding; None where nothing was measured.
     """
 
@@ -102,6 +102,8 @@ def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerP
     # A plain step is the path that runs everything; it is timed as a whole round.
     rows, costs = [[1.0, depth, depth]], [1.0]
     for name, drafter in drafters.items():
+        if drafter.head is not None:
+            continue
         path = drafter.path(depth)
         rows.append([1.0, *(sum(path.runs(Sublayer(layer, part)) for layer in range(depth)) for part in Part)])
         costs.append(measured.draft[name].value)
@@ -126,10 +128,16 @@ def best_length(tokens_per_round: Mapping[int, float], costs: Costs) -> Forecast
     return Forecast(best, speedups[best])
 
 
-def costs_point(studied: StudiedModel, drafts: Sequence[str], pricing: Pricing) -> Point:
-    """Return the point of finding out what drafts cost: skip sets by their sublayers, others by themselves."""
-    timed = [name for name in drafts if not name.startswith("skip")] if pricing == "measured" else []
-    count = min(len(timed), _MOST_TIMED)
+def costs_point(studied: StudiedModel, drafts: Sequence[NamedDraft], pricing: Pricing) -> Point:
+    """Return the point of finding out what drafts cost.
+
+    Skip sets are priced by their sublayers, drafts with a head of their own by themselves. Of plain exits some are
+    timed.
+    """
+    exits = [each for each in drafts if draft_kind(each.name) == "exit"] if pricing == "measured" else []
+    count = min(len(exits), _MOST_TIMED)
+    alone = [exits[index * len(exits) // count] for index in range(count)]
+    alone += [each for each in drafts if draft_kind(each.name) not in ("exit", "skip", "skip-file")]
     content = {
         "base": studied.base,
         "dtype": studied.dtype,
@@ -137,30 +145,36 @@ def costs_point(studied: StudiedModel, drafts: Sequence[str], pricing: Pricing) 
         "threads": torch.get_num_threads(),
         "pricing": pricing,
         "runtime": "eager",
-        "timed": [timed[index * len(timed) // count] for index in range(count)],
+        "alone": {each.name: each.content for each in alone},
     }
     return Point("costs", content, {"model": studied.name})
 
 
 def find_costs(studied: StudiedModel, point: Point) -> dict[str, Any]:
     """Find prices, and keep what was timed."""
+    model, adapter = studied.model, studied.adapter
+    alone = {name: draft_of(name) for name in point.content["alone"]}
     if point.content["pricing"] == "weights":
-        return {"prices": asdict(prices_by_weights(studied.model, studied.adapter))}
-    timed = {name: draft_of(name) for name in point.content["timed"]}
+        prices = prices_by_weights(model, adapter)
+        known = {
+            name: replace(prices.costs(each.path(studied.depth)), draft=each.cost(model, adapter))
+            for name, each in alone.items()
+        }
+        return {"prices": asdict(replace(prices, known=known))}
     # Drafts are measured by the names they give themselves.
-    drafters = {draft_name(each): each for each in (*timed.values(), *_telling(studied.depth))}
+    drafters = {draft_name(each): each for each in (*alone.values(), *_telling(studied.depth))}
     measured = measure_costs(
-        studied.model,
-        studied.adapter,
+        model,
+        adapter,
         list(drafters.values()),
         widths=_WIDTHS,
         context=64,
         repeats=_REPEATS,
         lengths=_LENGTHS,
         # As drafts are confirmed.
-        base=wrap(bare(studied.model), adapter=studied.adapter, runtime=Eager()),
+        base=wrap(bare(model), adapter=adapter, runtime=Eager()),
     )
-    known = {name: measured.of(draft_name(drafter)) for name, drafter in timed.items()}
+    known = {name: measured.of(draft_name(drafter)) for name, drafter in alone.items()}
     prices = replace(prices_by_measurement(measured, drafters, studied.depth), known=known)
     return {"prices": asdict(prices), "measured": measured.to_dict()}
 

@@ -50,7 +50,7 @@ class StudyPoints:
             raise StudyError(f"models: {name} and {self.models[studied.base]} have the same weights; name one of them")
         self.models[studied.base] = name
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seeds[0])
-        self._costs[studied.base] = costs_point(studied, [draft.name for draft in drafts], study.pricing)
+        self._costs[studied.base] = costs_point(studied, drafts, study.pricing)
         # Drafts that begin alike side by side, since they share that work.
         ordered = sorted(drafts, key=lambda draft: (not draft.name.startswith("skip"), draft.name))
         for workload, temperature, seed in product(studied.prompts, study.temperatures, study.seeds):

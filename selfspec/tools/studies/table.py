@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, speedup
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.studies.drafts import draft_of, skip_set
+from selfspec.tools.studies.drafts import draft_kind, draft_of, skip_set
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import Prices, best_length
 
@@ -65,8 +65,8 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
     draft = estimated.point.content["draft"]
     place: Row = {
         **{name: estimated.point.place[name] for name in ("model", "workload", "temperature", "seed", "draft")},
-        "kind": draft.partition(":")[0],
-        "skipped": len(skip_set(draft)) if draft.startswith("skip") else None,
+        "kind": draft_kind(draft),
+        "skipped": len(skip_set(draft)) if draft_kind(draft) in ("skip", "skip-file") else None,
     }
     if estimated.error is not None:
         yield {**place, "error": estimated.error}

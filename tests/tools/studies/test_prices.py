@@ -16,6 +16,7 @@ from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.drafts import NamedDraft
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import (
     Prices,
@@ -72,7 +73,7 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
 @pytest.mark.tools
 def test_timed_prices_of_a_model_are_in_order() -> None:
     studied = stories_loader()("")
-    point = costs_point(studied, ["exit:1", "exit:4", "skip:attn=1"], "measured")
+    point = costs_point(studied, [NamedDraft(name) for name in ("exit:1", "exit:4", "skip:attn=1")], "measured")
     prices = Prices.of(Result(point, find_costs(studied, point)))
     assert prices.known.keys() == {"exit:1", "exit:4"}
     assert prices.known["exit:1"].draft < prices.known["exit:4"].draft

@@ -112,6 +112,21 @@ def test_every_picture_is_drawn(pictures: list[Path]) -> None:
             assert len(image.convert("RGB").getcolors(2**24) or []) > 10
 
 
+def test_drafts_from_a_reduced_vocabulary_have_rows_and_prices_of_their_own(tmp_path: Path) -> None:
+    words = tmp_path / "words.json"
+    words.write_text(json.dumps({"tokens": list(range(64))}))
+    drafts = [f"{path}{end}" for path in ("exit:2", "exit:3", "skip:attn=1") for end in ("", f"+vocab:{words}")]
+    finding = work_on(declared(drafts=drafts, temperatures=[0.0]), stories_loader(), tmp_path)
+    assert not finding.failed
+    c = {row["draft"]: row["c"] for row in finding.table}
+    # Its steps read fewer rows of the head.
+    assert all(c[whole] > c[reduced] for whole, reduced in zip(drafts[::2], drafts[1::2], strict=True))
+    assert {row["kind"] for row in finding.table} == {"exit", "skip", "exit+vocab", "skip+vocab"}
+    shown = panels(finding)
+    assert {row["draft"] for row in shown[0].exits} == {"exit:2", "exit:3"}
+    assert len(draw_all(shown, tmp_path)) == 5
+
+
 def test_the_page_needs_nothing_else(
     finding: Finding, shown: list[Panel], pictures: list[Path], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,16 @@ def test_drafts_are_named_one_by_one() -> None:
 def test_drafts_that_cannot_be_are_refused(name: str, said: str) -> None:
     with pytest.raises(StudyError, match=said):
         _names(name)
+
+
+def test_a_reduced_vocabulary_is_another_draft_once_its_file_changes(tmp_path: Path) -> None:
+    model, file = tiny.llama(), tmp_path / "words.json"
+    found = []
+    for tokens in ([1, 2], [1, 3]):
+        file.write_text(json.dumps({"tokens": tokens}))
+        found += named_drafts([f"exit:2+vocab:{file}"], model, find_adapter(model), seed=0)
+    assert found[0] != found[1]
+    assert found[0].name == found[1].name
 
 
 def test_a_name_that_is_no_skip_set() -> None:

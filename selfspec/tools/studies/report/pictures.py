@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -233,7 +234,7 @@ def _tokens(axes: Axes, panel: Panel) -> None:
     axes.set_axis_off()
     axes.legend(
         [Patch(color=colour, alpha=0.45) for colour in (*COLOURS[: len(drafts)], GREY)],
-        [*drafts, NONE],
+        [*map(_short, drafts), NONE],
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
         ncols=2,
@@ -277,7 +278,8 @@ def _acceptance(panel: Panel) -> str:
 
 
 def _short(draft: str) -> str:
-    name = draft.removeprefix("skip:").replace("attn=", "a").replace("mlp=", "m").replace("layers=", "l")
+    name = re.sub(r"[^:]*[/\\]", "", draft).removeprefix("skip:")  # of files only their names
+    name = name.replace("attn=", "a").replace("mlp=", "m").replace("layers=", "l")
     return name if len(name) <= 26 else name[:25] + "…"
 
 
