@@ -1,0 +1,215 @@
+"""Make a checkpoint of a chosen size that computes exactly what a small trained one does.
+
+    python benchmarks/widen.py MODEL --size 134M --to FOLDER
+
+Timings at a size need weights of that size; acceptance, text and temperatures need a trained model. Here the hidden
+states, heads and MLPs of a small llama are padded with zeros, and layers that add nothing are spread between its own.
+So the text is the small model's, and a pass costs what the size costs. Norms divide by the mean over all units, so
+their weights are scaled by sqrt(d/D) and their epsilon by d/D. Weights that meet nothing but zeros hold noise, so that
+no kernel and no quantiser finds a pattern that real weights would not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+_CONTEXT = 512
+# Logits that no draw reaches.
+_FAR = 60.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a widened model; heads and their groups keep the small model's ratio.
+
+    Attributes:
+        hidden: D, units of the residual stream.
+        heads: query heads.
+        intermediate: units of an MLP.
+        layers: of the network.
+        vocabulary: token ids; None: the small model's.
+    """
+
+    hidden: int
+    heads: int
+    intermediate: int
+    layers: int
+    vocabulary: int | None = None
+
+
+SIZES = {
+    "134M": Size(hidden=768, heads=12, intermediate=2048, layers=16, vocabulary=32_768),
+    "0.5B": Size(hidden=1280, heads=20, intermediate=3456, layers=24, vocabulary=32_768),
+    "1.3B": Size(hidden=2048, heads=32, intermediate=5632, layers=24, vocabulary=32_768),
+}
+
+
+def main() -> None:
+    """Widen a checkpoint, and show that its greedy text is the small model's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of a small llama")
+    parser.add_argument("--size", choices=SIZES, default="134M")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the new checkpoint")
+    parser.add_argument("--prompt", default="def ", help="of the greedy text that is compared")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    options = parser.parse_args()
+    if options.to.exists():
+        parser.error(f"{options.to} exists; name another folder")
+    small = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    wide = widened(small, SIZES[options.size])
+    prompt = tokenizer(options.prompt, return_tensors="pt").input_ids
+    texts = [_greedy(model, prompt, options.max_new_tokens) for model in (small, wide)]
+    parameters = sum(weight.numel() for weight in wide.parameters())
+    print(f"{parameters / 1e6:.0f}M parameters; greedy text equal: {texts[0] == texts[1]}")
+    print(f"chance of a token that the small model does not have: {padding_chance(wide, small, prompt):.1e} at most")
+    if texts[0] != texts[1]:
+        raise SystemExit(1)
+    wide.save_pretrained(options.to)
+    tokenizer.save_pretrained(options.to)
+
+
+def places(own: int, layers: int) -> list[int]:
+    """Return where the small model's layers lie in the wide one, evenly spread, the last one last.
+
+    Raises:
+        ValueError: the wide one has fewer layers.
+    """
+    if layers < own:
+        raise ValueError(f"{layers} layers have no room for {own}")
+    return [(number + 1) * layers // own - 1 for number in range(own)]
+
+
+def widened(small: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausalLM:
+    """Return a llama of `size` that computes what `small` computes.
+
+    Raises:
+        ValueError: the size is smaller than the model, or its heads do not divide as the model's do.
+    """
+    if small.config.attention_bias or small.config.mlp_bias:
+        raise ValueError("biases are not supported; widen a llama without them")
+    config = _config(small.config, size)
+    wide = LlamaForCausalLM(config).to(small.dtype).eval()  # random; every weight is replaced below
+    generator = torch.Generator().manual_seed(seed)
+    own = dict(zip(places(len(small.model.layers), size.layers), small.model.layers, strict=True))
+    scale = (small.config.hidden_size / size.hidden) ** 0.5
+    template = small.model.layers[0]
+    with torch.no_grad():
+        for number, layer in track(list(enumerate(wide.model.layers)), "Widen"):
+            # A layer that adds nothing reads as the one before it does, and writes zeros.
+            adds, template = number in own, own.get(number, template)
+            attention, mlp = template.self_attn, template.mlp
+            for name in ("q_proj", "k_proj", "v_proj"):
+                _fill_inputs(getattr(layer.self_attn, name).weight, getattr(attention, name).weight, generator)
+            for name in ("gate_proj", "up_proj"):
+                _fill_inputs(getattr(layer.mlp, name).weight, getattr(mlp, name).weight, generator)
+            _fill_outputs(layer.self_attn.o_proj.weight, attention.o_proj.weight, generator, adds)
+            _fill_outputs(layer.mlp.down_proj.weight, mlp.down_proj.weight, generator, adds)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                _fill_norm(getattr(layer, name).weight, getattr(template, name).weight, scale)
+        _fill_norm(wide.model.norm.weight, small.model.norm.weight, scale)
+        grows = config.vocab_size > small.config.vocab_size
+        unlikely = _unlikely(small, generator) if grows else small.lm_head.weight[0]
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            _fill_tokens(getattr(wide, name)().weight, getattr(small, name)().weight, unlikely)
+    return wide
+
+
+def padding_chance(wide: LlamaForCausalLM, small: LlamaForCausalLM, prompt: Tensor) -> float:
+    """Return the largest probability, at temperature 1, of all tokens together that only the wide model has."""
+    with torch.no_grad():
+        probabilities = wide(prompt).logits.double().softmax(-1)
+    return float(probabilities[..., small.config.vocab_size :].sum(-1).max())
+
+
+def _config(small: LlamaConfig, size: Size) -> LlamaConfig:
+    group = small.num_attention_heads // small.num_key_value_heads
+    wants = {
+        "hidden": (size.hidden, small.hidden_size),
+        "heads": (size.heads, small.num_attention_heads),
+        "intermediate": (size.intermediate, small.intermediate_size),
+        "vocabulary": (size.vocabulary or small.vocab_size, small.vocab_size),
+    }
+    for name, (wanted, least) in wants.items():
+        if wanted < least:
+            raise ValueError(f"{name}={wanted} is less than the small model's {least}")
+    if size.heads % group:
+        raise ValueError(f"heads={size.heads} cannot be shared by groups of {group}, as the small model's are")
+    changed = {
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads // group,
+        "head_dim": small.head_dim,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "vocab_size": wants["vocabulary"][0],
+        "rms_norm_eps": small.rms_norm_eps * small.hidden_size / size.hidden,
+    }
+    config = small.to_dict() | changed
+    config.pop("layer_types", None)
+    return LlamaConfig(**config)
+
+
+def _fill_inputs(wide: Tensor, small: Tensor, generator: torch.Generator) -> None:
+    """Fill a weight that reads the residual stream, `[out, in]`: its outputs past the small ones are zero."""
+    rows, columns = small.shape
+    wide.zero_()
+    wide[:, columns:] = _noise(wide[:, columns:], small, generator)
+    wide[:rows, :columns] = small
+
+
+def _fill_outputs(wide: Tensor, small: Tensor, generator: torch.Generator, adds: bool) -> None:
+    """Fill a weight that writes to the residual stream, `[out, in]`: only to the small one's units, or to none."""
+    rows, columns = small.shape
+    wide.zero_()
+    if adds:
+        wide[:rows, columns:] = _noise(wide[:rows, columns:], small, generator)
+        wide[:rows, :columns] = small
+
+
+def _noise(like: Tensor, small: Tensor, generator: torch.Generator) -> Tensor:
+    return (torch.randn(like.shape, generator=generator) * small.float().std()).to(like.dtype)
+
+
+def _fill_norm(wide: Tensor, small: Tensor, scale: float) -> None:
+    wide.fill_(1.0)
+    wide[: small.shape[0]] = small * scale
+
+
+def _fill_tokens(wide: Tensor, small: Tensor, other: Tensor) -> None:
+    """Put rows of tokens `[vocab, hidden]` into a wide table; tokens past the small ones are all `other`."""
+    tokens, units = small.shape
+    wide.zero_()
+    wide[:tokens, :units] = small
+    wide[tokens:, :units] = other
+
+
+def _unlikely(small: LlamaForCausalLM, generator: torch.Generator) -> Tensor:
+    """Return a row of the head that is far below the others at any state, `[hidden]`.
+
+    Raises:
+        ValueError: no token of the small model is.
+    """
+    tokens = torch.randint(small.config.vocab_size, (1, _CONTEXT), generator=generator)
+    highest = small(tokens).logits[0].amax(0)
+    least = int(highest.argmin())
+    if highest[least] >= 0:
+        raise ValueError("every token of the small model may be likely; keep its vocabulary")
+    row: Tensor = small.lm_head.weight[least] * (_FAR / -highest[least]).clamp(min=1.0)
+    return row
+
+
+def _greedy(model: LlamaForCausalLM, prompt: Tensor, tokens: int) -> list[int]:
+    text: list[int] = model.generate(prompt, do_sample=False, max_new_tokens=tokens, eos_token_id=None)[0].tolist()
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A widened model computes what the small one does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from widen import Size, padding_chance, places, widened
+
+# Norms of a llama are computed in float32.
+_CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 0}
+SIZE = Size(hidden=48, heads=6, intermediate=40, layers=7)
+
+
+def small(tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_the_small_models(tied: bool) -> None:
+    model, prompt = small(tied), torch.arange(12)[None]
+    wide = widened(model, SIZE)
+    assert wide.get_output_embeddings().weight.shape == (60, SIZE.hidden)
+    with torch.no_grad():
+        torch.testing.assert_close(wide(prompt).logits, model(prompt).logits, **_CLOSE)
+
+
+def test_a_padded_vocabulary_adds_no_likely_token() -> None:
+    model, prompt = small(tied=False), torch.arange(12)[None]
+    # States that have something in common, and a token that is far from it.
+    model.model.embed_tokens.weight.data[:, 0] += 20.0
+    model.lm_head.weight.data[59] = -torch.eye(32, dtype=torch.float64)[0]
+    wide = widened(model, replace(SIZE, vocabulary=90))
+    with torch.no_grad():
+        torch.testing.assert_close(wide(prompt).logits[..., :60], model(prompt).logits, **_CLOSE)
+    assert 0 < padding_chance(wide, model, prompt) < 1e-6
+
+
+def test_a_vocabulary_without_an_unlikely_token_cannot_be_padded() -> None:
+    with pytest.raises(ValueError, match="may be likely"):
+        widened(small(), replace(SIZE, vocabulary=90))
+
+
+def test_layers_lie_evenly_and_the_last_one_is_last() -> None:
+    assert places(3, 7) == [1, 3, 6]
+    assert places(3, 3) == [0, 1, 2]
+    with pytest.raises(ValueError, match="no room"):
+        places(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 16}, "hidden"),
+        ({"heads": 5}, "groups"),
+        ({"layers": 2}, "no room"),
+        ({"vocabulary": 40}, "vocabulary"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        widened(small(), replace(SIZE, **change))
