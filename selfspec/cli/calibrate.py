@@ -68,15 +68,14 @@ def calibrate(
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
-    from selfspec.measure.prompts import read_prompts
+    from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.tools.calibrate import Settings
     from selfspec.tools.calibrate import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
-    from selfspec.tools.verify import PROMPTS
 
     settings = Settings(**asdict(measurements))
     # The embedded model writes nothing but code.
-    texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else PROMPTS
+    texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else BEGINNINGS
     if prompt_file is not None:
         texts = read_prompts(prompt_file, prompts)
     depth = model.prepare()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.verify import Report
-    from selfspec.tools.verify.divergence import Agreement, Divergence
+    from selfspec.tools.verify.comparison import ComparedTexts, Divergence
 
 _STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
 _WRONG = "bold red"
@@ -71,12 +71,12 @@ def verify(
 
     from selfspec.draft import Drafter
     from selfspec.environment import versions
-    from selfspec.measure.prompts import read_prompts
-    from selfspec.tools.verify import PROMPTS, Settings, default_drafts
+    from selfspec.measure.prompts import BEGINNINGS, read_prompts
+    from selfspec.tools.verify import Settings, default_drafts
     from selfspec.tools.verify import verify as run
 
     settings = Settings(**{**asdict(checks), "accept": tuple(checks.accept)})
-    texts = PROMPTS if prompt_file is None else read_prompts(prompt_file)
+    texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named
     for each in drafts:
@@ -173,13 +173,13 @@ def _greedy(report: Report) -> Table:
     columns = ("equal texts", "equal tokens, teacher-forced", "logits off by", "mean accepted length")
     table = figures_table("Greedy decoding, against model.generate", ["draft"], columns)
     for draft in report.drafts:
-        greedy, forced, bound = draft.greedy, draft.greedy.forced, report.bound
+        forced, bound = draft.forced, report.bound
         table.add_row(
             draft.name,
-            _equal_texts(list(greedy.free_running.values()), bound),
+            _equal_texts(draft.free_running, bound),
             _share(forced.positions - len(forced.divergences), forced.positions, forced.divergences, bound),
             Text(f"{forced.off:.1e}", style=_WRONG if forced.off > bound.most_off else ""),
-            f"{greedy.acceptance.mean_accepted_length:.2f}",
+            f"{draft.stats.mean_accepted_length:.2f}",
         )
     return table
 
@@ -187,11 +187,7 @@ def _greedy(report: Report) -> Table:
 def _sampled(report: Report) -> Table:
     from rich.text import Text
 
-    from selfspec.tools.verify.goodness import holm_rejects
-
-    settings = report.settings
-    rejects = holm_rejects([fit.test.p_value for fit in report.fits], settings.level)
-    rejected = [fit for fit, reject in zip(report.fits, rejects, strict=True) if reject]
+    settings, rejected = report.settings, report.rejected
     columns = [f"p, {rule}" for rule in settings.accept]
     if settings.coupled_rules:
         columns.insert(0, "equal texts, coupled")
@@ -199,12 +195,12 @@ def _sampled(report: Report) -> Table:
     for draft in report.drafts:
         cells: list[Text | str] = [draft.name]
         if settings.coupled_rules:
-            cells.append(_equal_texts(list(draft.coupled.values()), report.bound) if draft.coupled else "-")
+            cells.append(_equal_texts(draft.coupled, report.bound) if draft.coupled else "-")
         fits = {fit.rule: fit for fit in draft.fits}
         for rule in settings.accept:
             fit = fits.get(rule)
             style = _WRONG if fit in rejected else ""
-            cells.append("-" if fit is None else Text(f"{fit.test.p_value:.2g}", style=style))
+            cells.append("-" if fit is None else Text(f"{fit.p_value:.2g}", style=style))
         table.add_row(*cells)
     return table
 
@@ -235,11 +231,10 @@ def _divergences(tokenizer: PreTrainedTokenizerBase, report: Report) -> Table:
     return table
 
 
-def _equal_texts(agreements: list[Agreement], bound: Bound) -> Text:
-    from selfspec.tools.verify.divergence import Agreement
-
-    together = Agreement.together(agreements)
-    return _share(together.equal_texts, together.texts, together.divergences, bound)
+def _equal_texts(by_rule: Mapping[str, ComparedTexts], bound: Bound) -> Text:
+    compared = by_rule.values()
+    divergences = [divergence for each in compared for divergence in each.divergences]
+    return _share(sum(each.equal_texts for each in compared), sum(each.texts for each in compared), divergences, bound)
 
 
 def _share(equal: int, total: int, divergences: Sequence[Divergence], bound: Bound) -> Text:

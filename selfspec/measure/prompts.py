@@ -18,6 +18,14 @@ from selfspec.measure.embedded import PROMPTS
 BUILT_IN = "demo"
 """The workload of whoever names none: beginnings of four Python files."""
 
+BEGINNINGS = (
+    "Once upon a time, there was a little",
+    "The capital of France is",
+    "def add(a, b):\n    return",
+    "Monday, Tuesday, Wednesday,",
+)
+"""Short beginnings of prose, a fact, code and a list, so that any language model has something to continue."""
+
 # Characters of a document that make a prompt of text.
 _BEGINNING = 400
 _FIELDS = ("prompt", "turns", "text")

@@ -3,15 +3,12 @@
 from selfspec.draft.named import draft_name
 from selfspec.measure.progress import Watch
 from selfspec.tools.verify.drafts import default_drafts
-from selfspec.tools.verify.prompts import PROMPTS
 from selfspec.tools.verify.pruned import draft_logits, pruned_logits
-from selfspec.tools.verify.report import Report
+from selfspec.tools.verify.report import Report, Verdict
 from selfspec.tools.verify.run import verify
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.verdict import Verdict
 
 __all__ = [
-    "PROMPTS",
     "Report",
     "Settings",
     "Verdict",

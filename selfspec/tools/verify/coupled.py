@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from selfspec.decode.noise import Noise
 from selfspec.measure.progress import Watch
 from selfspec.measure.stock import stepwise_logits
-from selfspec.tools.verify.divergence import Agreement, Check, compare
+from selfspec.tools.verify.comparison import Check, ComparedTexts
+from selfspec.tools.verify.drafts import DraftUnderTest
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.subject import Subject
 
 # Enough halvings to find a gap of any size to the last bit that matters.
 _WIDEST_GAP = 1000.0
@@ -41,24 +41,19 @@ class _Batch:
         return cls(torch.cat(padded), torch.cat(masks))
 
 
-def steps(rules: int, subjects: int) -> int:
-    """How many steps `check_coupled` announces."""
-    return rules * subjects
-
-
 def check_coupled(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
-    subjects: Sequence[Subject],
+    tested: Sequence[DraftUnderTest],
     settings: Settings,
     watch: Watch,
-) -> dict[str, dict[str, Agreement]]:
+) -> dict[str, dict[str, ComparedTexts]]:
     """Sample from all prompts, each `[1, prompt]`, in one batch, plainly and with every draft, and compare.
 
     Args:
         model: the stock model.
         prompts: where the texts begin.
-        subjects: what samples, plain decoding first.
+        tested: what samples, plain decoding first.
         settings: rules, lengths and seed.
         watch: is told of the steps.
 
@@ -69,27 +64,26 @@ def check_coupled(
         NonFiniteLogitsError: logits became NaN or infinite.
     """
     batch = _Batch.of(prompts)
-    plain, *drafting = subjects
-    agreements: dict[str, dict[str, Agreement]] = {subject.name: {} for subject in drafting}
+    plain, *drafting = tested
+    agreed: dict[str, dict[str, ComparedTexts]] = {each.name: {} for each in drafting}
     for rule in settings.coupled_rules:
         watch.step(f"{rule} sampling: plain decoding")
         expected = _sampled(plain, batch, rule, settings)
-        for subject in drafting:
-            watch.step(f"{rule} sampling: {subject.name}")
-            found = _sampled(subject, batch, rule, settings)
-            parts = []
+        for each in drafting:
+            watch.step(f"{rule} sampling: {each.name}")
+            found = _sampled(each, batch, rule, settings)
+            compared = agreed[each.name][rule] = ComparedTexts(Check.COUPLED, each.name, rule)
             for row, (own, other) in enumerate(zip(expected, found, strict=True)):
 
                 def gap(index: int, row: int = row, own: list[int] = own, other: list[int] = other) -> float:
                     return _gap(model, prompts[row], row, own[: index + 1], other[index], settings.seed)
 
-                parts.append(compare(own, other, Check.COUPLED, subject.name, rule, row, gap))
-            agreements[subject.name][rule] = Agreement.together(parts)
-    return agreements
+                compared.add(row, own, other, gap)
+    return agreed
 
 
-def _sampled(subject: Subject, batch: _Batch, rule: str, settings: Settings) -> list[list[int]]:
-    output = subject.spec.generate(
+def _sampled(tested: DraftUnderTest, batch: _Batch, rule: str, settings: Settings) -> list[list[int]]:
+    output = tested.spec.generate(
         batch.input_ids,
         batch.mask,
         max_new_tokens=settings.max_new_tokens,

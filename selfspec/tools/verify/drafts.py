@@ -1,10 +1,28 @@
-"""Which drafts are verified when none are named."""
+"""Which drafts are verified when none are named, and a draft on a model, ready to generate."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from selfspec.api import SelfSpeculative
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.model.layer_path import LayerPath
+
+
+@dataclass(frozen=True)
+class DraftUnderTest:
+    """A draft on a model.
+
+    Attributes:
+        name: of the draft.
+        drafter: what drafts; None for plain decoding.
+        spec: generates with it.
+    """
+
+    name: str
+    drafter: Drafter | None
+    spec: SelfSpeculative
 
 
 def default_drafts(depth: int) -> tuple[Drafter, ...]:

@@ -1,19 +1,20 @@
-"""Sampled goodness of fit: what `generate` draws at a place, against the model's own distribution there."""
+"""Sampled goodness of fit: what `generate` draws at a place, against the model's own distribution there.
+
+Pearson's chi-square against a distribution known up to rounding, and Holm's procedure over all tests.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from selfspec.measure.progress import Watch
-from selfspec.tools.verify.goodness import ChiSquare, chi_square
+from selfspec.tools.verify.drafts import DraftUnderTest
 from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.subject import Subject
 
 # Rounding may move a probability twice as far as it was seen to; the statistic has squares.
 _SAFETY = 4
@@ -31,7 +32,10 @@ class Fit:
         temperature: of the sampling.
         samples: drawn.
         cells: outcomes counted by themselves; all others are one more.
-        test: the test.
+        statistic: Pearson's.
+        degrees: of freedom; 0 where there is but one cell and so nothing to test.
+        noncentrality: what rounding alone may add to the statistic's mean.
+        p_value: probability of a fit this bad or worse.
     """
 
     draft: str
@@ -40,37 +44,35 @@ class Fit:
     temperature: float
     samples: int
     cells: int
-    test: ChiSquare
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        flat = {name: value for name, value in asdict(self).items() if name != "test"}
-        return {**flat, "prefix": list(self.prefix), **asdict(self.test)}
+    statistic: float
+    degrees: int
+    noncentrality: float
+    p_value: float
 
 
 @dataclass(frozen=True)
 class _Trial:
     """A test to be made: what draws, under which rule, and which of the places it draws at."""
 
-    subject: Subject
+    tested: DraftUnderTest
     rule: str
     turn: int
 
 
-def steps(subjects: Sequence[Subject], settings: Settings) -> int:
+def steps(tested: Sequence[DraftUnderTest], settings: Settings) -> int:
     """How many steps `check_fits` announces."""
-    return len(_trials(subjects, settings))
+    return len(_trials(tested, settings))
 
 
 def check_fits(
-    subjects: Sequence[Subject], places: Sequence[Place], settings: Settings, watch: Watch
+    tested: Sequence[DraftUnderTest], places: Sequence[Place], settings: Settings, watch: Watch
 ) -> tuple[Fit, ...]:
     """Draw from every draft under every rule, at the places in turn, and test what was drawn.
 
     Tokens of a coupling rule do not depend on the draft, so there plain decoding stands for all drafts.
 
     Args:
-        subjects: what samples, plain decoding first.
+        tested: what samples, plain decoding first.
         places: where.
         settings: rules, samples and seed.
         watch: is told of the steps.
@@ -80,17 +82,17 @@ def check_fits(
     """
     seeds = torch.Generator().manual_seed(settings.seed)
     fits = []
-    for trial in _trials(subjects, settings):
-        watch.step(f"sampling, {trial.rule}: {trial.subject.name}")
+    for trial in _trials(tested, settings):
+        watch.step(f"sampling, {trial.rule}: {trial.tested.name}")
         fits.append(_fit(trial, places[trial.turn % len(places)], settings.samples, seeds))
     return tuple(fits)
 
 
-def _trials(subjects: Sequence[Subject], settings: Settings) -> list[_Trial]:
-    plain, *drafting = subjects
+def _trials(tested: Sequence[DraftUnderTest], settings: Settings) -> list[_Trial]:
+    plain, *drafting = tested
     own = [
-        _Trial(subject, rule, row + column)
-        for row, subject in enumerate(drafting)
+        _Trial(each, rule, row + column)
+        for row, each in enumerate(drafting)
         for column, rule in enumerate(settings.sampled_rules)
     ]
     return [*own, *(_Trial(plain, rule, turn) for turn, rule in enumerate(settings.coupled_rules))]
@@ -100,19 +102,30 @@ def _fit(trial: _Trial, place: Place, samples: int, seeds: torch.Generator) -> F
     counts = _drawn(trial, place, samples, seeds)
     observed = [counts[outcome] for outcome in place.cells]
     expected = [samples * probability for probability in (*place.cells.values(), place.rest)]
+    statistic = chi_square([*observed, samples - sum(observed)], expected)
     noncentrality = _SAFETY * samples * place.discrepancy
-    test = chi_square([*observed, samples - sum(observed)], expected, noncentrality)
-    return Fit(trial.subject.name, trial.rule, place.prefix, place.temperature, samples, len(place.cells), test)
+    return Fit(
+        draft=trial.tested.name,
+        rule=trial.rule,
+        prefix=place.prefix,
+        temperature=place.temperature,
+        samples=samples,
+        cells=len(place.cells),
+        statistic=statistic,
+        degrees=len(place.cells),
+        noncentrality=noncentrality,
+        p_value=chi_square_tail(statistic, len(place.cells), noncentrality),
+    )
 
 
 def _drawn(trial: _Trial, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:
-    model = trial.subject.spec.model
+    model = trial.tested.spec.model
     prefix = torch.tensor([place.prefix], device=model.device)
     at_once = max(_SCORES_AT_ONCE // (NEW_TOKENS * model.get_input_embeddings().num_embeddings), 1)
     counts: Counter[Outcome] = Counter()
     while counts.total() < samples:
         rows = min(at_once, samples - counts.total())
-        output = trial.subject.spec.generate(
+        output = trial.tested.spec.generate(
             prefix.expand(rows, -1),
             max_new_tokens=NEW_TOKENS,
             do_sample=True,
@@ -125,3 +138,34 @@ def _drawn(trial: _Trial, place: Place, samples: int, seeds: torch.Generator) ->
         new = output.sequences[:, prefix.shape[1] :].tolist()
         counts.update(tuple(row[:length]) for row, length in zip(new, output.lengths, strict=True))
     return counts
+
+
+def chi_square(observed: Sequence[int], expected: Sequence[float]) -> float:
+    """Return Pearson's statistic of counts of cells, whose expectations are all positive and have the same sum."""
+    return sum((seen - wanted) ** 2 / wanted for seen, wanted in zip(observed, expected, strict=True))
+
+
+def chi_square_tail(statistic: float, degrees: int, noncentrality: float) -> float:
+    """Probability that a noncentral chi-square variable is at least `statistic`.
+
+    It is a mixture of central ones with 2j more degrees of freedom, j being Poisson with mean noncentrality / 2.
+    Without a degree of freedom there is nothing to test.
+    """
+    if not degrees:
+        return 1.0
+    mean = torch.tensor(noncentrality / 2, dtype=torch.double)
+    # Beyond ten standard deviations of a Poisson variable nothing is left.
+    more = torch.arange(int(mean + 10 * mean.sqrt()) + 50, dtype=torch.double)
+    weights = (torch.special.xlogy(more, mean) - mean - torch.lgamma(more + 1)).exp()
+    tails = torch.special.gammaincc(degrees / 2 + more, torch.full_like(more, statistic / 2))
+    return float((weights * tails).sum().clamp(max=1.0))
+
+
+def holm_rejects(p_values: Sequence[float], level: float) -> list[bool]:
+    """Which hypotheses Holm's step-down procedure rejects at a family-wise level."""
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        if p_values[index] > level / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected

@@ -1,52 +1,88 @@
-"""What a verification found, whole."""
+"""What a verification found, and the verdict: exact, exact within rounding, or not exact and why."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from selfspec.accept import find_rule
+from selfspec.decode.stats import Stats
 from selfspec.measure.rounding import Bound
-from selfspec.tools.verify.divergence import Agreement, Divergence
-from selfspec.tools.verify.fit import Fit
-from selfspec.tools.verify.greedy import DraftGreedy
+from selfspec.tools.verify.comparison import ComparedTexts, Divergence, ForcedTexts
+from selfspec.tools.verify.fit import Fit, holm_rejects
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.verdict import Evidence, Verdict, judge
+
+
+class Exactness(StrEnum):
+    """Whether selfspec's output is the model's own."""
+
+    EXACT = "EXACT"
+    WITHIN_ROUNDING = "EXACT WITHIN ROUNDING"
+    NOT_EXACT = "NOT EXACT"
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """The verdict.
+
+    Attributes:
+        exactness: whether the output is the model's own.
+        sentence: the verdict in one line.
+        failures: what failed, a line each; empty unless the output is not exact.
+    """
+
+    exactness: Exactness
+    sentence: str
+    failures: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output is the model's own, up to rounding."""
+        return self.exactness is not Exactness.NOT_EXACT
+
+
+@dataclass
 class DraftReport:
     """What was found of one draft.
 
     Attributes:
         name: of the draft; `none` is plain decoding.
-        greedy: greedy decoding.
+        forced: the texts of `model.generate` read through selfspec's passes.
+        free_running: greedy texts against `model.generate`'s, by acceptance rule.
+        stats: of these generations together.
         coupled: coupled sampling against plain decoding, by rule; empty for plain decoding.
         fits: tests of goodness of fit.
     """
 
     name: str
-    greedy: DraftGreedy
-    coupled: dict[str, Agreement]
-    fits: tuple[Fit, ...]
+    forced: ForcedTexts
+    free_running: dict[str, ComparedTexts] = field(default_factory=dict)
+    stats: Stats = field(default_factory=Stats)
+    coupled: dict[str, ComparedTexts] = field(default_factory=dict)
+    fits: tuple[Fit, ...] = ()
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """Of all checks."""
-        agreements = (*self.greedy.free_running.values(), *self.coupled.values())
-        free = [divergence for agreement in agreements for divergence in agreement.divergences]
-        return (*free, *self.greedy.forced.divergences)
+        texts = (*self.free_running.values(), *self.coupled.values())
+        return (*(divergence for each in texts for divergence in each.divergences), *self.forced.divergences)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it but the divergences, ready for JSON."""
+        stats = self.stats.to_dict()
         return {
             "draft": self.name,
-            "free_running": {rule: agreement.to_dict() for rule, agreement in self.greedy.free_running.items()},
-            "teacher_forced": self.greedy.forced.to_dict(),
-            "acceptance": self.greedy.acceptance.to_dict(),
-            "coupled": {rule: agreement.to_dict() for rule, agreement in self.coupled.items()},
-            "fits": [fit.to_dict() for fit in self.fits],
+            "free_running": {rule: compared.to_dict() for rule, compared in self.free_running.items()},
+            "teacher_forced": self.forced.to_dict(),
+            "acceptance": {
+                name: stats[name] for name in ("judged", "accepted", "acceptance_rate", "mean_accepted_length")
+            },
+            "coupled": {rule: compared.to_dict() for rule, compared in self.coupled.items()},
+            "fits": [asdict(fit) for fit in self.fits],
         }
 
 
@@ -72,7 +108,7 @@ class Report:
     prompts: int
     settings: Settings
     bound: Bound
-    drafts: tuple[DraftReport, ...]
+    drafts: Sequence[DraftReport]
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
@@ -84,22 +120,30 @@ class Report:
         """Of all drafts."""
         return tuple(fit for draft in self.drafts for fit in draft.fits)
 
+    @property
+    def rejected(self) -> tuple[Fit, ...]:
+        """The fits that Holm's procedure rejects."""
+        rejects = holm_rejects([fit.p_value for fit in self.fits], self.settings.level)
+        return tuple(fit for fit, rejected in zip(self.fits, rejects, strict=True) if rejected)
+
     @cached_property
     def verdict(self) -> Verdict:
         """Whether the output is the model's own."""
-        return judge(
-            Evidence(
-                bound=self.bound,
-                divergences=self.divergences,
-                off={draft.name: draft.greedy.forced.off for draft in self.drafts},
-                fits=self.fits,
-                level=self.settings.level,
-                relaxed=[rule for rule in self.settings.accept if not find_rule(rule).lossless],
-                greedy_tokens=sum(
-                    agreement.tokens for draft in self.drafts for agreement in draft.greedy.free_running.values()
-                ),
-                coupled_tokens=sum(agreement.tokens for draft in self.drafts for agreement in draft.coupled.values()),
-            )
+        failures = tuple(_failures(self))
+        if failures:
+            more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+            return Verdict(Exactness.NOT_EXACT, f"NOT EXACT: {failures[0]}{more}", failures)
+        if not self.divergences:
+            tokens = sum(compared.tokens for draft in self.drafts for compared in draft.free_running.values())
+            equal = f"EXACT: all {tokens} greedy tokens are the model's own"
+            return Verdict(Exactness.EXACT, f"{equal}{_sampled(self)}", ())
+        widest = max(divergence.gap or 0.0 for divergence in self.divergences)
+        number = len(self.divergences)
+        return Verdict(
+            Exactness.WITHIN_ROUNDING,
+            f"EXACT WITHIN ROUNDING: {number} divergence{'s' * (number > 1)}, all at near-ties: gaps of at most "
+            f"{widest:.2g}, and rounding closes gaps of up to {self.bound.near_tie:.2g}{_sampled(self)}",
+            (),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,14 +151,57 @@ class Report:
         verdict = self.verdict
         return {
             "model": {"class": self.model, "dtype": self.dtype, "device": self.device, "layers": self.depth},
-            "settings": {**self.settings.to_dict(), "prompts": self.prompts},
+            "settings": {**asdict(self.settings), "prompts": self.prompts},
             "bound": self.bound.to_dict(),
             "drafts": [draft.to_dict() for draft in self.drafts],
             "divergences": [divergence.to_dict(self.bound) for divergence in self.divergences],
-            "smallest_p_value": min((fit.test.p_value for fit in self.fits), default=None),
+            "smallest_p_value": min((fit.p_value for fit in self.fits), default=None),
             "lossless": self.settings.lossless,
             "exact": verdict.exact,
             "verdict": str(verdict.exactness),
             "sentence": verdict.sentence,
             "failures": list(verdict.failures),
         }
+
+
+def _sampled(report: Report) -> str:
+    tokens = sum(compared.tokens for draft in report.drafts for compared in draft.coupled.values())
+    coupled = f", {tokens} coupled tokens those of plain decoding" * bool(tokens)
+    if not report.fits:
+        return coupled
+    smallest = min(fit.p_value for fit in report.fits)
+    return f"{coupled}, and sampled tokens fit its distribution in {len(report.fits)} tests (p >= {smallest:.2g})"
+
+
+def _failures(report: Report) -> Iterator[str]:
+    bound = report.bound
+    beyond = [divergence for divergence in report.divergences if not divergence.is_near_tie(bound)]
+    for (draft, check), group in groupby(beyond, key=lambda divergence: (divergence.draft, divergence.check)):
+        first, *others = group
+        more = f", and {len(others)} more" if others else ""
+        yield f"{draft}: {check} token {first.position + 1} of prompt {first.prompt + 1} {_how(first, bound)}{more}"
+    for each in report.drafts:
+        off = each.forced.off
+        if off > bound.most_off:
+            yield f"{each.name}: logits are off by {off:.2g}, and rounding moves them by {bound.largest:.2g}"
+    for fit in report.rejected:
+        p_value = f"p = {fit.p_value:.2g}"
+        yield f"{fit.draft}: tokens sampled under {fit.rule} do not fit the model's distribution ({p_value})"
+    if report.divergences and not bound.is_rounding:
+        yield (
+            f"the model's own passes over one and over several tokens differ by {bound.largest:.2g}, and "
+            f"{bound.close_calls} of {len(bound.gaps)} tokens are decided by less: that is more than rounding, so "
+            "drafting cannot be exact"
+        )
+    for rule in report.settings.accept:
+        if not find_rule(rule).lossless:
+            yield f"{rule} is not lossless, whatever was measured"
+
+
+def _how(divergence: Divergence, bound: Bound) -> str:
+    if divergence.expected is None or divergence.found is None or divergence.gap is None:
+        return "is missing" if divergence.found is None else "is one too many"
+    return (
+        f"is {divergence.found} and not {divergence.expected}, with a gap of {divergence.gap:.2g} "
+        f"(rounding closes up to {bound.near_tie:.2g})"
+    )

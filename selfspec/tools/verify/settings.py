@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from selfspec.accept import find_rule
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
@@ -73,7 +72,3 @@ class Settings:
     def lossless(self) -> bool:
         """Whether all rules are."""
         return all(find_rule(name).lossless for name in self.accept)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        return {**asdict(self), "accept": list(self.accept)}

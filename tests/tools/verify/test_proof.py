@@ -24,8 +24,8 @@ from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError,
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.runner import ModelRunner, Pass
 from selfspec.tools.verify import Report, Settings, verify
-from selfspec.tools.verify.divergence import Check
-from selfspec.tools.verify.verdict import Exactness
+from selfspec.tools.verify.comparison import Check
+from selfspec.tools.verify.report import Exactness
 
 QUICK = Settings(max_new_tokens=16, samples=300)
 # Where the texts matter, and where the tests of fit do.
@@ -72,15 +72,15 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert (report.dtype, report.device, report.depth, report.prompts) == ("float32", "cpu", 5, 2)
     assert [draft.name for draft in report.drafts] == ["none", "skip:attn=1", "exit:4"]
     for draft in report.drafts:
-        assert draft.greedy.free_running["token"].equal_texts == 2
-        assert draft.greedy.forced.positions == 32
-        assert draft.greedy.forced.off <= report.bound.most_off
+        assert draft.free_running["token"].equal_texts == 2
+        assert draft.forced.positions == 32
+        assert draft.forced.off <= report.bound.most_off
     # Draft tokens were accepted and rejected, so both were verified.
-    assert all(0 < draft.greedy.acceptance.accepted < draft.greedy.acceptance.judged for draft in report.drafts[1:])
+    assert all(0 < draft.stats.accepted < draft.stats.judged for draft in report.drafts[1:])
     tests = [(fit.draft, fit.rule) for fit in report.fits]
     drafting = [(draft.name, rule) for draft in report.drafts[1:] for rule in ("token", "block")]
     assert tests == [("none", "coupled"), *drafting]
-    assert all(fit.cells > 5 and fit.test.noncentrality < 1e-6 for fit in report.fits)
+    assert all(fit.cells > 5 and fit.noncentrality < 1e-6 for fit in report.fits)
     assert {fit.temperature for fit in report.fits} == {0.8, 1.0}
     assert report.settings.lossless
 
@@ -104,7 +104,7 @@ def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
     one, two = (verified(llama, [tiny.prompt(5)], short, drafts) for _ in range(2))
     assert one.to_dict() == two.to_dict()
     other = verified(llama, [tiny.prompt(5)], replace(short, seed=1), drafts)
-    assert [fit.test.statistic for fit in other.fits] != [fit.test.statistic for fit in one.fits]
+    assert [fit.statistic for fit in other.fits] != [fit.statistic for fit in one.fits]
 
 
 def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
@@ -131,7 +131,7 @@ def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -
     # A full stop ends the text.
     copied.generation_config = GenerationConfig(eos_token_id=426, pad_token_id=0)
     report = verified(copied, prompts, TEXTS, DRAFTS[:1])
-    assert report.drafts[0].greedy.free_running["token"].tokens < 2 * TEXTS.max_new_tokens
+    assert report.drafts[0].free_running["token"].tokens < 2 * TEXTS.max_new_tokens
     assert report.verdict.exactness is Exactness.EXACT
 
 
@@ -242,7 +242,7 @@ def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Ten
     assert not report.settings.lossless
     assert report.to_dict()["lossless"] is False
     assert report.verdict.failures[-1] == "relaxed-top-k is not lossless, whatever was measured"
-    greedy = report.drafts[-1].greedy.free_running
+    greedy = report.drafts[-1].free_running
     assert greedy["token"].equal_texts == 2
     assert greedy["relaxed-top-k"].equal_texts < 2
     assert not failed(report, "under token")

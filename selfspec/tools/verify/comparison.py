@@ -1,0 +1,146 @@
+"""Texts compared with the model's own: where they part, and how nearly tied their tokens were there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.measure.rounding import Bound, largest_difference, tie_gap
+from selfspec.measure.stock import Reference
+
+
+class Check(StrEnum):
+    """What was compared."""
+
+    FREE_RUNNING = "free-running"
+    TEACHER_FORCED = "teacher-forced"
+    COUPLED = "coupled"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One place where tokens are not equal.
+
+    Attributes:
+        check: what was compared.
+        draft: which draft.
+        rule: which acceptance rule; None where nothing was accepted or rejected.
+        prompt: index of the prompt.
+        position: index of the new token.
+        expected: the model's own token; None where its text had ended.
+        found: the token in its place; None where the text had ended.
+        gap: how far the two are from a tie, in logits; None where one of them is missing. In greedy decoding the
+            difference of their logits, which is the model's top-2 gap where `found` is its second choice. In coupled
+            sampling what one of the logits would have to rise by for the noise to choose the other.
+    """
+
+    check: Check
+    draft: str
+    rule: str | None
+    prompt: int
+    position: int
+    expected: int | None
+    found: int | None
+    gap: float | None
+
+    def is_near_tie(self, bound: Bound) -> bool:
+        """Whether rounding explains it."""
+        return self.gap is not None and self.gap <= bound.near_tie
+
+    def to_dict(self, bound: Bound) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {**asdict(self), "near_tie": self.is_near_tie(bound)}
+
+
+@dataclass
+class ComparedTexts:
+    """Texts compared with the model's own, each until it parts, if it does.
+
+    Attributes:
+        check: what is compared.
+        draft: which draft.
+        rule: which acceptance rule.
+        texts: how many.
+        tokens: compared, of all texts.
+        divergences: at most one for each text.
+    """
+
+    check: Check
+    draft: str
+    rule: str
+    texts: int = 0
+    tokens: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+
+    @property
+    def equal_texts(self) -> int:
+        """Texts without any difference."""
+        return self.texts - len(self.divergences)
+
+    def add(self, prompt: int, expected: Sequence[int], found: Sequence[int], gap: Callable[[int], float]) -> None:
+        """Compare one more text, token by token.
+
+        Args:
+            prompt: index of the prompt.
+            expected: the model's own new tokens.
+            found: those to compare.
+            gap: asked for the gap at the index where they part, if both have a token there.
+        """
+        self.texts += 1
+        for position, (own, other) in enumerate(zip_longest(expected, found)):
+            self.tokens += 1
+            if own != other:
+                tie = None if own is None or other is None else gap(position)
+                self.divergences.append(
+                    Divergence(self.check, self.draft, self.rule, prompt, position, own, other, tie)
+                )
+                return
+
+    def to_dict(self) -> dict[str, int]:
+        """Counts, ready for JSON. Divergences are listed by the report."""
+        return {"texts": self.texts, "equal_texts": self.equal_texts, "tokens": self.tokens}
+
+
+@dataclass
+class ForcedTexts:
+    """The model's own texts, read through selfspec's passes.
+
+    Attributes:
+        draft: which draft.
+        positions: compared.
+        divergences: positions whose likeliest token is not the text's.
+        off: the largest difference of any logit from the stock model's one-token passes.
+    """
+
+    draft: str
+    positions: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+    off: float = 0.0
+
+    def add(self, prompt: int, reference: Reference, logits: Tensor) -> None:
+        """Compare one more text.
+
+        Args:
+            prompt: index of the prompt.
+            reference: the text.
+            logits: of its new tokens by selfspec's passes, `[new tokens, vocab]`.
+        """
+        self.positions += len(reference.tokens)
+        logits = logits.float()
+        self.off = max(self.off, largest_difference(logits, reference.logits.float()).max().item())
+        for position, (own, other) in enumerate(zip(reference.tokens, logits.argmax(-1).tolist(), strict=True)):
+            if own != other:
+                tie = tie_gap(reference.logits[position], own, other)
+                self.divergences.append(
+                    Divergence(Check.TEACHER_FORCED, self.draft, None, prompt, position, own, other, tie)
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, ready for JSON. Divergences are listed by the report."""
+        equal = self.positions - len(self.divergences)
+        return {"positions": self.positions, "equal_positions": equal, "logits_off": self.off}
