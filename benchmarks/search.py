@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,9 @@ import torch
 import transformers
 
 from selfspec.environment import environment
-from selfspec.measure.teacher_forced.figures import WrittenTexts
-from selfspec.tools.studies.models import StudiedModel, loader, texts_of, texts_point, write_texts
-from selfspec.tools.studies.points import Result
-from selfspec.tools.studies.prices import prices_by_weights
-from selfspec.tools.studies.search import SearchPlan, search
-from selfspec.tools.studies.search.evaluate import Evaluator
+from selfspec.tools.studies.board import Board
+from selfspec.tools.studies.models import StudiedModel, loader
+from selfspec.tools.studies.search import Evaluator, search
 from selfspec.tools.studies.skip_sets import SkipSet, Space
 from selfspec.tools.studies.study import Study
 
@@ -46,9 +45,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
-    study = Study.of({"models": options.model, "workloads": options.workload, "texts": 8, "prompt_tokens": 12})
-    studied = loader(study, "cpu")(options.model)
-    seen, unseen = _texts(studied, 0), _texts(studied, 1)
+    declared = {"models": options.model, "workloads": options.workload, "texts": 8, "prompt_tokens": 12}
+    declared |= {"temperatures": 1.0, "draft_lengths": list(_LENGTHS), "reach": 1, "pricing": "weights"}
+    seen, unseen = Study.of({**declared, "seeds": 0}), Study.of({**declared, "seeds": 1})
+    studied = loader(seen, "cpu")(options.model)
     rows = [
         _compared(studied, seen, unseen, size, seed, options.evaluations, options.random)
         for size in options.sizes
@@ -61,32 +61,24 @@ def main() -> None:
     print(_table(rows))
 
 
-def _texts(studied: StudiedModel, seed: int) -> WrittenTexts:
-    point = texts_point(studied, next(iter(studied.prompts)), 64, 1.0, seed)
-    return texts_of(Result(point, write_texts(studied, point)), studied.model.device)
-
-
 def _compared(
-    studied: StudiedModel, seen: WrittenTexts, unseen: WrittenTexts, size: str, seed: int, evaluations: int, count: int
+    studied: StudiedModel, seen: Study, unseen: Study, size: str, seed: int, evaluations: int, count: int
 ) -> dict[str, Any]:
     model, adapter = studied.model, studied.adapter
-    prices = prices_by_weights(model, adapter)
     space = Space.of(model, adapter) if size == "any" else Space.of(model, adapter, int(size), int(size))
-    begun = time.process_time()
-    found = search(
-        Evaluator(studied.views, seen, prices, _LENGTHS),
-        space,
-        SearchPlan(evaluations, space.fewest, space.most, seed=seed),
-    )
-    searched = time.process_time()
+    with _evaluator(studied, seen, space) as searched_by:
+        begun = time.process_time()
+        found = search(searched_by, evaluations, seed)
+        searched = time.process_time()
     left_out = len(found.best.skipped)
     same = Space.of(model, adapter, left_out, left_out)
-    chance = Evaluator(studied.views, seen, prices, _LENGTHS)
-    chance.evaluate(_drawn(same, count, seed))
+    with _evaluator(studied, seen, same) as chance:
+        chance_begun = time.process_time()
+        chance.evaluate(_drawn(same, count, seed))
+        ended = time.process_time()
     best = max(chance.scores.values(), key=lambda score: score.speedup)
-    ended = time.process_time()
-    again = Evaluator(studied.views, unseen, prices, _LENGTHS)
-    again.evaluate([found.best.skipped, best.skipped])
+    with _evaluator(studied, unseen, same) as again:
+        again.evaluate([found.best.skipped, best.skipped])
     return {
         "size": size,
         "seed": seed,
@@ -97,10 +89,17 @@ def _compared(
         "layer_passes": found.layer_passes,
         "search_seconds": searched - begun,
         "random": best.to_dict(),
-        "random_evaluations": chance.evaluations,
-        "random_seconds": ended - searched,
+        "random_evaluations": len(chance.scores),
+        "random_seconds": ended - chance_begun,
         "unseen": [again.scores[each.skipped].speedup for each in (found.best, best)],
     }
+
+
+@contextmanager
+def _evaluator(studied: StudiedModel, study: Study, space: Space) -> Iterator[Evaluator]:
+    """An evaluator that knows nothing yet."""
+    with tempfile.TemporaryDirectory() as folder, Board(folder) as board:
+        yield Evaluator(studied, study, space, board)
 
 
 def _drawn(space: Space, count: int, seed: int) -> list[SkipSet]:

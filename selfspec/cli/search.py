@@ -18,6 +18,7 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from selfspec.tools.studies.search import Found
 
+_DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
 _SIZES = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
@@ -53,15 +54,15 @@ def search(
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.tools.studies.models import check_inputs, loader
-    from selfspec.tools.studies.search import SearchPlan, find, save
+    from selfspec.tools.studies.skip_sets import Space
     from selfspec.tools.studies.study import Study, require_packages
 
-    lengths = {"draft_lengths": tuple(draft_lengths)} if draft_lengths else {}
-    plan = SearchPlan(evaluations, fewest, most, reach=reach, seed=seed, **lengths)
     prepare_quietly(machine.threads)
     require_packages()
-    declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": 1}
-    declared |= {**given(asdict(texts)), "draft_lengths": list(plan.draft_lengths)}
+    from selfspec.tools.studies.search import find, save
+
+    declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": reach}
+    declared |= {**given(asdict(texts)), "draft_lengths": draft_lengths or _DRAFT_LENGTHS}
     study = Study.of(declared, "the command line")
     place = storage or (None if keep is None else str(keep))
     check_output_file(to)
@@ -69,10 +70,10 @@ def search(
         check_output_folder(Path(place))
     check_inputs(study)
     studied = loader(study, machine.device)(study.models[0])
+    space = Space.of(studied.model, studied.adapter, fewest, most)
     with counting_bar("searching") as count:
-        found = find(studied, study, plan, place, lambda done: count(done, plan.evaluations))
-    about = {"plan": asdict(plan), "workload": study.workloads[0], "temperature": study.temperatures[0]}
-    about |= {"evaluations": len(found.scores), "pricing": study.pricing}
+        found = find(studied, study, space, evaluations, place, lambda done: count(done, evaluations))
+    about = {"study": study.to_dict(), "sublayers": [space.fewest, space.most], "evaluations": len(found.scores)}
     save(found, studied, to, about)
     if output == "json":
         print_json({**found.to_dict(), "file": str(to), **about, "versions": versions()})
@@ -91,14 +92,14 @@ def _sizes(text: str | None) -> tuple[int, int | None]:
 
 
 def _print(found: Found) -> None:
+    from selfspec.tools.studies.drafts import skip_name
+
     table = figures_table(
         "Acceptance against cost: what nothing beats",
-        ["attention", "MLP"],
+        ["skip set"],
         ["acceptance", "c", "draft length", "predicted speed-up"],
     )
     for score in found.front:
-        row = score.to_dict()
-        layers = (",".join(map(str, row[part])) for part in ("attention", "mlp"))
-        figures = (f"{row['alpha']:.3f}", f"{row['cost']:.3f}", str(row["draft_length"]), f"{row['speedup']:.3f}")
-        table.add_row(*layers, *figures, style="bold" if score == found.best else None)
+        figures = (f"{score.alpha:.3f}", f"{score.cost:.3f}", str(score.draft_length), f"{score.speedup:.3f}")
+        table.add_row(skip_name(score.skipped), *figures, style="bold" if score == found.best else None)
     console().print(table)

@@ -6,115 +6,98 @@ from itertools import combinations
 from pathlib import Path as FilePath
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers.stories import checkpoint_folder
-from selfspec.errors import DraftConfigError
-from selfspec.measure.teacher_forced.figures import WrittenTexts
-from selfspec.measure.teacher_forced.passes import LayerViews
-from selfspec.model.registry import find_adapter
+from helpers.studies import declared, stories_loader
+from selfspec.tools.studies.models import StudiedModel
+
+pytest.importorskip("sqlalchemy")
+
 from selfspec.tools.studies.board import Board
-from selfspec.tools.studies.prices import prices_by_weights
-from selfspec.tools.studies.search import Found, SearchPlan, search
-from selfspec.tools.studies.search.evaluate import Evaluator
+from selfspec.tools.studies.run import work_on
+from selfspec.tools.studies.search import Evaluator, Found, find, search
 from selfspec.tools.studies.skip_sets import Space
-from selfspec.tools.studies.table import pareto_front
+
+STUDY = declared(drafts="sublayers", temperatures=1.0, draft_lengths=[1, 2, 4], max_new_tokens=34, reach=1)
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    return loaded
+def studied() -> StudiedModel:
+    return stories_loader()("")
 
 
-@pytest.fixture(scope="module")
-def texts(model: PreTrainedModel) -> WrittenTexts:
-    torch.manual_seed(0)
-    ids = torch.full((2, 1), 1)
-    written = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=0, eos_token_id=None
-    )
-    return WrittenTexts(written, 8, temperature=1.0)
+def _space(studied: StudiedModel, fewest: int, most: int) -> Space:
+    return Space.of(studied.model, studied.adapter, fewest, most)
 
 
-def _evaluator(model: PreTrainedModel, texts: WrittenTexts, board: Board | None = None) -> Evaluator:
-    adapter = find_adapter(model)
-    return Evaluator(LayerViews(model, adapter), texts, prices_by_weights(model, adapter), (1, 2, 4), board=board)
-
-
-def _space(model: PreTrainedModel, fewest: int, most: int) -> Space:
-    return Space.of(model, find_adapter(model), fewest, most)
-
-
-def test_in_two_thirds_of_the_evaluations_it_finds_the_best_pair(model: PreTrainedModel, texts: WrittenTexts) -> None:
-    space = _space(model, 2, 2)
-    everything = _evaluator(model, texts)
-    everything.evaluate(map(frozenset, combinations(space.choices, 2)))
-    best = max(everything.scores.values(), key=lambda score: score.speedup)
-    found = search(_evaluator(model, texts), space, SearchPlan(evaluations=30))
-    assert everything.evaluations == 45
-    assert found.best == best
+def test_in_two_thirds_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: FilePath) -> None:
+    space = _space(studied, 2, 2)
+    with Board(tmp_path) as board:
+        everything = Evaluator(studied, STUDY, space, board)
+        everything.evaluate(list(map(frozenset, combinations(space.choices, 2))))
+    assert len(everything.scores) == 45
+    found = find(studied, STUDY, space, evaluations=30)
+    assert found.best == max(everything.scores.values(), key=lambda score: score.speedup)
     assert len(found.scores) == 30
 
 
-def test_the_front_holds_what_nothing_beats(model: PreTrainedModel, texts: WrittenTexts) -> None:
-    found = search(_evaluator(model, texts), _space(model, 1, 5), SearchPlan(evaluations=40))
+def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
+    found = find(studied, STUDY, _space(studied, 1, 5), evaluations=40)
     assert len(set(found.methods)) >= 3
     for score in found.front:
         assert not any(
             other.alpha >= score.alpha and other.cost <= score.cost and other != score for other in found.scores
         )
-    assert list(found.front) == pareto_front(found.scores, lambda score: (score.cost, score.alpha))
     assert found.best.speedup == max(score.speedup for score in found.scores)
 
 
-def test_a_seed_gives_the_same_search_again(model: PreTrainedModel, texts: WrittenTexts) -> None:
+def test_a_seed_gives_the_same_search_again(studied: StudiedModel) -> None:
     def once() -> Found:
-        return search(_evaluator(model, texts), _space(model, 1, 4), SearchPlan(evaluations=12, seed=3))
+        return find(studied, declared(seeds=3, temperatures=1.0), _space(studied, 1, 4), evaluations=12)
 
     assert once() == once()
 
 
-def test_an_interrupted_search_continues_and_repeats_nothing(
-    model: PreTrainedModel, texts: WrittenTexts, tmp_path: FilePath
-) -> None:
-    space = _space(model, 1, 4)
+def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedModel, tmp_path: FilePath) -> None:
+    space = _space(studied, 1, 4)
 
     def interrupt(evaluations: int) -> None:
         if evaluations >= 16:
             raise KeyboardInterrupt
 
-    with Board(tmp_path) as board, pytest.raises(KeyboardInterrupt):
-        search(_evaluator(model, texts, board), space, SearchPlan(evaluations=24), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        find(studied, STUDY, space, 24, tmp_path, interrupt)
+    seen: list[int] = []
+    found = find(studied, STUDY, space, 24, tmp_path, seen.append)
     with Board(tmp_path) as board:
-        seen: list[int] = []
-        found = search(_evaluator(model, texts, board), space, SearchPlan(evaluations=24), seen.append)
-        assert len(board.results()) == 24
+        # Beside the sets their texts and their costs.
+        assert len(board.results()) == 24 + 2
     assert len(found.scores) == 24
     assert min(seen) >= 16
     assert found.methods.count("before") >= 16
 
 
-def test_two_searches_share_the_work(model: PreTrainedModel, texts: WrittenTexts, tmp_path: FilePath) -> None:
-    space, plan = _space(model, 1, 4), SearchPlan(evaluations=16)
+def test_two_searches_share_the_work(studied: StudiedModel, tmp_path: FilePath) -> None:
+    space = _space(studied, 1, 4)
     with Board(tmp_path) as one, Board(tmp_path) as other:
-        mine, theirs = _evaluator(model, texts, one), _evaluator(model, texts, other)
+        mine, theirs = (Evaluator(studied, STUDY, space, board) for board in (one, other))
         first = frozenset({space.choices[0]})
         with other.claimed([theirs._point(first)]):
             # Sets that another worker is at work on are left to it.
             assert mine.evaluate([first]) == []
-        search(mine, space, plan)
-        found = search(theirs, space, plan)
+        search(mine, 16)
+        found = search(theirs, 16)
     assert found.methods == ("before",) * 16
 
 
-def test_a_space_that_is_exhausted_ends_the_search(model: PreTrainedModel, texts: WrittenTexts) -> None:
-    found = search(_evaluator(model, texts), _space(model, 1, 1), SearchPlan(evaluations=40))
-    assert len(found.scores) == 10
+def test_a_search_takes_over_what_a_study_found_and_leaves_other_sets_alone(
+    studied: StudiedModel, tmp_path: FilePath
+) -> None:
+    work_on(STUDY, lambda name: studied, tmp_path)
+    singles = find(studied, STUDY, _space(studied, 1, 1), 10, tmp_path)
+    assert singles.methods == ("before",) * 10
+    pairs = find(studied, STUDY, _space(studied, 2, 2), 4, tmp_path)
+    assert [len(score.skipped) for score in pairs.scores] == [2] * 4
 
 
-@pytest.mark.parametrize("plan", [{"evaluations": 0}, {"draft_lengths": ()}, {"draft_lengths": (0,)}, {"reach": 0}])
-def test_a_plan_that_cannot_be_is_refused(plan: dict[str, object]) -> None:
-    with pytest.raises(DraftConfigError):
-        SearchPlan(**plan)  # type: ignore[arg-type]
+def test_a_space_that_is_exhausted_ends_the_search(studied: StudiedModel) -> None:
+    assert len(find(studied, STUDY, _space(studied, 1, 1), evaluations=40).scores) == 10

@@ -13,7 +13,7 @@ from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText
 from selfspec.model.layer_path import LayerPath, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.prices import Prices, prices_by_weights
-from selfspec.tools.studies.search.similarity import influence, nested, sets_by_similarity
+from selfspec.tools.studies.similarity import influence, nested, sets_by_similarity
 from selfspec.tools.studies.skip_sets import Space
 
 
