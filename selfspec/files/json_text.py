@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,15 +12,27 @@ from pydantic_core import from_json
 from selfspec.errors import SelfSpecError
 
 _Content = TypeVar("_Content")
+# Longer integers fit no float.
+_MOST_DIGITS = 300
+_LONG_INTEGER = re.compile(rf"\d{{{_MOST_DIGITS + 1}}}")
 
 
 def parse_json(text: str) -> Any:
-    """Return the value that a JSON text holds.
+    """Return the value that a JSON text holds. All its integers fit a float.
 
     Raises:
         ValueError: it is no JSON, is nested too deeply, or holds a number with too many digits or half a character.
     """
-    return from_json(text)
+    value = from_json(text)
+    if _LONG_INTEGER.search(text) and _has_long_integer(value):
+        raise ValueError(f"an integer of more than {_MOST_DIGITS} digits")
+    return value
+
+
+def _has_long_integer(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_long_integer, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS
 
 
 def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError], remedy: str) -> _Content:

@@ -113,3 +113,13 @@ def test_a_vocabulary_of_tokens_that_no_tensor_holds_is_refused(tmp_path: Path) 
 def test_what_is_json_is_read_as_json() -> None:
     text = '{"a": [1, -2, 3.5, 1e30, 1000000000000000019884624838656], "b": "\\ud83d\\ude00 \\u00e9", "c": null}'
     assert parse_json(text) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", ["1" * 400, '{"a": [1, -' + "9" * 301 + "]}"])
+def test_integers_that_fit_no_float_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="300 digits"):
+        parse_json(text)
+
+
+def test_digits_in_strings_may_be_many() -> None:
+    assert parse_json('{"a": "' + "1" * 400 + '", "b": 2}') == {"a": "1" * 400, "b": 2}
