@@ -138,7 +138,7 @@ def ablate(
     if output == "json":
         print_json(
             {
-                "study": finding.study.to_dict(),
+                "study": asdict(finding.study),
                 "points": len(finding.results),
                 "failed": [{"place": dict(each.point.place), "error": each.error} for each in finding.failed],
                 "best": [panel.best[0] for panel in panels(finding) if panel.best],

@@ -73,7 +73,7 @@ def search(
     space = Space.of(studied.model, studied.adapter, fewest, most)
     with counting_bar("searching") as count:
         found = find(studied, study, space, evaluations, place, lambda done: count(done, evaluations))
-    about = {"study": study.to_dict(), "sublayers": [space.fewest, space.most], "evaluations": len(found.scores)}
+    about = {"study": asdict(study), "sublayers": [space.fewest, space.most], "evaluations": len(found.scores)}
     save(found, studied, to, about)
     if output == "json":
         print_json({**found.to_dict(), "file": str(to), **about, "versions": versions()})

@@ -64,6 +64,11 @@ def parsed(text: str | bytes, kind: type[_Content]) -> _Content:
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as wrong:
-        first = wrong.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))) from None
+        raise ValueError(first_error(wrong)) from None
+
+
+def first_error(wrong: ValidationError) -> str:
+    """Say in one line which field is wrong first, and how."""
+    first = wrong.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return ": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))

@@ -133,7 +133,7 @@ def loader(study: Study, device: str) -> Callable[[str], StudiedModel]:
     def load(name: str) -> StudiedModel:
         if name not in kept:
             kept.clear()
-            checkpoint = load_checkpoint(model_place(name), study.dtype, device)  # type: ignore[arg-type]
+            checkpoint = load_checkpoint(model_place(name), study.dtype, device)
             model, tokenizer = checkpoint.model, checkpoint.tokenizer
             prompts = {
                 workload.name: torch.cat(workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from selfspec.accept import find_rule
 from selfspec.errors import SelfSpecError, StudyError
+from selfspec.files.json_text import first_error
+from selfspec.model.checkpoint import DtypeName
 
 Pricing = Literal["measured", "weights"]
 """Where costs come from: timed on this machine, or the weights that a step reads."""
@@ -20,10 +25,36 @@ WORK = ("scipy", "sqlalchemy")
 REPORT = ("matplotlib", "pandas", "plotly", "pyarrow")
 """Packages that studies need and decoding does not: to work, and to report."""
 
-_DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+_LARGE = 2**63
 
 
-@dataclass(frozen=True)
+def _listed(value: Any) -> Any:
+    """One value may stand for a list of one."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("this is empty; name at least one")
+    if len(set(values)) < len(values):
+        raise ValueError("this names something twice")
+    return values
+
+
+def _rule(name: str) -> str:
+    try:
+        find_rule(name)
+    except SelfSpecError as error:
+        raise ValueError(str(error)) from error
+    return name
+
+
+_Item = TypeVar("_Item")
+_Several = Annotated[tuple[_Item, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
+_Count = Annotated[int, Field(ge=1, lt=_LARGE)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Study:
     """A declared study. Every combination of the lists is a point.
 
@@ -44,56 +75,23 @@ class Study:
         pricing: where costs come from.
         dtype: what to compute in.
         name: what reports call it.
-
-    Raises:
-        StudyError: naming what cannot be.
     """
 
-    models: tuple[str, ...]
-    drafts: tuple[str, ...] = ("exits", "sublayers")
-    workloads: tuple[str, ...] = ("demo",)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    accept: tuple[str, ...] = ("token",)
-    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    seeds: tuple[int, ...] = (0,)
-    texts: int = 8
-    prompt_tokens: int = 32
-    max_new_tokens: int = 64
-    reach: int = 2
-    confirm: int = 6
+    models: _Several[str]
+    drafts: _Several[str] = ("exits", "sublayers")
+    workloads: _Several[str] = ("demo",)
+    temperatures: _Several[Annotated[float, Field(ge=0, lt=_LARGE)]] = (0.0, 1.0)
+    accept: _Several[Annotated[str, AfterValidator(_rule)]] = ("token",)
+    draft_lengths: _Several[_Count] = (1, 2, 3, 4, 6, 8)
+    seeds: _Several[Annotated[int, Field(ge=-_LARGE, lt=_LARGE)]] = (0,)
+    texts: _Count = 8
+    prompt_tokens: _Count = 32
+    max_new_tokens: Annotated[_Count, Field(ge=2)] = 64
+    reach: _Count = 2
+    confirm: Annotated[int, Field(ge=0, lt=_LARGE)] = 6
     pricing: Pricing = "measured"
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     name: str = "study"
-
-    def __post_init__(self) -> None:
-        for name in _LISTS:
-            values = getattr(self, name)
-            if not values:
-                raise StudyError(f"{name} is empty; name at least one")
-            if len(set(values)) < len(values):
-                raise StudyError(f"{name} = {list(values)} names something twice")
-        for name, least in {
-            "texts": 1,
-            "prompt_tokens": 1,
-            "max_new_tokens": 2,
-            "reach": 1,
-            "confirm": 0,
-        }.items():
-            if getattr(self, name) < least:
-                raise StudyError(f"{name} = {getattr(self, name)} is too small, give at least {least}")
-        if min(self.draft_lengths) < 1:
-            raise StudyError(f"draft_lengths = {list(self.draft_lengths)}: a draft has at least 1 token")
-        if min(self.temperatures) < 0:
-            raise StudyError(f"temperatures = {list(self.temperatures)}: a temperature is not negative")
-        if self.pricing not in get_args(Pricing):
-            raise StudyError(f"pricing = {self.pricing!r} is not known; choose {' or '.join(get_args(Pricing))}")
-        if self.dtype not in _DTYPES:
-            raise StudyError(f"dtype = {self.dtype!r} is not known; choose one of {', '.join(_DTYPES)}")
-        for rule in self.accept:
-            try:
-                find_rule(rule)
-            except SelfSpecError as error:
-                raise StudyError(f"accept: {error}") from error
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
@@ -106,24 +104,18 @@ class Study:
         Raises:
             StudyError: a name is not known, or a value cannot be.
         """
-        types = {each.name: str(each.type) for each in fields(cls)}
-        values: dict[str, Any] = {}
-        for key, value in declared.items():
-            if key not in types:
-                near = difflib.get_close_matches(key, types, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(types)}"
+        names = [each.name for each in fields(cls)]
+        for key in declared:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
                 raise StudyError(f"{where} has an unknown key {key!r}; {hint}")
-            values[key] = _checked(where, key, types[key], value)
-        if "models" not in values:
+        if "models" not in declared:
             raise StudyError(f'{where} names no models; add e.g. models = ["demo"]')
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-
-_LISTS = ("models", "drafts", "workloads", "temperatures", "accept", "draft_lengths", "seeds")
+        try:
+            return cls(**declared)
+        except ValidationError as wrong:
+            raise StudyError(f"{where}: {first_error(wrong)}") from None
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
@@ -156,27 +148,6 @@ def _parsed(file: Path, text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "TOML" if file.suffix == ".toml" else "YAML"
         raise StudyError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
-
-
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-
-
-def _checked(where: str, key: str, kind: str, value: Any) -> Any:
-    """Check a value and return it as the study keeps it."""
-    for number in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(number, int | float) and not -(2**63) <= number < 2**63:
-            raise StudyError(f"{where}: {key} holds a number out of range")
-    if not kind.startswith("tuple"):
-        wanted = int if kind == "int" else str
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise StudyError(f"{where}: {key} = {value!r} is not {'a whole number' if wanted is int else 'a text'}")
-        return value
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    of = kind.removeprefix("tuple[").split(",")[0]
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, _KINDS[of]):
-            raise StudyError(f"{where}: {key} holds {item!r}, which is no {of}")
-    return tuple(float(item) if of == "float" else item for item in items)
 
 
 def require_packages(packages: Sequence[str] = WORK) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("models: demo\ntemperatures: [0, 0.8]\ntexts: 4\n")
     one, other = read_study(tmp_path / "a.toml"), read_study(tmp_path / "a.yaml")
     assert one == other == Study(("demo",), temperatures=(0.0, 0.8), texts=4, name="a")
-    assert Study.of(one.to_dict()) == one
+    assert Study.of(asdict(one)) == one
     assert read_study(tmp_path / "a.toml", {"texts": 2}).texts == 2
 
 
@@ -30,17 +31,21 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("", "names no models"),
         ('models = "demo"\ndraft = "exits"', "did you mean 'drafts'"),
         ('models = "demo"\nzzz = 1', "known are models"),
-        ('models = "demo"\ntexts = "many"', "texts = 'many' is not a whole number"),
-        ('models = "demo"\ntexts = 0', "too small"),
-        ('models = "demo"\ntemperatures = ["hot"]', "holds 'hot', which is no float"),
-        ('models = "demo"\ntemperatures = [-1]', "not negative"),
-        ('models = "demo"\ndraft_lengths = []', "draft_lengths is empty"),
-        ('models = "demo"\ndraft_lengths = [0]', "at least 1 token"),
-        ('models = "demo"\ndraft_lengths = [1, 1]', "something twice"),
-        ('models = "demo"\naccept = ["tokn"]', "accept"),
-        ('models = "demo"\nreach = 0', "reach = 0 is too small"),
-        ('models = "demo"\npricing = "guess"', "measured or weights"),
-        ('models = "demo"\ndtype = "int3"', "not known"),
+        ('models = "demo"\ntexts = "many"', "texts: Input should be a valid integer"),
+        ('models = "demo"\ntexts = 0', "texts: Input should be greater than or equal to 1"),
+        ('models = "demo"\ntemperatures = ["hot"]', "temperatures.0: Input should be a valid number"),
+        ('models = "demo"\ntemperatures = [-1]', "temperatures.0: Input should be greater"),
+        ('models = "demo"\ndraft_lengths = []', "draft_lengths: this is empty"),
+        ('models = "demo"\ndraft_lengths = [0]', "draft_lengths.0: Input should be greater"),
+        ('models = "demo"\ndraft_lengths = [1, 1]', "draft_lengths: this names something twice"),
+        ('models = "demo"\naccept = ["tokn"]', "accept.0: .*tokn"),
+        ('models = "demo"\nseeds = [true]', "seeds.0: Input should be a valid integer"),
+        ('models = "demo"\ntemperatures = [nan]', "temperatures.0: Input should be"),
+        ('models = "demo"\ntemperatures = [true]', "temperatures.0: Input should be"),
+        ('models = "demo"\nseeds = [9223372036854775808]', "seeds.0: Input should be less"),
+        ('models = "demo"\nreach = 0', "reach: Input should be greater"),
+        ('models = "demo"\npricing = "guess"', "pricing: Input should be 'measured' or 'weights'"),
+        ('models = "demo"\ndtype = "int3"', "dtype: Input should be 'auto'"),
     ],
 )
 def test_what_is_malformed_is_said(tmp_path: Path, text: str, said: str) -> None:
