@@ -32,13 +32,12 @@ def inspect(
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
     from selfspec.environment import versions
-    from selfspec.measure.draft_cost import exits_reading
     from selfspec.model.checkpoint import read_config
     from selfspec.model.summary import describe_config
 
     prepare_process(threads=None)
     summary = describe_config(read_config(model_place(model)))
-    reduced = None if draft_vocabulary is None else exits_reading(summary, draft_vocabulary)
+    reduced = None if draft_vocabulary is None else summary.exits_reading(draft_vocabulary)
     if output == "json":
         fewer = {} if reduced is None else {"exits_with_draft_vocabulary": [asdict(choice) for choice in reduced]}
         print_json({"checkpoint": model, **summary.to_dict(), **fewer, "versions": versions()})

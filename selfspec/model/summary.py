@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.shared_cache import recurrent_layers
+from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.registry import find_adapter
 
@@ -154,6 +155,18 @@ class ModelSummary:
     def exits(self) -> tuple[ExitSummary, ...]:
         """Every exit layer, 1..N-1 of N layers."""
         reads = ((layer, self._bytes_read(layer)) for layer in range(1, len(self.layers)))
+        return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
+
+    def exits_reading(self, rows: int) -> tuple[ExitSummary, ...]:
+        """Every exit where a draft step reads only `rows` rows of the head; bytes are rounded down.
+
+        Raises:
+            DraftConfigError: the model does not have so many tokens.
+        """
+        if not 1 <= rows <= self.vocabulary:
+            raise DraftConfigError(f"a reduced vocabulary of {rows} is out of range: this model has {self.vocabulary}")
+        saved = self.head.bytes * (self.vocabulary - rows) // self.vocabulary
+        reads = ((choice.layer, choice.bytes_read - saved) for choice in self.exits)
         return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
 
     def to_dict(self) -> dict[str, Any]:
