@@ -27,8 +27,8 @@ from selfspec.control.costs import Costs
 from selfspec.control.forecast import speedup
 from selfspec.draft import Drafter, ExitHead
 from selfspec.environment import environment
+from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.cycles import cycle_share
-from selfspec.measure.figures import ExitFigures
 from selfspec.measure.readout import Readout
 from selfspec.model.checkpoint import Checkpoint, load_checkpoint
 from selfspec.model.registry import find_adapter

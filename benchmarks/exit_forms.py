@@ -19,7 +19,7 @@ from kept import RESULTS
 from torch import Tensor, nn
 
 from selfspec.draft.exit_head import ExitAdapter
-from selfspec.measure.figures import ExitFigures
+from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.readout import Readout
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter

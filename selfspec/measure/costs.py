@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -97,19 +97,8 @@ class MeasuredCosts:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        return {
-            "step_seconds": self.step_seconds.to_dict(),
-            "draft": {name: each.to_dict() for name, each in self.draft.items()},
-            "verify": {
-                name: {str(width): each.to_dict() for width, each in by_width.items()}
-                for name, by_width in self.verify.items()
-            },
-            "overhead": {name: each.to_dict() for name, each in self.overhead.items()},
-            "context": self.context,
-            "batch": self.batch,
-            "lengths": list(self.lengths),
-            "out_of_step": None if self.out_of_step is None else self.out_of_step.to_dict(),
-        }
+        by_width = {name: {str(width): asdict(each) for width, each in at.items()} for name, at in self.verify.items()}
+        return {**asdict(self), "verify": by_width}
 
 
 def measure_costs(
@@ -189,8 +178,8 @@ def measure_costs(
         rests = []
         for _ in range(_GENERATIONS):
             told.step(f"what else rounds do, {name}")
-            rests.append(bench.rests_of(drafter, middle))
-        overhead[name] = Estimate.of_median([each.beyond(passes) / step_seconds.value for each in rests])
+            rests.append(bench.rest(drafter, middle, passes) / step_seconds.value)
+        overhead[name] = Estimate.of_median(rests)
     return MeasuredCosts(
         step_seconds=step_seconds,
         draft=draft,
@@ -201,30 +190,6 @@ def measure_costs(
         lengths=tuple(sorted(set(lengths))),
         out_of_step=bench.out_of_step(rounds, told) if batch > 1 else None,
     )
-
-
-@dataclass(frozen=True)
-class Rests:
-    """Seconds of a round beside draft and target pass: judging, committing.
-
-    Attributes:
-        plain: of a round of plain decoding.
-        drafting: of a round that drafts.
-    """
-
-    plain: float
-    drafting: float
-
-    def beyond(self, passes: float) -> float:
-        """What of it the formula has not counted yet.
-
-        V counts target passes, and the formula's unit is a whole plain round: so it has counted a plain round's rest
-        V times.
-
-        Args:
-            passes: V of the round.
-        """
-        return self.drafting - passes * self.plain
 
 
 class _Bench:
@@ -284,8 +249,17 @@ class _Bench:
         behind.close()
         return Estimate.of_median(ratios[self._warm_up :])
 
-    def rests_of(self, drafter: Drafter, length: int) -> Rests:
-        """What rounds that draft `length` tokens spend beside draft and target pass, and plain rounds in turns."""
+    def rest(self, drafter: Drafter, length: int, passes: float) -> float:
+        """Seconds of a round beside draft and target pass (judging, committing) that the formula has not counted yet.
+
+        V counts target passes, and the formula's unit is a whole plain round: so it has counted a plain round's rest
+        V times. Plain rounds are run in turns with those that draft.
+
+        Args:
+            drafter: what drafts.
+            length: of its drafts.
+            passes: V of the round.
+        """
         # Room for whole drafts to the last round.
         room = _ROUNDS * (length + 1) + 1
         plain = self._begin(self._eager, room, self.prompt)
@@ -293,7 +267,7 @@ class _Bench:
         for _ in range(_ROUNDS):
             next(plain)
             next(drafting)
-        return Rests(_rest(plain), _rest(drafting))
+        return _rest(drafting) - passes * _rest(plain)
 
     def _begin(self, spec: SelfSpeculative, room: int, prompt: Tensor, mask: Tensor | None = None) -> Generation:
         return spec.stream(prompt, attention_mask=mask, max_new_tokens=room, seed=_SEED, **self._options)

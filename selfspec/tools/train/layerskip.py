@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from selfspec.control.forecast import forecast
-from selfspec.measure.figures import ExitFigures
+from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.readout import Readout
 from selfspec.model.adapter import Adapter
 from selfspec.tools.train.corpus import Blocks

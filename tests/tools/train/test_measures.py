@@ -7,8 +7,8 @@ import torch
 
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import forecast, speedup
+from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.cycles import cycle_share
-from selfspec.measure.figures import ExitFigures
 
 
 def test_alpha_is_one_minus_the_total_variation() -> None:
