@@ -27,13 +27,13 @@ from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.named import RuntimeName
-from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.arm import ArmKind
 from selfspec.tools.bench.arms import arm_specs
 from selfspec.tools.bench.bar import Bar
 from selfspec.tools.bench.cell import grid
 from selfspec.tools.bench.report import write_report
 from selfspec.tools.bench.results_file import ResultsFile
-from selfspec.tools.bench.session import Plan, Session, Subject
+from selfspec.tools.bench.session import BenchedModel, BenchPlan, Session
 
 # The shapes of widely used models of about these sizes; embeddings are tied.
 SHAPES: dict[str, dict[str, int]] = {
@@ -91,19 +91,19 @@ def main() -> None:
     file = ResultsFile(RESULTS / options.name)
     cells = grid(["random"], [options.temperature], options.batch, options.context, options.max_new_tokens)
     prompts = {cell: _prompts(shape["vocabulary"], options, cell.batch, cell.context) for cell in cells}
-    kinds = [Kind.DRAFT] + ([Kind.STATIC] if options.device != "cpu" else [])
-    kinds += [] if options.no_assistant else [Kind.EARLY_EXIT]
+    kinds = [ArmKind.DRAFT] + ([ArmKind.STATIC] if options.device != "cpu" else [])
+    kinds += [] if options.no_assistant else [ArmKind.EARLY_EXIT]
     drafts, own = [f"exit:{exit_layer}"], (options.packed, options.runtime)
     specs = arm_specs(kinds, drafts, None, [None], exit_layer, options.draft_length, *own)
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         if not options.no_memory:
             model.save_pretrained(folder)
-        subject = Subject(
+        subject = BenchedModel(
             f"random {options.size}, acceptance planted at {options.acceptance:g}",
             None if options.no_memory else folder,
             model,
         )
-        session = Session(subject, specs, Plan(options.repeats, options.warm_up, not options.no_memory), file)
+        session = Session(subject, specs, BenchPlan(options.repeats, options.warm_up, not options.no_memory), file)
         session.measure(prompts, Bar(progress, len(cells)))
     write_report(file.cells(), RESULTS / options.name, with_plots=True)
     print((RESULTS / options.name / "report.md").read_text())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from selfspec.tools.bench.results_file import MeasuredCell
 
 
-class ArmKind(StrEnum):
+class ExtraArm(StrEnum):
     """What `--arm` takes."""
 
     STATIC = "static"
@@ -34,7 +34,7 @@ class RefusedError(FailedCheckError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject(ModelOptions):
+class ModelToBench(ModelOptions):
     """Device and weights."""
 
     model: Annotated[
@@ -52,7 +52,7 @@ class Arms:
     """Arms: ways to decode."""
 
     arm: Annotated[
-        list[ArmKind] | None,
+        list[ExtraArm] | None,
         typer.Option(
             metavar="ARM",
             help="An arm besides `model.generate` and selfspec plain; may be repeated. `static`: model.generate "
@@ -93,19 +93,19 @@ class Arms:
         from selfspec.draft import Drafter
         from selfspec.model.checkpoint import find_device
         from selfspec.runtime.named import RuntimeName
-        from selfspec.tools.bench.arm import Kind
+        from selfspec.tools.bench.arm import ArmKind
         from selfspec.tools.bench.arms import arm_specs
 
         depth = model.prepare()
         third = max(depth // 3, 1)
         exit_layer = third if self.exit_layer is None else self.exit_layer
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
-        kinds = [Kind.LOOK_UP, Kind.EARLY_EXIT, Kind.DRAFT]
+        kinds = [ArmKind.LOOK_UP, ArmKind.EARLY_EXIT, ArmKind.DRAFT]
         if self.arm is not None:
-            kinds = [Kind(arm.value) for arm in self.arm]
+            kinds = [ArmKind(arm.value) for arm in self.arm]
         elif find_device(model.device).type == "cuda":
-            kinds.append(Kind.STATIC)
-        if Kind.EARLY_EXIT in kinds and exit_layer >= depth:
+            kinds.append(ArmKind.STATIC)
+        if ArmKind.EARLY_EXIT in kinds and exit_layer >= depth:
             raise DraftConfigError(
                 f"--exit-layer {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
             )
@@ -156,7 +156,7 @@ class Cells:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredParts:
     """What is measured in each cell."""
 
     repeats: Repeats = 5
@@ -170,10 +170,10 @@ class Measured:
 
 
 def bench(
-    model: Subject,
+    model: ModelToBench,
     arms: Arms,
     cells: Cells,
-    measured: Measured,
+    measured: MeasuredParts,
     to: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Results and report; cells that are there are not measured again.")
     ] = Path("bench"),
@@ -222,13 +222,12 @@ def bench(
         print_json(summary(found))
 
 
-def _measure(model: Subject, arms: Arms, cells: Cells, measured: Measured, to: Path) -> list[MeasuredCell]:
+def _measure(model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, to: Path) -> list[MeasuredCell]:
     from selfspec.measure.prompts import read_workloads
     from selfspec.tools.bench.bar import Bar
     from selfspec.tools.bench.cell import grid, with_prompts
     from selfspec.tools.bench.results_file import ResultsFile
-    from selfspec.tools.bench.session import Plan, Session
-    from selfspec.tools.bench.session import Subject as Loaded
+    from selfspec.tools.bench.session import BenchedModel, BenchPlan, Session
 
     workloads = read_workloads(cells.workload)
     file = ResultsFile(to)
@@ -237,7 +236,7 @@ def _measure(model: Subject, arms: Arms, cells: Cells, measured: Measured, to: P
     # Arms that run packed weights pack a copy.
     checkpoint = replace(model, packed=False).load()
     name = "embedded" if model.model == DEMO else Path(model.model).name
-    session = Session(Loaded(name, model.place, checkpoint.model), specs, Plan(**asdict(measured)), file)
+    session = Session(BenchedModel(name, model.place, checkpoint.model), specs, BenchPlan(**asdict(measured)), file)
     conditions = grid(list(workloads), cells.temperature, cells.batch, cells.context, cells.max_new_tokens)
     prompted = with_prompts(conditions, workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:

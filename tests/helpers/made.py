@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.decode.stats import Stats
-from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arm import ArmKind, ArmSpec
 from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.record import Record, Settings
+from selfspec.tools.bench.record import Record, Setup
 
 CELL = Cell("code", 0.0, 1, 8, 16)
-SETTINGS = Settings("tiny", 1000, "float64", "cpu", 1, 2, 2, "abc")
+SETTINGS = Setup("tiny", 1000, "float64", "cpu", 1, 2, 2, "abc")
 ENVIRONMENT = {
     "selfspec": "0",
     "torch": "0",
@@ -23,7 +23,7 @@ ENVIRONMENT = {
 }
 
 
-def record(kind: Kind, seconds: Sequence[Sequence[float]], draft: str | None = None, **fields: Any) -> Record:
+def record(kind: ArmKind, seconds: Sequence[Sequence[float]], draft: str | None = None, **fields: Any) -> Record:
     """An arm that made 16 tokens in each call, one of them in the first tenth of a second."""
     shape = [[0] * len(repeat) for repeat in seconds]
     given: dict[str, Any] = {
@@ -42,4 +42,4 @@ def plain(seconds: Sequence[Sequence[float]]) -> Record:
     """Selfspec's plain decoding, which spent all but a tenth of a second of each call in rounds."""
     calls = sum(map(len, seconds))
     counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
-    return record(Kind.PLAIN, seconds, counts=counts)
+    return record(ArmKind.PLAIN, seconds, counts=counts)

@@ -19,7 +19,7 @@ _BLOCK = 10
 
 
 @dataclass(frozen=True)
-class Agreement:
+class TextAgreement:
     """An arm's greedy texts beside those of `model.generate`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Agreement:
         return {**asdict(self), "refused": self.refused}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Agreement:
+    def from_dict(cls, found: Mapping[str, Any]) -> TextAgreement:
         """Read back from JSON."""
         return cls(found["texts"], found["equal"], found["widest_gap"], found["near_tie"])
 
@@ -77,19 +77,19 @@ class Pair:
         return list(self.expected) == list(self.found)
 
 
-def compare(model: PreTrainedModel, pairs: Sequence[Pair]) -> Agreement:
+def compare(model: PreTrainedModel, pairs: Sequence[Pair]) -> TextAgreement:
     """Compare an arm's greedy texts with those of `model.generate`."""
     parted = [pair for pair in pairs if not pair.equal]
     equal = len(pairs) - len(parted)
     whole = all(len(pair.expected) == len(pair.found) for pair in parted)
     if not parted or not whole or model.dtype not in _HALF:
-        return Agreement(len(pairs), equal)
+        return TextAgreement(len(pairs), equal)
     meter = RoundingMeter(widths_of(_BLOCK))
     stock = bare(model)
     stock.generation_config.eos_token_id = None
     for pair in parted:
         meter.measure(model, read_reference(stock, pair.prompt, len(pair.expected)))
-    return Agreement(len(pairs), equal, max(_gap(model, pair) for pair in parted), meter.bound().near_tie)
+    return TextAgreement(len(pairs), equal, max(_gap(model, pair) for pair in parted), meter.bound().near_tie)
 
 
 def _gap(model: PreTrainedModel, pair: Pair) -> float:

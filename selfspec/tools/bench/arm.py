@@ -26,7 +26,7 @@ _SUFFIXES = {
 }
 
 
-class Kind(StrEnum):
+class ArmKind(StrEnum):
     """The kinds of arms."""
 
     GENERATE = "generate"
@@ -51,7 +51,7 @@ class ArmSpec:
         runtime: how selfspec runs its passes.
     """
 
-    kind: Kind
+    kind: ArmKind
     draft: str | None = None
     exit_layer: int | None = None
     length: int | None = None
@@ -66,17 +66,17 @@ class ArmSpec:
         rule = "" if self.accept is None else f", {self.accept}"
         how = (", packed" if self.packed else "") + _SUFFIXES[self.runtime]
         match self.kind:
-            case Kind.GENERATE:
+            case ArmKind.GENERATE:
                 return "model.generate"
-            case Kind.STATIC:
+            case ArmKind.STATIC:
                 return "model.generate, static cache, compiled"
-            case Kind.LOOK_UP:
+            case ArmKind.LOOK_UP:
                 return "model.generate, prompt look-up"
-            case Kind.EARLY_EXIT:
+            case ArmKind.EARLY_EXIT:
                 return f"model.generate, assistant_early_exit={self.exit_layer}{length}"
-            case Kind.PLAIN:
+            case ArmKind.PLAIN:
                 return f"selfspec plain{how}"
-            case Kind.DRAFT:
+            case ArmKind.DRAFT:
                 return f"selfspec {self.draft}{length}{rule}{how}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ArmSpec:
     def from_dict(cls, found: Mapping[str, Any]) -> ArmSpec:
         """Read back from JSON."""
         runtime = RuntimeName(found.get("runtime", RuntimeName.TRACED))
-        return cls(**{**found, "kind": Kind(found["kind"]), "runtime": runtime})
+        return cls(**{**found, "kind": ArmKind(found["kind"]), "runtime": runtime})
 
 
 class Arm(ABC):

@@ -8,15 +8,15 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from selfspec.runtime.named import RuntimeName
-from selfspec.tools.bench.arm import Arm, ArmSpec, Kind
+from selfspec.tools.bench.arm import Arm, ArmKind, ArmSpec
 from selfspec.tools.bench.own_arms import OwnArm
 from selfspec.tools.bench.stock_arms import StockArm
 
-_OWN = (Kind.PLAIN, Kind.DRAFT)
+_OWN = (ArmKind.PLAIN, ArmKind.DRAFT)
 
 
 def arm_specs(
-    kinds: Sequence[Kind],
+    kinds: Sequence[ArmKind],
     drafts: Sequence[str],
     draft_length: int | None,
     rules: Sequence[str | None],
@@ -28,7 +28,7 @@ def arm_specs(
     """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
 
     Args:
-        kinds: which kinds of arms are wanted; with `Kind.EARLY_EXIT`, selfspec's own draft of the same exit and length
+        kinds: wanted kinds of arms; with `ArmKind.EARLY_EXIT`, selfspec's own draft of the same exit and length
             is there too, to be compared with it.
         drafts: of selfspec's drafting arms.
         draft_length: tokens that these draft each round; None: as many as pay.
@@ -38,18 +38,18 @@ def arm_specs(
         packed: whether selfspec's own run a model whose weights are packed.
         runtime: how their passes are run.
     """
-    specs = [ArmSpec(Kind.GENERATE)]
-    if Kind.STATIC in kinds:
-        specs.append(ArmSpec(Kind.STATIC))
-    if Kind.LOOK_UP in kinds:
-        specs.append(ArmSpec(Kind.LOOK_UP))
-    if Kind.EARLY_EXIT in kinds:
-        specs.append(ArmSpec(Kind.EARLY_EXIT, exit_layer=exit_layer, length=exit_length))
-    own = [ArmSpec(Kind.PLAIN)]
-    if Kind.EARLY_EXIT in kinds:
-        own.append(ArmSpec(Kind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
-    if Kind.DRAFT in kinds:
-        own += [ArmSpec(Kind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
+    specs = [ArmSpec(ArmKind.GENERATE)]
+    if ArmKind.STATIC in kinds:
+        specs.append(ArmSpec(ArmKind.STATIC))
+    if ArmKind.LOOK_UP in kinds:
+        specs.append(ArmSpec(ArmKind.LOOK_UP))
+    if ArmKind.EARLY_EXIT in kinds:
+        specs.append(ArmSpec(ArmKind.EARLY_EXIT, exit_layer=exit_layer, length=exit_length))
+    own = [ArmSpec(ArmKind.PLAIN)]
+    if ArmKind.EARLY_EXIT in kinds:
+        own.append(ArmSpec(ArmKind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
+    if ArmKind.DRAFT in kinds:
+        own += [ArmSpec(ArmKind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
     return list(dict.fromkeys([*specs, *(replace(spec, packed=packed, runtime=runtime) for spec in own)]))
 
 

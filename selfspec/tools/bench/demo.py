@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from selfspec.decode.stats import Stats
 from selfspec.measure.cycles import cycle_share
 from selfspec.measure.peak_memory import peak_memory
-from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arm import ArmKind, ArmSpec
 from selfspec.tools.bench.arms import make_arm
 from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.measure import Measured, measure, runs
+from selfspec.tools.bench.measure import ArmRun, measure, runs
 
 _ARMS = 3
 # Below it a draft is mostly wasted.
@@ -42,7 +42,7 @@ class Shown:
     peak_bytes: int | None = None
 
     @classmethod
-    def of(cls, measured: Measured) -> Shown:
+    def of(cls, measured: ArmRun) -> Shown:
         """What was measured of an arm."""
         stats = [call.stats for calls in measured.calls for call in calls if call.stats is not None]
         return cls(
@@ -153,7 +153,7 @@ def demonstrate(
         DraftConfigError, PromptError: before any forward pass.
     """
     cell = Cell("demo", temperature, 1, max(prompt.shape[1] for prompt in prompts), max_new_tokens)
-    specs = [ArmSpec(Kind.GENERATE), ArmSpec(Kind.PLAIN), ArmSpec(Kind.DRAFT, draft, length=draft_length)]
+    specs = [ArmSpec(ArmKind.GENERATE), ArmSpec(ArmKind.PLAIN), ArmSpec(ArmKind.DRAFT, draft, length=draft_length)]
     shown = []
     for measured in measure(model, cell, [make_arm(spec, model) for spec in specs], prompts, repeats, 1, tick):
         decode = measured.arm.decode

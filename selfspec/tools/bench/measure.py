@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.measure.timing import Call
-from selfspec.tools.bench.agreement import Agreement, Pair, compare
-from selfspec.tools.bench.arm import Arm, Kind
+from selfspec.tools.bench.agreement import Pair, TextAgreement, compare
+from selfspec.tools.bench.arm import Arm, ArmKind
 from selfspec.tools.bench.cell import Cell
 
 # Not one of those that are timed.
@@ -19,7 +19,7 @@ _WARM_UP_SEED = 2**31
 
 
 @dataclass
-class Measured:
+class ArmRun:
     """What an arm did in a cell.
 
     Attributes:
@@ -32,7 +32,7 @@ class Measured:
     arm: Arm
     absence: str | None = None
     calls: list[list[Call]] = field(default_factory=list)
-    agreement: Agreement | None = None
+    agreement: TextAgreement | None = None
 
 
 def measure(
@@ -43,7 +43,7 @@ def measure(
     repeats: int,
     warm_up: int,
     tick: Callable[[], None],
-) -> list[Measured]:
+) -> list[ArmRun]:
     """Measure all arms in a cell.
 
     Every arm first decodes every batch some times untimed: what is compiled or traced on the way is there when it is
@@ -62,7 +62,7 @@ def measure(
     Raises:
         SelfSpecError: an arm of selfspec's cannot do it.
     """
-    results = [Measured(arm, arm.absence(cell)) for arm in arms]
+    results = [ArmRun(arm, arm.absence(cell)) for arm in arms]
     # Those of selfspec come last and warm up first: they refuse what they cannot do.
     for result in reversed(results):
         if result.absence is None:
@@ -94,13 +94,13 @@ def _warmed_up(arm: Arm, prompts: Sequence[Tensor], cell: Cell, times: int, tick
             arm.decode(batch, cell, seed=_WARM_UP_SEED + time)
             tick()
     except Exception as error:
-        if arm.spec.kind in (Kind.GENERATE, Kind.PLAIN, Kind.DRAFT):
+        if arm.spec.kind in (ArmKind.GENERATE, ArmKind.PLAIN, ArmKind.DRAFT):
             raise
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     return None
 
 
-def _pairs(reference: Measured, result: Measured, prompts: Sequence[Tensor]) -> list[Pair]:
+def _pairs(reference: ArmRun, result: ArmRun, prompts: Sequence[Tensor]) -> list[Pair]:
     """Distinct pairs of texts: of all repeats, since an arm need not say the same every time."""
     pairs: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Pair] = {}
     for expected_calls, found_calls in zip(reference.calls, result.calls, strict=True):

@@ -12,7 +12,7 @@ from selfspec.decode.stats import Stats
 from selfspec.errors import BenchError
 from selfspec.files.writing import whole
 from selfspec.tools.bench import figures
-from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.arm import ArmKind
 from selfspec.tools.bench.prediction import prediction
 from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.results_file import MeasuredCell
@@ -80,7 +80,7 @@ def _speed(cells: Sequence[MeasuredCell]) -> Figure:
             if not record.scored or not reference.scored:
                 continue
             found = figures.ratio(record, reference, figures.decoding)
-            own = record.arm.kind in (Kind.PLAIN, Kind.DRAFT)
+            own = record.arm.kind in (ArmKind.PLAIN, ArmKind.DRAFT)
             panel.errorbar(
                 found.value,
                 names.index(record.arm.name),
@@ -133,7 +133,7 @@ def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
 def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
     points = []
     for measured in cells:
-        plain = next((record for record in measured.arms if record.arm.kind is Kind.PLAIN), None)
+        plain = next((record for record in measured.arms if record.arm.kind is ArmKind.PLAIN), None)
         found = [(record, prediction(record, plain)) for record in measured.arms if plain is not None and record.scored]
         points += [(record.arm.name, each) for record, each in found if each is not None]
     if not points:

@@ -52,7 +52,7 @@ class RoundCost:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedSpeedup:
     """Predicted beside measured.
 
     Attributes:
@@ -88,7 +88,7 @@ def round_cost(record: Record, plain: Record) -> RoundCost | None:
     return RoundCost(draft, verify, rest, steps / rounds, drafted / rounds)
 
 
-def prediction(record: Record, plain: Record) -> Prediction | None:
+def prediction(record: Record, plain: Record) -> PredictedSpeedup | None:
     """The speed-up predicted and measured; None where the passes were not timed or the arm does not draft."""
     if record.costs is None or record.counts is None:
         return None
@@ -99,7 +99,7 @@ def prediction(record: Record, plain: Record) -> Prediction | None:
     # Rows advance side by side: a round commits so many tokens in each.
     predicted = sum(map(sum, record.tokens)) / record.cell.batch / total
     measured = ratio(record, plain, decoding)
-    return Prediction(predicted, measured, measured.value / predicted)
+    return PredictedSpeedup(predicted, measured, measured.value / predicted)
 
 
 def _round_seconds(record: Record) -> float:

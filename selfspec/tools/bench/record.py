@@ -10,16 +10,16 @@ from typing import Any
 from selfspec.decode.stats import Stats
 from selfspec.measure.cycles import cycle_share
 from selfspec.measure.timing import Call, DraftShape
-from selfspec.tools.bench.agreement import Agreement
+from selfspec.tools.bench.agreement import TextAgreement
 from selfspec.tools.bench.arm import ArmSpec
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import PassCosts
-from selfspec.tools.bench.measure import Measured
+from selfspec.tools.bench.measure import ArmRun
 from selfspec.tools.bench.memory import Memory
 
 
 @dataclass(frozen=True)
-class Settings:
+class Setup:
     """What else must be the same for two measurements of a cell to be of one thing.
 
     Attributes:
@@ -69,11 +69,11 @@ class Record:
 
     run: str
     cell: Cell
-    settings: Settings
+    settings: Setup
     arm: ArmSpec
     environment: Mapping[str, str | int | None]
     absence: str | None = None
-    agreement: Agreement | None = None
+    agreement: TextAgreement | None = None
     seconds: list[list[float]] = field(default_factory=list)
     first_seconds: list[list[float]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -112,9 +112,9 @@ class Record:
             **{
                 **found,
                 "cell": Cell.from_dict(found["cell"]),
-                "settings": Settings(**found["settings"]),
+                "settings": Setup(**found["settings"]),
                 "arm": ArmSpec.from_dict(found["arm"]),
-                "agreement": None if agreement is None else Agreement.from_dict(agreement),
+                "agreement": None if agreement is None else TextAgreement.from_dict(agreement),
                 "counts": None if counts is None else Stats(**counts),
                 "memory": None if memory is None else Memory(**memory),
                 "costs": None if costs is None else PassCosts.from_dict(costs),
@@ -124,10 +124,10 @@ class Record:
 
 
 def record_of(
-    measured: Measured,
+    measured: ArmRun,
     run: str,
     cell: Cell,
-    settings: Settings,
+    settings: Setup,
     environment: Mapping[str, str | int | None],
     memory: Memory | None,
     costs: PassCosts | None,

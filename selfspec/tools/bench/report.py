@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selfspec.files.writing import whole
 from selfspec.tools.bench import figures, plots
-from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arm import ArmKind, ArmSpec
 from selfspec.tools.bench.markdown import escaped, table
 from selfspec.tools.bench.prediction import prediction, round_cost
 from selfspec.tools.bench.record import Record
@@ -68,13 +68,13 @@ def overview(cells: Sequence[MeasuredCell]) -> str:
 
 def speeds(measured: MeasuredCell) -> str:
     """The speed of each arm, and what its drafts were worth."""
-    reference = _of_kind(measured, Kind.GENERATE)
+    reference = _of_kind(measured, ArmKind.GENERATE)
     calm = [] if reference is None else figures.calls_without_cycles(reference)
     calls = len(figures.all_calls(reference)) if reference is not None else 0
     columns: dict[str, Callable[[Record], str]] = {
         "decoding, tokens/s": lambda arm: figures.speed(arm, figures.decoding).shown(0),
         "against model.generate": lambda arm: _ratio(arm, reference, figures.decoding),
-        "against selfspec plain": lambda arm: _ratio(arm, _of_kind(measured, Kind.PLAIN), figures.decoding),
+        "against selfspec plain": lambda arm: _ratio(arm, _of_kind(measured, ArmKind.PLAIN), figures.decoding),
         f"without cycles ({len(calm)} of {calls} calls)": lambda arm: (
             _ratio(arm, reference, figures.decoding, calm) if calm else ""
         ),
@@ -91,7 +91,7 @@ def speeds(measured: MeasuredCell) -> str:
 
 def rounds(measured: MeasuredCell) -> str:
     """What a round of each draft cost, and the speed-up that its passes' costs predict."""
-    plain = _of_kind(measured, Kind.PLAIN)
+    plain = _of_kind(measured, ArmKind.PLAIN)
     rows = []
     for record in measured.arms:
         cost = None if plain is None or not record.scored else round_cost(record, plain)
@@ -129,7 +129,7 @@ def _terms(record: Record) -> list[str]:
 
 def memory(measured: MeasuredCell) -> str:
     """Peak memory of each arm, where it was measured."""
-    plain = _of_kind(measured, Kind.PLAIN)
+    plain = _of_kind(measured, ArmKind.PLAIN)
     rows = []
     for record in measured.arms:
         if record.memory is None:
@@ -191,14 +191,14 @@ def _found(measured: MeasuredCell, arm: ArmSpec) -> Record | None:
     return next((record for record in measured.arms if record.arm == arm), None)
 
 
-def _of_kind(measured: MeasuredCell, kind: Kind) -> Record | None:
+def _of_kind(measured: MeasuredCell, kind: ArmKind) -> Record | None:
     return next((record for record in measured.arms if record.arm.kind is kind and record.scored), None)
 
 
 def _against(record: Record | None, measured: MeasuredCell) -> str:
     if record is None or record.absence is not None:
         return ""
-    return "refused" if record.refused else _ratio(record, _of_kind(measured, Kind.GENERATE), figures.decoding)
+    return "refused" if record.refused else _ratio(record, _of_kind(measured, ArmKind.GENERATE), figures.decoding)
 
 
 def _ratio(record: Record, reference: Record | None, speeds: figures.Speeds, calls: Sequence[int] | None = None) -> str:

@@ -12,7 +12,7 @@ from selfspec.files.json_text import parse_json
 from selfspec.files.writing import check_output_file, writing
 from selfspec.tools.bench.arm import ArmSpec
 from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.record import Record, Settings
+from selfspec.tools.bench.record import Record, Setup
 
 FILE = "results.jsonl"
 
@@ -28,7 +28,7 @@ class MeasuredCell:
     """
 
     cell: Cell
-    settings: Settings
+    settings: Setup
     arms: tuple[Record, ...]
 
     def covers(self, arms: Sequence[ArmSpec]) -> bool:
@@ -71,7 +71,7 @@ class ResultsFile:
         check_output_file(self._file)
         self.cells()
 
-    def find(self, cell: Cell, settings: Settings, arms: Sequence[ArmSpec]) -> MeasuredCell | None:
+    def find(self, cell: Cell, settings: Setup, arms: Sequence[ArmSpec]) -> MeasuredCell | None:
         """An earlier measurement of the cell under the same settings, with all of these arms."""
         for measured in self.cells():
             if (measured.cell, measured.settings) == (cell, settings) and measured.covers(arms):
@@ -84,7 +84,7 @@ class ResultsFile:
         Raises:
             BenchError: a line cannot be read.
         """
-        runs: dict[tuple[Cell, Settings], dict[str, list[Record]]] = {}
+        runs: dict[tuple[Cell, Setup], dict[str, list[Record]]] = {}
         for record in self._records():
             runs.setdefault((record.cell, record.settings), {}).setdefault(record.run, []).append(record)
         return [

@@ -21,12 +21,12 @@ from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import PassCosts, costs_of
 from selfspec.tools.bench.measure import measure, runs
 from selfspec.tools.bench.memory import Memory, measure_memory
-from selfspec.tools.bench.record import Settings, record_of
+from selfspec.tools.bench.record import Setup, record_of
 from selfspec.tools.bench.results_file import MeasuredCell, ResultsFile
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchedModel:
     """What is measured.
 
     Attributes:
@@ -41,7 +41,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is measured in each cell.
 
     Attributes:
@@ -81,7 +81,7 @@ class Session:
         SelfSpecError: an arm does not fit the model.
     """
 
-    def __init__(self, subject: Subject, specs: Sequence[ArmSpec], plan: Plan, file: ResultsFile) -> None:
+    def __init__(self, subject: BenchedModel, specs: Sequence[ArmSpec], plan: BenchPlan, file: ResultsFile) -> None:
         self._subject = subject
         self._specs = list(specs)
         self._own_model = _packed(subject.model) if any(spec.packed for spec in specs) else subject.model
@@ -119,7 +119,7 @@ class Session:
         return measured
 
     def _cell(
-        self, cell: Cell, settings: Settings, prompts: Sequence[Tensor], weighing: bool, watcher: Watcher
+        self, cell: Cell, settings: Setup, prompts: Sequence[Tensor], weighing: bool, watcher: Watcher
     ) -> MeasuredCell:
         plan = self._plan
         results = measure(self._subject.model, cell, self._arms, prompts, plan.repeats, plan.warm_up, watcher.step)
@@ -150,10 +150,10 @@ class Session:
             torch.get_num_threads(),
         )
 
-    def _settings(self, prompts: Sequence[Tensor]) -> Settings:
+    def _settings(self, prompts: Sequence[Tensor]) -> Setup:
         model = self._subject.model
         digest = hashlib.sha256(str([batch.tolist() for batch in prompts]).encode()).hexdigest()
-        return Settings(
+        return Setup(
             model=self._subject.name,
             parameters=model.num_parameters(),
             dtype=_dtype(model),

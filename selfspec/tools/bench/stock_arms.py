@@ -11,7 +11,7 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 from selfspec.measure.stock import bare
 from selfspec.measure.timing import Call, Stopwatch
 from selfspec.runtime.compiled import no_compiler
-from selfspec.tools.bench.arm import LOOK_UP_TOKENS, Arm, ArmSpec, Kind
+from selfspec.tools.bench.arm import LOOK_UP_TOKENS, Arm, ArmKind, ArmSpec
 from selfspec.tools.bench.cell import Cell
 
 
@@ -28,9 +28,9 @@ class StockArm(Arm):
         self._model = bare(model)
 
     def absence(self, cell: Cell) -> str | None:
-        if self.spec.kind in (Kind.LOOK_UP, Kind.EARLY_EXIT) and cell.batch > 1:
+        if self.spec.kind in (ArmKind.LOOK_UP, ArmKind.EARLY_EXIT) and cell.batch > 1:
             return "transformers' assisted generation takes one row at a time"
-        if self.spec.kind is Kind.STATIC:
+        if self.spec.kind is ArmKind.STATIC:
             return no_compiler(self._model.device)
         return None
 
@@ -54,14 +54,14 @@ class StockArm(Arm):
     def _help(self) -> dict[str, Any]:
         config = self._model.generation_config
         match self.spec.kind:
-            case Kind.LOOK_UP:
+            case ArmKind.LOOK_UP:
                 return {"prompt_lookup_num_tokens": LOOK_UP_TOKENS}
-            case Kind.EARLY_EXIT:
+            case ArmKind.EARLY_EXIT:
                 # transformers reads the draft length from the model's own generation config only.
                 config.num_assistant_tokens = self.spec.length
                 config.num_assistant_tokens_schedule = "constant"
                 return {"assistant_early_exit": self.spec.exit_layer}
-            case Kind.STATIC:
+            case ArmKind.STATIC:
                 on_cuda = self._model.device.type == "cuda"
                 compiling = CompileConfig() if on_cuda else CompileConfig(mode="default")
                 compiling._compile_all_devices = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.tools.bench import figures
-from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.arm import ArmKind
 from selfspec.tools.bench.prediction import prediction, round_cost
 from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.results_file import MeasuredCell
@@ -18,7 +18,7 @@ def summary(cells: Sequence[MeasuredCell]) -> dict[str, Any]:
 
 
 def _cell(measured: MeasuredCell) -> dict[str, Any]:
-    reference, plain = (_of_kind(measured, kind) for kind in (Kind.GENERATE, Kind.PLAIN))
+    reference, plain = (_of_kind(measured, kind) for kind in (ArmKind.GENERATE, ArmKind.PLAIN))
     return {
         "cell": measured.cell.to_dict(),
         "settings": vars(measured.settings),
@@ -59,5 +59,5 @@ def _arm(record: Record, reference: Record | None, plain: Record | None) -> dict
     }
 
 
-def _of_kind(measured: MeasuredCell, kind: Kind) -> Record | None:
+def _of_kind(measured: MeasuredCell, kind: ArmKind) -> Record | None:
     return next((record for record in measured.arms if record.arm.kind is kind and record.scored), None)

@@ -13,8 +13,8 @@ from helpers.made import CELL, SETTINGS, plain, record
 from selfspec.decode.stats import Stats
 from selfspec.measure.timing import DraftShape
 from selfspec.tools.bench import figures, plots
-from selfspec.tools.bench.agreement import Agreement
-from selfspec.tools.bench.arm import Kind
+from selfspec.tools.bench.agreement import TextAgreement
+from selfspec.tools.bench.arm import ArmKind
 from selfspec.tools.bench.costs import PassCosts
 from selfspec.tools.bench.memory import Memory
 from selfspec.tools.bench.prediction import prediction, round_cost
@@ -22,7 +22,7 @@ from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.report import overview, report
 from selfspec.tools.bench.results_file import MeasuredCell
 
-STOCK = record(Kind.GENERATE, [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
+STOCK = record(ArmKind.GENERATE, [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
 PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])
 
 
@@ -38,7 +38,7 @@ def drafting(**fields: object) -> Record:
         seconds={"prefill": 0.4, "draft": 0.8, "verify": 2.0, "accept": 0.2, "commit": 0.1},
     )
     given = {"counts": counts, "rounds": {DraftShape(3, 3): 16, DraftShape(0, 0): 16}, **fields}
-    return record(Kind.DRAFT, [[0.9, 0.9], [0.9, 0.9]], "exit:4", **given)
+    return record(ArmKind.DRAFT, [[0.9, 0.9], [0.9, 0.9]], "exit:4", **given)
 
 
 def test_speeds() -> None:
@@ -107,9 +107,9 @@ def test_no_prediction_from_costs_that_were_not_timed(costs: PassCosts | None) -
 def cell(**fields: object) -> MeasuredCell:
     """All that a report may have to show."""
     costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
-    refused = record(Kind.LOOK_UP, [[1.0, 1.0]] * 2, agreement=Agreement(2, 1))
-    absent = record(Kind.STATIC, [], absence="no compiler")
-    own = drafting(costs=costs, memory=Memory(2**20, 3 * 2**20, "system"), agreement=Agreement(2, 2), **fields)
+    refused = record(ArmKind.LOOK_UP, [[1.0, 1.0]] * 2, agreement=TextAgreement(2, 1))
+    absent = record(ArmKind.STATIC, [], absence="no compiler")
+    own = drafting(costs=costs, memory=Memory(2**20, 3 * 2**20, "system"), agreement=TextAgreement(2, 2), **fields)
     return MeasuredCell(CELL, SETTINGS, (STOCK, absent, refused, PLAIN, own))
 
 
@@ -135,7 +135,7 @@ def test_names_change_nothing_of_the_page(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model=f"- {name}")
     arms = tuple(
         replace(each, cell=named, settings=settings, arm=replace(each.arm, draft=f"skip-file:{name}"))
-        if each.arm.kind is Kind.DRAFT
+        if each.arm.kind is ArmKind.DRAFT
         else each
         for each in cell().arms
     )

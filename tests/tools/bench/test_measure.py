@@ -11,15 +11,20 @@ from helpers import tiny
 from selfspec.measure.timing import Call
 from selfspec.runtime.named import RuntimeName
 from selfspec.tools.bench.agreement import Pair, compare
-from selfspec.tools.bench.arm import Arm, ArmSpec, Kind
+from selfspec.tools.bench.arm import Arm, ArmKind, ArmSpec
 from selfspec.tools.bench.arms import arm_specs, make_arm
 from selfspec.tools.bench.cell import Cell, grid
-from selfspec.tools.bench.measure import Measured, measure, runs
+from selfspec.tools.bench.measure import ArmRun, measure, runs
 from selfspec.tools.bench.stock_arms import StockArm
 
 GREEDY = Cell("w", 0.0, 1, 6, 16)
 SPECS = arm_specs(
-    [Kind.LOOK_UP, Kind.EARLY_EXIT, Kind.DRAFT], ["exit:1", "lookup+exit:2"], None, [None], exit_layer=2, exit_length=3
+    [ArmKind.LOOK_UP, ArmKind.EARLY_EXIT, ArmKind.DRAFT],
+    ["exit:1", "lookup+exit:2"],
+    None,
+    [None],
+    exit_layer=2,
+    exit_length=3,
 )
 
 
@@ -28,7 +33,7 @@ def prompts(batch: int = 1, calls: int = 2) -> list[Tensor]:
     return list(torch.randint(tiny.VOCABULARY, (calls * batch, 6)).split(batch))
 
 
-def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, repeats: int = 2) -> list[Measured]:
+def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, repeats: int = 2) -> list[ArmRun]:
     """All arms."""
     ticks: list[None] = []
     given = prompts(cell.batch)
@@ -48,20 +53,20 @@ def test_the_arms_in_order() -> None:
         "selfspec exit:1",
         "selfspec lookup+exit:2",
     ]
-    specs = [*SPECS, *(ArmSpec(Kind.DRAFT, "exit:1", packed=True, runtime=name) for name in RuntimeName)]
+    specs = [*SPECS, *(ArmSpec(ArmKind.DRAFT, "exit:1", packed=True, runtime=name) for name in RuntimeName)]
     assert [ArmSpec.from_dict(spec.to_dict()) for spec in specs] == specs
     assert len({spec.name for spec in specs}) == len(specs)
-    ruled = arm_specs([Kind.DRAFT, Kind.STATIC], ["exit:1", "exit:1"], 4, ["token", "block"], 2, 3)
+    ruled = arm_specs([ArmKind.DRAFT, ArmKind.STATIC], ["exit:1", "exit:1"], 4, ["token", "block"], 2, 3)
     assert [spec.name for spec in ruled[-3:]] == [
         "selfspec plain",
         "selfspec exit:1, length 4, token",
         "selfspec exit:1, length 4, block",
     ]
-    assert ruled[1].kind is Kind.STATIC
+    assert ruled[1].kind is ArmKind.STATIC
 
 
 @pytest.fixture(scope="module")
-def greedy() -> list[Measured]:
+def greedy() -> list[ArmRun]:
     """All arms, greedily."""
     model = tiny.llama()
     depth = model.config.num_hidden_layers
@@ -71,7 +76,7 @@ def greedy() -> list[Measured]:
     return found
 
 
-def test_greedy_arms_agree_and_count_what_they_did(greedy: list[Measured]) -> None:
+def test_greedy_arms_agree_and_count_what_they_did(greedy: list[ArmRun]) -> None:
     for result in greedy:
         assert result.absence is None
         assert result.agreement is not None
@@ -87,7 +92,7 @@ def test_greedy_arms_agree_and_count_what_they_did(greedy: list[Measured]) -> No
         assert {(call.passes, call.first_tokens) for call in by_name[plain].calls[0]} == {(16, 1)}
 
 
-def test_shapes_of_rounds_are_what_stats_counted(greedy: list[Measured]) -> None:
+def test_shapes_of_rounds_are_what_stats_counted(greedy: list[ArmRun]) -> None:
     for result in greedy[3:]:
         for call in result.calls[0]:
             assert call.stats is not None
@@ -100,7 +105,7 @@ def test_shapes_of_rounds_are_what_stats_counted(greedy: list[Measured]) -> None
 def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
     found = measured(llama, Cell("w", 0.0, 3, 6, 16))
     absent = [result.arm.spec.kind for result in found if result.absence is not None]
-    assert absent == [Kind.LOOK_UP, Kind.EARLY_EXIT]
+    assert absent == [ArmKind.LOOK_UP, ArmKind.EARLY_EXIT]
     running = [result for result in found if result.absence is None]
     assert all(call.tokens == 48 for result in running for call in result.calls[0])
     assert all(result.agreement is not None and result.agreement.equal == 6 for result in running)
@@ -130,20 +135,20 @@ class Broken(Arm):
 
 
 def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Slip(ArmSpec(Kind.LOOK_UP), llama)]
+    arms: list[Arm] = [make_arm(ArmSpec(ArmKind.GENERATE), llama), Slip(ArmSpec(ArmKind.LOOK_UP), llama)]
     _, slipped = measure(llama, GREEDY, arms, prompts(), 2, 1, lambda: None)
     assert slipped.agreement is not None
     assert (slipped.agreement.equal, slipped.agreement.refused) == (0, True)
 
 
 def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Broken(ArmSpec(Kind.EARLY_EXIT))]
+    arms: list[Arm] = [make_arm(ArmSpec(ArmKind.GENERATE), llama), Broken(ArmSpec(ArmKind.EARLY_EXIT))]
     _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
     assert broken.absence == "IndexError: no such layer"
 
 
 def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec(Kind.GENERATE), llama), Broken(ArmSpec(Kind.DRAFT, "exit:1"))]
+    arms: list[Arm] = [make_arm(ArmSpec(ArmKind.GENERATE), llama), Broken(ArmSpec(ArmKind.DRAFT, "exit:1"))]
     with pytest.raises(IndexError):
         measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
 
@@ -151,7 +156,7 @@ def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
 def test_half_precision_excuses_near_ties_alone() -> None:
     model = tiny.llama(dtype=torch.bfloat16)
     prompt = torch.randint(tiny.VOCABULARY, (1, 6))
-    own = make_arm(ArmSpec(Kind.GENERATE), model).decode(prompt, GREEDY, 0).rows[0]
+    own = make_arm(ArmSpec(ArmKind.GENERATE), model).decode(prompt, GREEDY, 0).rows[0]
     logits = model(torch.cat([prompt, torch.tensor([own[:-1]])], 1)).logits[0, -1]
     last = [*own[:-1], int(logits.argmin())]
     found = compare(model, [Pair(prompt, own, own), Pair(prompt, own, last)])

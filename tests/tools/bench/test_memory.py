@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from selfspec.measure.embedded import checkpoint_folder
-from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arm import ArmKind, ArmSpec
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.memory import measure_memory
 
@@ -16,7 +16,7 @@ CELL = Cell("w", 0.0, 2, 8, 16)
 @pytest.mark.tools
 def test_a_process_of_its_own_weighs_an_arm(packed: bool) -> None:
     prompts = [list(range(10, 18)), list(range(20, 28))]
-    arm = ArmSpec(Kind.DRAFT, "exit:4", packed=packed)
+    arm = ArmSpec(ArmKind.DRAFT, "exit:4", packed=packed)
     found = measure_memory(arm, CELL, prompts, str(checkpoint_folder()), "float32", "cpu", 1)
     if found is None:
         pytest.skip("this system does not tell")
@@ -30,4 +30,4 @@ def test_a_process_of_its_own_weighs_an_arm(packed: bool) -> None:
 def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.tools.bench.memory.sys.executable", "false")
     with pytest.raises(RuntimeError, match="memory of selfspec plain could not be measured: no message"):
-        measure_memory(ArmSpec(Kind.PLAIN), CELL, [[1, 2]], "nowhere", "float32", "cpu", 1)
+        measure_memory(ArmSpec(ArmKind.PLAIN), CELL, [[1, 2]], "nowhere", "float32", "cpu", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arm import ArmKind, ArmSpec
 from selfspec.tools.bench.arms import make_arm
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import costs_of
@@ -12,7 +12,7 @@ from selfspec.tools.bench.costs import costs_of
 
 def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
     drafts = ("exit:2", "lookup", "lookup+exit:2")
-    specs = [ArmSpec(Kind.GENERATE), ArmSpec(Kind.PLAIN), *(ArmSpec(Kind.DRAFT, draft) for draft in drafts)]
+    specs = [ArmSpec(ArmKind.GENERATE), ArmSpec(ArmKind.PLAIN), *(ArmSpec(ArmKind.DRAFT, draft) for draft in drafts)]
     stock, plain, leaving, looking_up, both = costs_of(
         llama, Cell("w", 0.0, 2, 6, 16), [make_arm(spec, llama) for spec in specs]
     )

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.made import record
 from selfspec.errors import BenchError
-from selfspec.tools.bench.arm import ArmSpec, Kind
+from selfspec.tools.bench.arm import ArmKind, ArmSpec
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.results_file import FILE, ResultsFile
-from selfspec.tools.bench.session import Plan, Session, Subject
+from selfspec.tools.bench.session import BenchedModel, BenchPlan, Session
 
-SPECS = [ArmSpec(Kind.GENERATE), ArmSpec(Kind.PLAIN), ArmSpec(Kind.DRAFT, "lookup+exit:2")]
+SPECS = [ArmSpec(ArmKind.GENERATE), ArmSpec(ArmKind.PLAIN), ArmSpec(ArmKind.DRAFT, "lookup+exit:2")]
 CELLS = {Cell("w", temperature, 1, 6, 16): [torch.arange(6)[None]] for temperature in (0.0, 0.8)}
 
 
@@ -39,7 +39,9 @@ class Watch:
 
 def session(model: PreTrainedModel, folder: Path, specs: list[ArmSpec] = SPECS) -> Session:
     """One repeat; a model that no other process can load is not weighed."""
-    return Session(Subject("tiny", None, model), specs, Plan(repeats=1, warm_up=1, costs=False), ResultsFile(folder))
+    return Session(
+        BenchedModel("tiny", None, model), specs, BenchPlan(repeats=1, warm_up=1, costs=False), ResultsFile(folder)
+    )
 
 
 def test_results_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_a_cell_is_not_run_again(llama: PreTrainedModel, tmp_path: Path) -> None
 def test_another_arm_or_model_is_measured_with_all_the_others(llama: PreTrainedModel, tmp_path: Path) -> None:
     session(llama, tmp_path).measure(CELLS, Watch())
     watch = Watch()
-    measured = session(llama, tmp_path, [*SPECS, ArmSpec(Kind.DRAFT, "exit:1")]).measure(CELLS, watch)
+    measured = session(llama, tmp_path, [*SPECS, ArmSpec(ArmKind.DRAFT, "exit:1")]).measure(CELLS, watch)
     assert all(watch.cells)
     assert [len(each.arms) for each in measured] == [4, 4]
     # The report shows each cell as its latest run did.
@@ -96,6 +98,6 @@ def test_foreign_lines_are_refused(tmp_path: Path) -> None:
 
 def test_an_absent_arm_is_kept(tmp_path: Path) -> None:
     file = ResultsFile(tmp_path)
-    file.add([record(Kind.GENERATE, [[1.0]]), record(Kind.STATIC, [], absence="no compiler")])
+    file.add([record(ArmKind.GENERATE, [[1.0]]), record(ArmKind.STATIC, [], absence="no compiler")])
     (cell,) = file.cells()
     assert [(arm.absence, arm.scored) for arm in cell.arms] == [(None, True), ("no compiler", False)]
