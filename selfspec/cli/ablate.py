@@ -122,9 +122,10 @@ def ablate(
 
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_folder
+    from selfspec.tools.studies.models import check_inputs, loader
     from selfspec.tools.studies.report import write_report
     from selfspec.tools.studies.report.panels import panels
-    from selfspec.tools.studies.run import run_study
+    from selfspec.tools.studies.run import work_on
     from selfspec.tools.studies.study import REPORT, WORK, Study, read_study, require_packages
 
     prepare_quietly(machine.threads)
@@ -132,8 +133,9 @@ def ablate(
     found = Study.of(declared, "the command line") if study is None else read_study(study, declared)
     folder = to or Path(found.name)
     check_output_folder(folder)
+    check_inputs(found)
     with counting_bar("studying") as count:
-        finding = run_study(found, folder, storage, machine.device, count)
+        finding = work_on(found, loader(found, machine.device), storage or folder, count)
     files = write_report(finding, folder)
     if output == "json":
         print_json(
@@ -175,7 +177,7 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
     require_packages(REPORT)
     found = compare(first, second)
     if as_json:
-        print_json({**found.to_dict(), "versions": versions()})
+        print_json({**asdict(found), "versions": versions()})
     else:
         _print_comparison(found)
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class Board:
         with self._begin() as database:
             for result in results:
                 unfinished = (_POINTS.c.key == result.point.key) & _POINTS.c.result.is_(None)
-                database.execute(_POINTS.update().where(unfinished).values(result=result.to_dict()))
+                database.execute(_POINTS.update().where(unfinished).values(result=asdict(result)))
 
     def _give_back(self) -> None:
         # A storage that went away was reported, and its claims end with this worker.

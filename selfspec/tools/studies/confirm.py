@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from selfspec.api import SelfSpeculative, wrap
+from selfspec.api import wrap
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.stats import Stats
 from selfspec.measure.estimate import Estimate
@@ -54,19 +52,20 @@ def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[st
     prompts = texts.ids[:, : texts.first].split(1)
     options = _options(texts)
     seed = _OTHER_SEEDS * (1 + point.place["seed"])
-    _run(plain, prompts[0], seed, options)
-    peak = peak_memory(lambda: _run(spec, prompts[0], seed, options), studied.model.device)
+    plain.generate(prompts[0], seed=seed, **options)
+    peak = peak_memory(lambda: spec.generate(prompts[0], seed=seed, **options), studied.model.device)
     pairs = [
-        (_run(plain, prompt, seed + number, options), _run(spec, prompt, seed + number, options))
+        (plain.generate(prompt, seed=seed + number, **options), spec.generate(prompt, seed=seed + number, **options))
         for number, prompt in enumerate(prompts)
     ]
     drafted = [output for _, output in pairs]
     stats = [output.stats for output in drafted]
+    together = Stats.together(stats)
     step = sum(map(_seconds, (output.stats for output, _ in pairs))) / sum(output.lengths[0] for output, _ in pairs)
-    speed = sum(map(_seconds, stats)) / sum(each.new_tokens for each in stats)
+    speed = _seconds(together) / together.new_tokens
     return {
-        "judged": _summed([each.judged_per_depth for each in stats]),
-        "accepted": _summed([each.accepted_per_depth for each in stats]),
+        "judged": together.judged_per_depth,
+        "accepted": together.accepted_per_depth,
         "mean_accepted_length": Estimate.of_ratio(
             [each.new_tokens for each in stats], [each.row_rounds for each in stats]
         ).to_dict(),
@@ -76,7 +75,7 @@ def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[st
             _seconds(one.stats) / one.lengths[0] / (_seconds(other.stats) / other.lengths[0]) for one, other in pairs
         ),
         "peak_bytes": peak,
-        "cache_bytes": max(each.cache_bytes for each in stats),
+        "cache_bytes": together.cache_bytes,
         "lossless": drafted[0].lossless,
         "exact": _is_exact(texts, drafted),
     }
@@ -95,14 +94,5 @@ def _options(texts: WrittenTexts) -> Mapping[str, Any]:
     return {"do_sample": bool(sampled), "max_new_tokens": new_tokens, "eos_token_id": None, **sampled}
 
 
-def _run(spec: SelfSpeculative, prompt: Tensor, seed: int, options: Mapping[str, Any]) -> GenerateOutput:
-    return spec.generate(prompt, seed=seed, **options)
-
-
 def _seconds(stats: Stats) -> float:
     return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
-
-
-def _summed(counts: list[list[int]]) -> list[int]:
-    longest = max(map(len, counts))
-    return [sum(each[position] for each in counts if position < len(each)) for position in range(longest)]

@@ -7,23 +7,24 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from selfspec.draft import ExitHead, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.exit_head import WEIGHTS
+from selfspec.draft.exit_head import CONFIG, WEIGHTS
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.errors import SelfSpecError, StudyError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.studies.skip_sets import Space
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
-# Draws without a new set before a study takes it that there are no more.
+# Draws beyond those wanted, of which some come again, before a study takes it that there are no more.
 _PATIENCE = 1000
 
 
@@ -38,6 +39,13 @@ class NamedDraft:
 
     name: str
     content: str = ""
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What a folder of exit heads says, as far as a study needs it."""
+
+    exits: list[int]
 
 
 def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> list[NamedDraft]:
@@ -107,7 +115,8 @@ def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) ->
         yield from _random(space, count, f"{seed} {name}")
     elif name.startswith("heads:"):
         folder = name.removeprefix("heads:")
-        yield from (f"head:{folder}@{layer}" for layer in _exits_of(folder))
+        heads = read_json(Path(folder) / CONFIG, _Heads, StudyError, "write exit heads with selfspec train exit")
+        yield from (f"head:{folder}@{layer}" for layer in heads.exits)
     else:
         yield name
 
@@ -130,25 +139,8 @@ def skip_set(name: str) -> frozenset[Sublayer]:
 
 
 def _random(space: Space, count: int, seed: str) -> Iterator[str]:
-    seen: set[str] = set()
-    draws = space.random(random.Random(seed).getrandbits(32))
-    for _ in range(count + _PATIENCE):
-        if len(seen) == count:
-            return
-        name = skip_name(next(draws))
-        if name not in seen:
-            seen.add(name)
-            yield name
-
-
-def _exits_of(folder: str) -> list[int]:
-    from selfspec.draft.exit_head import CONFIG
-
-    try:
-        exits: list[int] = list(parse_json((Path(folder) / CONFIG).read_text(encoding="utf-8"))["exits"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StudyError(f"drafts: heads:{folder} names no exit heads ({error})") from error
-    return exits
+    draws = islice(space.random(random.Random(seed).getrandbits(32)), count + _PATIENCE)
+    yield from islice(dict.fromkeys(map(skip_name, draws)), count)
 
 
 def _content(drafter: LayerPathDrafter) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PointKind = Literal["texts", "costs", "estimate", "measure", "skip set"]
-"""What is done: write texts, time passes, judge drafts by teacher forcing, confirm them by generation, search."""
+PointKind = Literal["texts", "costs", "estimate", "measure"]
+"""What is done: write texts, time passes, judge drafts by teacher forcing, confirm them by generation."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,7 @@ class Result:
     seconds: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Result:
-        """Read what `to_dict` returned."""
+        """Read what `dataclasses.asdict` returned."""
         return cls(**{**content, "point": Point(**content["point"])})

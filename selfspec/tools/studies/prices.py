@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from selfspec.api import wrap
@@ -54,9 +55,7 @@ class Prices:
     @classmethod
     def of(cls, found: Result) -> Prices:
         """Return the prices that `find_costs` found."""
-        content = found.found["prices"]
-        known = {name: Costs(**costs) for name, costs in content["known"].items()}
-        return cls(**{**content, "target": Costs(**content["target"]), "known": known})
+        return TypeAdapter(cls).validate_python(found.found["prices"])
 
     @property
     def depth(self) -> int:

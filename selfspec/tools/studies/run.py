@@ -12,11 +12,11 @@ from selfspec.environment import environment
 from selfspec.errors import SelfSpecError
 from selfspec.tools.studies.confirm import measure
 from selfspec.tools.studies.estimate import estimate
-from selfspec.tools.studies.models import StudiedModel, check_inputs, loader, texts_of, write_texts
+from selfspec.tools.studies.models import StudiedModel, texts_of, write_texts
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import find_costs
 from selfspec.tools.studies.stages import StudyPoints, units
-from selfspec.tools.studies.study import Study, require_packages
+from selfspec.tools.studies.study import Study
 from selfspec.tools.studies.table import Row, rows
 
 if TYPE_CHECKING:
@@ -50,44 +50,23 @@ class Finding:
         return [result for result in self.results.values() if result.error is not None]
 
 
-def run_study(
-    study: Study,
-    to: Path,
-    storage: str | None = None,
-    device: str = "auto",
-    told: Callable[[int, int], None] = lambda done, known: None,
-) -> Finding:
-    """Work on a study until all of it is found out. Several calls at once share the work.
-
-    Args:
-        study: what is declared.
-        to: its folder. The same call continues what was begun there.
-        storage: URL of a database to keep it in; None: a SQLite file in the folder.
-        device: as in `torch.device`, or "auto".
-        told: of progress: points found out, and all that are known of.
-
-    Raises:
-        SelfSpecError: the study cannot be done as declared; nothing was done.
-        StorageError: its storage cannot be used, or went away; what was finished is kept there.
-    """
-    require_packages()
-    check_inputs(study)
-    return work_on(study, loader(study, device), storage or to, told)
-
-
 def work_on(
     study: Study,
     load: Callable[[str], StudiedModel],
     place: str | Path,
     told: Callable[[int, int], None] = lambda done, known: None,
 ) -> Finding:
-    """Do the same with models from anywhere.
+    """Work on a study until all of it is found out. Several calls at once share the work.
 
     Args:
         study: what is declared.
         load: returns the model of a name.
-        place: folder or URL to keep it in.
-        told: of progress.
+        place: folder, or URL of a database, to keep it in. The same call continues what was begun there.
+        told: of progress: points found out, and all that are known of.
+
+    Raises:
+        SelfSpecError: the study cannot be done as declared; nothing was done.
+        StorageError: its storage cannot be used, or went away; what was finished is kept there.
     """
     from selfspec.tools.studies.board import Board
 

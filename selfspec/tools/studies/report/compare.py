@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +38,6 @@ class SideBySide:
     studies: tuple[str, str]
     rows: tuple[Row, ...]
     alone: tuple[int, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return asdict(self)
 
 
 def compare(first: Path, second: Path) -> SideBySide:
