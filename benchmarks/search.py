@@ -22,6 +22,7 @@ import transformers
 
 from selfspec.environment import environment
 from selfspec.tools.studies.board import Board
+from selfspec.tools.studies.drafts import skip_set
 from selfspec.tools.studies.models import StudiedModel, loader
 from selfspec.tools.studies.search import Evaluator, search
 from selfspec.tools.studies.skip_sets import SkipSet, Space
@@ -70,28 +71,26 @@ def _compared(
         begun = time.process_time()
         found = search(searched_by, evaluations, seed)
         searched = time.process_time()
-    left_out = len(found.best.skipped)
+    left_out = found.best["skipped"]
     same = Space.of(model, adapter, left_out, left_out)
     with _evaluator(studied, seen, same) as chance:
         chance_begun = time.process_time()
         chance.evaluate(_drawn(same, count, seed))
         ended = time.process_time()
-    best = max(chance.scores.values(), key=lambda score: score.speedup)
+    best = max(chance.scores.values(), key=lambda row: row["predicted_speedup"])
     with _evaluator(studied, unseen, same) as again:
-        again.evaluate([found.best.skipped, best.skipped])
+        again.evaluate([skip_set(row["draft"]) for row in (found.best, best)])
     return {
         "size": size,
         "seed": seed,
         "left_out": left_out,
-        "found": found.best.to_dict(),
-        "method": found.methods[[score.skipped for score in found.scores].index(found.best.skipped)],
+        "found": found.best,
         "evaluations": len(found.scores),
-        "layer_passes": found.layer_passes,
         "search_seconds": searched - begun,
-        "random": best.to_dict(),
+        "random": best,
         "random_evaluations": len(chance.scores),
         "random_seconds": ended - chance_begun,
-        "unseen": [again.scores[each.skipped].speedup for each in (found.best, best)],
+        "unseen": [again.scores[skip_set(row["draft"])]["predicted_speedup"] for row in (found.best, best)],
     }
 
 
@@ -120,9 +119,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['left_out']}{' (free)' if row['size'] == 'any' else ''} | {row['seed']} | {row['method']} | "
-        f"{row['found']['speedup']:.3f} | {row['evaluations']} ({row['search_seconds']:.1f}) | "
-        f"{row['random']['speedup']:.3f} | {row['random_evaluations']} ({row['random_seconds']:.1f}) | "
+        f"| {row['left_out']}{' (free)' if row['size'] == 'any' else ''} | {row['seed']} | {row['found']['method']} | "
+        f"{row['found']['predicted_speedup']:.3f} | {row['evaluations']} ({row['search_seconds']:.1f}) | "
+        f"{row['random']['predicted_speedup']:.3f} | {row['random_evaluations']} ({row['random_seconds']:.1f}) | "
         f"{row['unseen'][0]:.3f}, {row['unseen'][1]:.3f} |"
         for row in rows
     ]

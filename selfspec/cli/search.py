@@ -92,14 +92,12 @@ def _sizes(text: str | None) -> tuple[int, int | None]:
 
 
 def _print(found: Found) -> None:
-    from selfspec.tools.studies.drafts import skip_name
-
     table = figures_table(
         "Acceptance against cost: what nothing beats",
         ["skip set"],
-        ["acceptance", "c", "draft length", "predicted speed-up"],
+        ["draft length", "acceptance", "c", "predicted speed-up"],
     )
-    for score in found.front:
-        figures = (f"{score.alpha:.3f}", f"{score.cost:.3f}", str(score.draft_length), f"{score.speedup:.3f}")
-        table.add_row(skip_name(score.skipped), *figures, style="bold" if score == found.best else None)
+    for row in found.front:
+        figures = (f"{row[name]:.3f}" for name in ("alpha", "c", "predicted_speedup"))
+        table.add_row(row["draft"], str(row["draft_length"]), *figures, style="bold" if row == found.best else None)
     console().print(table)

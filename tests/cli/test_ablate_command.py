@@ -74,7 +74,7 @@ def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: 
     assert "8 sets evaluated" in ending.stdout
     found = json.loads(invoke(*words, "--output", "json").stdout)
     assert found["evaluations"] == 8
-    assert found["best"]["attention"] == json.loads(file.read_text())["attention"]
+    assert found["best"] == json.loads(file.read_text())["promises"]
     plain = ("generate", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
     drafted = invoke(*plain, "--draft", f"skip-file:{file}")
     assert drafted.stdout == invoke(*plain).stdout

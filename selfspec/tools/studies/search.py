@@ -15,11 +15,11 @@ from random import Random
 from typing import Any
 
 from selfspec.draft import LayerSkip
+from selfspec.draft.named import parse_draft
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.environment import environment
 from selfspec.measure.teacher_forced.passes import TeacherForcedText
 from selfspec.model.fingerprint import fingerprint
-from selfspec.model.layer_path import Part
 from selfspec.tools.studies.board import Board
 from selfspec.tools.studies.drafts import NamedDraft, draft_kind, skip_name, skip_set
 from selfspec.tools.studies.estimate import estimate, estimate_point
@@ -29,7 +29,7 @@ from selfspec.tools.studies.prices import Prices, costs_point, find_costs
 from selfspec.tools.studies.similarity import influence, nested, sets_by_similarity
 from selfspec.tools.studies.skip_sets import SkipSet, Space
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.table import costs_of, pareto_front, promised
+from selfspec.tools.studies.table import Row, pareto_front, rows_of
 
 # Ways that dynamic programming keeps for each amount of cost saved.
 _WIDTH = 6
@@ -45,67 +45,29 @@ _PAUSE = 0.25
 
 
 @dataclass(frozen=True)
-class Score:
-    """What is known of one skip set.
-
-    Attributes:
-        skipped: the set.
-        alpha: mean of 1 - TV, or of greedy agreement, at the first position of a draft.
-        agreement: top-1 agreement there.
-        cost: c of a draft step.
-        draft_length: gamma that promises most.
-        speedup: predicted with it, against plain decoding.
-        tokens_per_second: the same by the measured step; None where none was measured.
-    """
-
-    skipped: SkipSet
-    alpha: float
-    agreement: float
-    cost: float
-    draft_length: int
-    speedup: float
-    tokens_per_second: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; the set as layers without their attention and without their MLP."""
-        layers = {part.name.lower(): sorted(each.layer for each in self.skipped if each.part == part) for part in Part}
-        return {**layers, **{name: value for name, value in vars(self).items() if name != "skipped"}}
-
-
-@dataclass(frozen=True)
 class Found:
     """What a search found.
 
     Attributes:
-        scores: of all sets evaluated, in order.
-        methods: what proposed each set first.
-        layer_passes: layers run to compare hidden states, in passes over one evaluation's text.
+        scores: all sets evaluated, in order: their rows of a study's table at their best draft lengths, with the
+            `method` that proposed each first.
     """
 
-    scores: tuple[Score, ...]
-    methods: tuple[str, ...]
-    layer_passes: float
+    scores: Sequence[Row]
 
     @property
-    def best(self) -> Score:
+    def best(self) -> Row:
         """The set that promises the highest speed."""
-        return max(self.scores, key=lambda score: score.speedup)
+        return max(self.scores, key=_speedup)
 
     @property
-    def front(self) -> list[Score]:
+    def front(self) -> list[Row]:
         """Sets that no other beats in both acceptance and cost, cheapest first."""
-        return pareto_front(self.scores, lambda score: (score.cost, score.alpha))
+        return pareto_front(self.scores, lambda row: (row["c"], row["alpha"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        scored = zip(self.scores, self.methods, strict=True)
-        return {
-            "best": self.best.to_dict(),
-            "front": [score.to_dict() for score in self.front],
-            "evaluations": len(self.scores),
-            "layer_passes": self.layer_passes,
-            "scores": [{**score.to_dict(), "method": method} for score, method in scored],
-        }
+        return {"best": self.best, "front": self.front, "evaluations": len(self.scores), "scores": self.scores}
 
 
 class Evaluator:
@@ -118,12 +80,12 @@ class Evaluator:
         board: keeps what is found out, and shares it.
 
     Attributes:
-        scores: of every set evaluated so far, by whomever.
+        scores: of every set evaluated so far, by whomever: its row of a study's table, at its best draft length.
     """
 
     def __init__(self, studied: StudiedModel, study: Study, space: Space, board: Board) -> None:
         self.space = space
-        self.scores: dict[SkipSet, Score] = {}
+        self.scores: dict[SkipSet, Row] = {}
         self.studied = studied
         self._study = study
         self._board = board
@@ -166,16 +128,7 @@ class Evaluator:
     def _add(self, result: Result) -> SkipSet:
         skipped = skip_set(result.point.content["draft"])
         if skipped not in self.scores and self.space.holds(skipped):
-            best, step = promised(result, self.prices), self.prices.step_seconds
-            self.scores[skipped] = Score(
-                skipped,
-                alpha=result.found["alpha"],
-                agreement=result.found["agreement"],
-                cost=costs_of(result.point, self.prices).draft,
-                draft_length=best.draft_length,
-                speedup=best.speedup,
-                tokens_per_second=None if step is None else best.speedup / step,
-            )
+            self.scores[skipped] = next(row for row in rows_of(result, self.prices) if row["best_length"])
         return skipped
 
     def _shared(self, point: Point, find: Callable[[StudiedModel, Point], dict[str, Any]]) -> Result:
@@ -238,8 +191,6 @@ def search(
     text = TeacherForcedText(evaluator.studied.views, texts.ids[:_TEXTS, : texts.first + _TOKENS], texts.first)
     by_similarity = sets_by_similarity(text, space, evaluator.prices, _WIDTH)
     importance = influence(text, space)
-    # Passes over single layers, in evaluations of the whole text.
-    layer_passes = text.passes / texts.ids.numel()
     begin = max(1, evaluations // 2) - len(scores)
     evaluate("similarity", _spread(by_similarity, max(1, begin * 2 // 3)), begin)
     evaluate("influence", _spread(nested(importance, space), max(0, begin // 3)), begin // 3)
@@ -249,7 +200,7 @@ def search(
         neighbours = _neighbours(evaluator, f"{seed} {in_vain}", _BEST * (1 + in_vain))
         evaluate("neighbour", neighbours, evaluations - before)
         in_vain = 0 if len(scores) > before else in_vain + 1
-    return Found(tuple(scores.values()), tuple(methods.get(skipped, "others") for skipped in scores), layer_passes)
+    return Found([{**row, "method": methods.get(skipped, "others")} for skipped, row in scores.items()])
 
 
 def save(found: Found, studied: StudiedModel, file: Path, about: Mapping[str, Any]) -> None:
@@ -264,22 +215,22 @@ def save(found: Found, studied: StudiedModel, file: Path, about: Mapping[str, An
     Raises:
         StorageError: the file cannot be written.
     """
-    best = found.best.to_dict()
-    known = {
-        "model": studied.name,
-        "promises": best,
-        "found": dict(about),
-        "environment": environment(studied.model.device),
-    }
-    skip = LayerSkip(attention=best["attention"], mlp=best["mlp"])
+    known = {"promises": found.best, "found": dict(about), "environment": environment(studied.model.device)}
+    skip = parse_draft(found.best["draft"])
+    assert isinstance(skip, LayerSkip)
     write_skip_file(skip, fingerprint(studied.model), file, known)
+
+
+def _speedup(row: Row) -> float:
+    speedup: float = row["predicted_speedup"]
+    return speedup
 
 
 def _neighbours(evaluator: Evaluator, seed: str, count: int) -> list[SkipSet]:
     """Draw sets not evaluated yet, each one or two changes away from one of the best."""
     space, scores = evaluator.space, evaluator.scores
     draws = Random(f"{seed} {len(scores)}")
-    best = [score.skipped for score in sorted(scores.values(), key=lambda score: -score.speedup)[:count]]
+    best = sorted(scores, key=lambda skipped: -_speedup(scores[skipped]))[:count]
     found: dict[SkipSet, None] = {}
     for _ in range(_TRIES):
         near = space.near(draws.choice(best), draws) if best else next(space.random(draws.getrandbits(32)))

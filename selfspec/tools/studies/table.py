@@ -57,11 +57,18 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
         if result.point.kind == "estimate":
             draft, texts = result.point.content["draft"], result.point.content["texts"]
             base = results[texts].point.content["base"]
-            table += _rows_of(result, prices.get(base), measured.get((draft, texts), []))
+            table += rows_of(result, prices.get(base), measured.get((draft, texts), []))
     return table
 
 
-def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Result]) -> Iterator[Row]:
+def rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Result] = ()) -> Iterator[Row]:
+    """Return the rows of one draft on one text.
+
+    Args:
+        estimated: what teacher forcing says of it.
+        prices: of the model; None: not known.
+        confirmed: what generations said of it.
+    """
     draft = estimated.point.content["draft"]
     place: Row = {
         **{name: estimated.point.place[name] for name in ("model", "workload", "temperature", "seed", "draft")},
