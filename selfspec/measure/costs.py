@@ -28,9 +28,10 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.probe import Given, Probe, Sample, Timer
+from selfspec.measure.probe import Given, Probe, Sample
 from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.stock import bare
+from selfspec.measure.timing import Timer
 from selfspec.model.adapter import Adapter
 from selfspec.runtime import Eager, Traced
 

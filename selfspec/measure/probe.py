@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
@@ -16,32 +15,8 @@ from selfspec.decode.verify import verify
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN
+from selfspec.measure.timing import Timer
 from selfspec.model.adapter import Adapter
-
-
-class Timer:
-    """Times work to its end on the device.
-
-    Args:
-        clock: seconds.
-        device: what to wait for.
-    """
-
-    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
-        self._clock = clock
-        self._device = device
-
-    def now(self) -> float:
-        """The time when all that was asked of the device is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._clock()
-
-    def of(self, work: Callable[[], object]) -> float:
-        """Seconds that a piece of work takes."""
-        began = self.now()
-        work()
-        return self.now() - began
 
 
 @dataclass(frozen=True)

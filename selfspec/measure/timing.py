@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -52,22 +53,42 @@ class Call:
         return sum(map(len, self.rows))
 
 
-class Stopwatch:
-    """Runs from when it is made. Every reading waits for the device first.
+class Timer:
+    """Times work to its end on the device.
+
+    Args:
+        clock: seconds.
+        device: what to wait for.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._clock = clock
+        self._device = device
+
+    def now(self) -> float:
+        """The time when all that was asked of the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def of(self, work: Callable[[], object]) -> float:
+        """Seconds that a piece of work takes."""
+        began = self.now()
+        work()
+        return self.now() - began
+
+
+class Stopwatch(Timer):
+    """Runs from when it is made.
 
     Args:
         device: where the work is done.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._started = self._now()
+        super().__init__(time.perf_counter, device)
+        self._started = self.now()
 
     def read(self) -> float:
         """Seconds since the start."""
-        return self._now() - self._started
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self.now() - self._started

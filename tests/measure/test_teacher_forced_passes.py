@@ -45,13 +45,13 @@ def test_every_path_says_what_the_loop_would_draft(architecture: str) -> None:
     text = TeacherForcedText(LayerViews(model, find_adapter(model)), ids, _FIRST, _REACH)
     text.check()
     seen = set()
-    for reading in readings(text, [DraftPath(path) for path in _PATHS]):
-        seen.add(reading.number)
+    for number, logits in readings(text, [DraftPath(path) for path in _PATHS]):
+        seen.add(number)
         for row in range(2):
             for start in (_FIRST - 1, 9):
-                expected = _steps(model, _PATHS[reading.number], ids[row], start)
+                expected = _steps(model, _PATHS[number], ids[row], start)
                 for copy in range(_REACH):
-                    found = reading.logits[copy, row, start + copy - (_FIRST - 1)]
+                    found = logits[copy, row, start + copy - (_FIRST - 1)]
                     torch.testing.assert_close(found, expected[copy], rtol=0, atol=1e-9)
     assert seen == set(range(len(_PATHS)))
 

@@ -92,8 +92,8 @@ def teacher_forced_figures(
         if number == 0:
             text.check()
         judge = _Judge(text.logits, ids[:, texts.first :], texts.temperature)
-        for reading in readings(text, paths):
-            parts[reading.number].append(judge.figures(reading.logits))
+        for path, logits in readings(text, paths):
+            parts[path].append(judge.figures(logits))
     return [TeacherForcedFigures.together(each) for each in parts]
 
 

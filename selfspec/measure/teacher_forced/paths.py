@@ -31,20 +31,7 @@ class DraftPath:
         return max((layer + 1 for layer, parts in enumerate(parts_run(self.path)) if parts), default=0)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one draft path says.
-
-    Attributes:
-        number: of the path, in the order given.
-        logits: of every drafted token, see `TeacherForcedText.read`.
-    """
-
-    number: int
-    logits: Tensor
-
-
-def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[Reading]:
+def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tuple[int, Tensor]]:
     """Read a text along many draft paths, in an order that shares the most work.
 
     Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
@@ -53,6 +40,9 @@ def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[Re
     Args:
         text: what is read.
         paths: the paths.
+
+    Yields:
+        The number of a path, and its logits of every drafted token as `TeacherForcedText.read` gives them.
     """
     ways = sorted((tuple(map(_order, parts_run(each.path))), number) for number, each in enumerate(paths))
     yield from _visit(text, paths, ways, 0, None)
@@ -64,14 +54,14 @@ def _visit(
     ways: Sequence[tuple[tuple[tuple[int, ...], ...], int]],
     layer: int,
     hidden: Tensor | None,
-) -> Iterator[Reading]:
+) -> Iterator[tuple[int, Tensor]]:
     """Continue from states that enter a layer; None: they are exact so far."""
     if layer == paths[ways[0][1]].path.depth:
         last = text.exact(layer) if hidden is None else hidden
         for _, number in ways:
             each = paths[number]
             # An exit head reads behind the last layer that runs; nothing after that changed the states.
-            yield Reading(number, text.read(last, each.exit_layer, each.head))
+            yield number, text.read(last, each.exit_layer, each.head)
         return
     for way, group in groupby(ways, key=lambda each: each[0][layer]):
         parts: Parts = frozenset(part for part in WHOLE if part in way)

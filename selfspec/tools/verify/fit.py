@@ -51,7 +51,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
     """A test to be made: what draws, under which rule, and which of the places it draws at."""
 
     tested: DraftUnderTest
@@ -59,20 +59,11 @@ class _Trial:
     turn: int
 
 
-def steps(tested: Sequence[DraftUnderTest], settings: Settings) -> int:
-    """How many steps `check_fits` announces."""
-    return len(_trials(tested, settings))
-
-
-def check_fits(
-    tested: Sequence[DraftUnderTest], places: Sequence[Place], settings: Settings, watch: Watch
-) -> tuple[Fit, ...]:
-    """Draw from every draft under every rule, at the places in turn, and test what was drawn.
-
-    Tokens of a coupling rule do not depend on the draft, so there plain decoding stands for all drafts.
+def check_fits(trials: Sequence[Trial], places: Sequence[Place], settings: Settings, watch: Watch) -> tuple[Fit, ...]:
+    """Draw what each trial draws, at the places in turn, and test it.
 
     Args:
-        tested: what samples, plain decoding first.
+        trials: a step each.
         places: where.
         settings: rules, samples and seed.
         watch: is told of the steps.
@@ -82,23 +73,27 @@ def check_fits(
     """
     seeds = torch.Generator().manual_seed(settings.seed)
     fits = []
-    for trial in _trials(tested, settings):
+    for trial in trials:
         watch.step(f"sampling, {trial.rule}: {trial.tested.name}")
         fits.append(_fit(trial, places[trial.turn % len(places)], settings.samples, seeds))
     return tuple(fits)
 
 
-def _trials(tested: Sequence[DraftUnderTest], settings: Settings) -> list[_Trial]:
+def trials_of(tested: Sequence[DraftUnderTest], settings: Settings) -> list[Trial]:
+    """Every draft under every rule.
+
+    Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
+    """
     plain, *drafting = tested
     own = [
-        _Trial(each, rule, row + column)
+        Trial(each, rule, row + column)
         for row, each in enumerate(drafting)
         for column, rule in enumerate(settings.sampled_rules)
     ]
-    return [*own, *(_Trial(plain, rule, turn) for turn, rule in enumerate(settings.coupled_rules))]
+    return [*own, *(Trial(plain, rule, turn) for turn, rule in enumerate(settings.coupled_rules))]
 
 
-def _fit(trial: _Trial, place: Place, samples: int, seeds: torch.Generator) -> Fit:
+def _fit(trial: Trial, place: Place, samples: int, seeds: torch.Generator) -> Fit:
     counts = _drawn(trial, place, samples, seeds)
     observed = [counts[outcome] for outcome in place.cells]
     expected = [samples * probability for probability in (*place.cells.values(), place.rest)]
@@ -118,7 +113,7 @@ def _fit(trial: _Trial, place: Place, samples: int, seeds: torch.Generator) -> F
     )
 
 
-def _drawn(trial: _Trial, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:
+def _drawn(trial: Trial, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:
     model = trial.tested.spec.model
     prefix = torch.tensor([place.prefix], device=model.device)
     at_once = max(_SCORES_AT_ONCE // (NEW_TOKENS * model.get_input_embeddings().num_embeddings), 1)

@@ -26,8 +26,8 @@ class Exactness(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict.
+class Conclusion:
+    """The verdict of a verification.
 
     Attributes:
         exactness: whether the output is the model's own.
@@ -127,19 +127,19 @@ class Report:
         return tuple(fit for fit, rejected in zip(self.fits, rejects, strict=True) if rejected)
 
     @cached_property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Conclusion:
         """Whether the output is the model's own."""
         failures = tuple(_failures(self))
         if failures:
             more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
-            return Verdict(Exactness.NOT_EXACT, f"NOT EXACT: {failures[0]}{more}", failures)
+            return Conclusion(Exactness.NOT_EXACT, f"NOT EXACT: {failures[0]}{more}", failures)
         if not self.divergences:
             tokens = sum(compared.tokens for draft in self.drafts for compared in draft.free_running.values())
             equal = f"EXACT: all {tokens} greedy tokens are the model's own"
-            return Verdict(Exactness.EXACT, f"{equal}{_sampled(self)}", ())
+            return Conclusion(Exactness.EXACT, f"{equal}{_sampled(self)}", ())
         widest = max(divergence.gap or 0.0 for divergence in self.divergences)
         number = len(self.divergences)
-        return Verdict(
+        return Conclusion(
             Exactness.WITHIN_ROUNDING,
             f"EXACT WITHIN ROUNDING: {number} divergence{'s' * (number > 1)}, all at near-ties: gaps of at most "
             f"{widest:.2g}, and rounding closes gaps of up to {self.bound.near_tie:.2g}{_sampled(self)}",

@@ -17,10 +17,10 @@ from selfspec.measure.rounding import RoundingMeter, tie_gap, widths_of
 from selfspec.measure.stock import Reference, bare, read_reference
 from selfspec.model.adapter import Adapter
 from selfspec.model.registry import find_adapter
-from selfspec.tools.verify import fit
 from selfspec.tools.verify.comparison import Check, ComparedTexts, ForcedTexts
 from selfspec.tools.verify.coupled import check_coupled
 from selfspec.tools.verify.drafts import DraftUnderTest, default_drafts
+from selfspec.tools.verify.fit import check_fits, trials_of
 from selfspec.tools.verify.forced import forced_logits
 from selfspec.tools.verify.place import choose_places
 from selfspec.tools.verify.report import DraftReport, Report
@@ -69,9 +69,8 @@ def verify(
     ]
     _check(tested, prompts, chosen)
 
-    told.begin(
-        len(prompts) * (1 + len(tested)) + len(chosen.coupled_rules) * len(tested) + 1 + fit.steps(tested, chosen)
-    )
+    trials = trials_of(tested, chosen)
+    told.begin(len(prompts) * (1 + len(tested)) + len(chosen.coupled_rules) * len(tested) + 1 + len(trials))
     reports = {each.name: DraftReport(each.name, ForcedTexts(each.name)) for each in tested}
     meter = RoundingMeter(widths_of(chosen.draft_length))
     texts = []
@@ -88,7 +87,7 @@ def verify(
         reports[name].coupled = coupled
     told.step("looking for places to sample at")
     places = choose_places(stock, texts, chosen.samples)
-    fits = fit.check_fits(tested, places, chosen, told)
+    fits = check_fits(trials, places, chosen, told)
     for report in reports.values():
         report.fits = tuple(each for each in fits if each.draft == report.name)
     return Report(

@@ -10,8 +10,9 @@ from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.draft import Draft, Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.named import draft_name
 from selfspec.model.layer_path import Part
-from selfspec.tools.verify import default_drafts, draft_name
+from selfspec.tools.verify import default_drafts
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 12, 80])
