@@ -7,20 +7,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
 from selfspec.measure.embedded import PROMPTS, checkpoint_folder
-from selfspec.tools.train.course import Course
-from selfspec.tools.train.exit_job import ExitPlan, train_exit
-from selfspec.tools.train.jobs import Source
+from selfspec.tools.train.recipe import ExitHeadRecipe
+from selfspec.tools.train.run import run
+from selfspec.tools.train.settings import Course, Texts, Training
 
 with tempfile.TemporaryDirectory() as folder:
     text, heads = Path(folder) / "beginnings.txt", Path(folder) / "heads"
     text.write_text("\n".join(PROMPTS * 12))
 
     # The model writes 96 texts on from pieces of these, and its heads learn what it would have said at every token.
-    report = train_exit(
-        Source(str(checkpoint_folder()), (text,), device="cpu"),
-        Course(steps=60, batch=8, length=48, learning_rate=3e-3),
-        ExitPlan(exits=(2, 3), rank=64, own_texts=96, beginning=8),
-        heads,
+    report = run(
+        Training(
+            model=str(checkpoint_folder()),
+            texts=Texts(text=[text]),
+            course=Course(steps=60, batch=8, length=48, learning_rate=3e-3),
+            to=heads,
+            device="cpu",
+        ),
+        ExitHeadRecipe(exits=(2, 3), rank=64, own_texts=96, beginning=8),
         lambda step, steps, figures: None,
     )
     for name in ("alpha_2", "alpha_3"):

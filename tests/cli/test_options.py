@@ -14,13 +14,9 @@ from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecEr
 from selfspec.cli.calibrate import Measurements
 from selfspec.cli.generate import DRAFTS
 from selfspec.cli.options import grouped, read_draft
-from selfspec.cli.train import CourseOptions, HeadOptions, RecipeOptions
 from selfspec.cli.verify import Checks
 from selfspec.measure.embedded import DEMO, checkpoint_folder, model_place
 from selfspec.tools import calibrate, verify
-from selfspec.tools.train.course import Course
-from selfspec.tools.train.exit_job import ExitPlan
-from selfspec.tools.train.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -120,9 +116,6 @@ def test_a_dataclass_becomes_a_panel_of_options() -> None:
     [
         (Checks, verify.Settings),
         (Measurements, calibrate.Settings),
-        (CourseOptions, Course),
-        (RecipeOptions, Recipe),
-        (HeadOptions, ExitPlan),
     ],
 )
 def test_options_have_the_names_and_defaults_of_the_settings(options: Any, settings: Any) -> None:

@@ -15,8 +15,7 @@ from helpers import tiny
 from selfspec.draft.exit_head import CONFIG, WEIGHTS
 from selfspec.errors import ExitHeadError
 from selfspec.model.fingerprint import fingerprint
-from selfspec.tools.train.exit_heads import ExitHeads
-from selfspec.tools.train.side_car import write_side_car
+from selfspec.tools.train.exit_heads import ExitHeads, write_side_car
 
 
 def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None = None) -> Path:

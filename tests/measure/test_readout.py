@@ -9,7 +9,7 @@ from helpers import tiny
 from helpers.reference import with_layers
 from selfspec.measure.readout import Readout
 from selfspec.model.registry import find_adapter
-from selfspec.tools.train.layer_dropout import layer_dropout
+from selfspec.tools.train.layerskip import layer_dropout
 
 
 @pytest.mark.parametrize("exit_layer", [1, 3])

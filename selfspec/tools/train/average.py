@@ -7,49 +7,28 @@ full model's loss than it takes from its exits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from selfspec.errors import TrainingError
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
-from selfspec.model.registry import find_adapter
 from selfspec.tools.train.corpus import packed, read_documents, spread
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.layerskip import LayerSkipLesson
+from selfspec.tools.train.settings import Averaging
 
 
-@dataclass(frozen=True)
-class Average:
-    """What to average.
+def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str, Any]:
+    """Average two checkpoints and save the result as the trained one was saved.
 
-    Attributes:
+    Args:
         trained: the trained checkpoint, a folder or a hub name.
         base: the checkpoint it was trained from.
-        base_share: weight of the base, in 0..1; the rest is the trained one's.
-        held_out: text to measure on, before and after; None: nothing is measured.
-        held_out_blocks: how many blocks of it.
-        length: tokens of a block.
-    """
-
-    trained: str
-    base: str
-    base_share: float
-    held_out: Path | None
-    held_out_blocks: int
-    length: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.base_share < 1:
-            raise TrainingError(f"the base's share lies between 0 and 1, e.g. 0.1; got {self.base_share}")
-
-
-def average(wanted: Average, to: Path) -> dict[str, Any]:
-    """Average two checkpoints and save the result as the trained one was saved.
+        averaging: how, and what to measure on.
+        to: the folder for the result.
 
     Returns:
         The report, also in `training.json`: what was averaged, and figures of the trained checkpoint before and of the
@@ -63,46 +42,35 @@ def average(wanted: Average, to: Path) -> dict[str, Any]:
     """
     folder = RunFolder(to)
     folder.check()
-    trained = load_checkpoint(wanted.trained, "auto", "cpu")
-    base = load_checkpoint(wanted.base, "auto", "cpu").model
-    dtype, model = trained.model.dtype, trained.model.float()
-    _check_alike(model, base, wanted)
-    held_out = None
-    if wanted.held_out is not None:
-        blocks = packed(read_documents(wanted.held_out), trained.tokenizer, wanted.length)
-        held_out = spread(blocks, wanted.held_out_blocks)
+    checkpoint = load_checkpoint(trained, "auto", "cpu")
+    other = load_checkpoint(base, "auto", "cpu").model
+    dtype, model = checkpoint.model.dtype, checkpoint.model.float()
+    shapes, others = ({name: weight.shape for name, weight in each.named_parameters()} for each in (model, other))
+    if type(model) is not type(other) or shapes != others:
+        raise TrainingError(f"{trained} was not trained from {base}: their weights differ in shape")
+    lesson = None
+    if averaging.held_out is not None:
+        blocks = packed(read_documents(averaging.held_out), checkpoint.tokenizer, averaging.length)
+        lesson = LayerSkipLesson(checkpoint, None, spread(blocks, averaging.held_out_blocks))
     settings = {
-        "trained": {"model": wanted.trained, "fingerprint": fingerprint(model)},
-        "base": {"model": wanted.base, "fingerprint": fingerprint(base)},
-        "base_share": wanted.base_share,
-        "held_out": wanted.held_out and wanted.held_out.name,
-        "held_out_blocks": wanted.held_out_blocks,
+        "trained": {"model": trained, "fingerprint": fingerprint(model)},
+        "base": {"model": base, "fingerprint": fingerprint(other)},
+        "base_share": averaging.base_share,
+        "held_out": averaging.held_out and averaging.held_out.name,
+        "held_out_blocks": averaging.held_out_blocks,
     }
     folder.begin(settings)
-
-    @torch.no_grad()
-    def measured() -> dict[str, float]:
-        if held_out is None:
-            return {}
-        return LayerSkipLesson(model, find_adapter(model), None, held_out).evaluate()
-
-    before = measured()
+    before = lesson.measure() if lesson else {}
     with torch.no_grad():
-        for weight, other in zip(model.parameters(), base.parameters(), strict=True):
-            weight.lerp_(other.to(weight.dtype), wanted.base_share)
+        for weight, towards in zip(model.parameters(), other.parameters(), strict=True):
+            weight.lerp_(towards.to(weight.dtype), averaging.base_share)
     # What is measured is what is saved.
     model.to(dtype).float()
-    report = {**settings, "before": before, "after": measured()}
+    report = {**settings, "before": before, "after": lesson.measure() if lesson else {}}
 
     def save(new: Path) -> None:
         model.to(dtype).save_pretrained(new)
-        trained.tokenizer.save_pretrained(new)
+        checkpoint.tokenizer.save_pretrained(new)
 
     folder.finish(save, report)
     return report
-
-
-def _check_alike(trained: nn.Module, base: nn.Module, wanted: Average) -> None:
-    shapes, others = ({name: weight.shape for name, weight in model.named_parameters()} for model in (trained, base))
-    if type(trained) is not type(base) or shapes != others:
-        raise TrainingError(f"{wanted.trained} was not trained from {wanted.base}: their weights differ in shape")

@@ -1,4 +1,4 @@
-"""Text for training: JSONL or plain text, gzipped or not, shuffled by document and packed into blocks of tokens."""
+"""Text for training: from files or from the model itself, shuffled by document and packed into blocks of tokens."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.errors import CorpusError
+from selfspec.errors import CorpusError, TrainingError
 from selfspec.files.json_text import parse_json
+from selfspec.files.writing import whole
+from selfspec.measure.own_text import own_text
+from selfspec.tools.train.settings import Course, Texts
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.
 _BATCH = 64
+# Texts that the model writes at once.
+_WRITTEN = 32
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
@@ -132,6 +139,73 @@ def spread(blocks: Blocks, most: int) -> Blocks:
     """At most `most` of the blocks, evenly spaced over all of them."""
     count = min(most, len(blocks))
     return Blocks(blocks.ids[torch.arange(count) * len(blocks) // count])
+
+
+def all_documents(texts: Texts, seed: int) -> list[str]:
+    """The documents of all files to learn from, shuffled.
+
+    Raises:
+        CorpusError: a file cannot be read.
+        TrainingError: no file is given.
+    """
+    if not texts.text:
+        raise TrainingError("no text to train on; give a file")
+    return shuffled([document for file in texts.text for document in read_documents(file)], seed)
+
+
+def given_text(
+    documents: Sequence[str], texts: Texts, course: Course, tokenizer: PreTrainedTokenizerBase, processes: int
+) -> Split:
+    """Documents in blocks: no more of them than the course takes, and what is measured on.
+
+    Raises:
+        CorpusError: the held-out file cannot be read, or there is too little text.
+    """
+    wanted, length = course.blocks * processes, course.length
+    if texts.held_out is not None:
+        measured = spread(packed(read_documents(texts.held_out), tokenizer, length), texts.held_out_blocks)
+        return Split(packed(documents, tokenizer, length, wanted), measured)
+    return _held_out(packed(documents, tokenizer, length, wanted + texts.held_out_blocks), texts)
+
+
+def written_text(model: PreTrainedModel, beginnings: Blocks, course: Course, texts: Texts, kept: Path) -> Split:
+    """Let a model continue beginnings at temperature 1, without top-k or top-p.
+
+    What was written is kept batch by batch, so that an interrupted call resumes.
+
+    Args:
+        model: writes.
+        beginnings: token ids, `[texts, beginning]`.
+        course: names the tokens of a text, beginning included, and the seed.
+        texts: names how much is measured on.
+        kept: the file for what was written.
+
+    Raises:
+        TrainingError: that file cannot be read.
+        StorageError: it cannot be written.
+    """
+    written = _read_written(kept) if kept.exists() else torch.empty(0, course.length, dtype=torch.long)
+    for start in range(written.shape[0], len(beginnings), _WRITTEN):
+        ids = beginnings.ids[start : start + _WRITTEN].to(model.device)
+        more = own_text(model, ids, course.length - ids.shape[1], 1.0, course.seed + start)
+        written = torch.cat([written, more.cpu()])
+        with whole(kept) as draft:
+            save_file({"ids": written}, draft)
+    return _held_out(Blocks(written), texts)
+
+
+def _held_out(blocks: Blocks, texts: Texts) -> Split:
+    # Of a short text, a tenth.
+    return split(blocks, min(texts.held_out_blocks, max(1, len(blocks) // 10)))
+
+
+def _read_written(file: Path) -> Tensor:
+    try:
+        return load_file(file)["ids"]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise TrainingError(
+            f"{file} is truncated or corrupt ({error}); remove it to have the text written again"
+        ) from error
 
 
 def _lines(file: Path, text: str) -> Iterator[str]:

@@ -7,13 +7,11 @@ import os
 import shutil
 import signal
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 # Read by torch when the first CUDA product is computed.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -28,94 +26,14 @@ from transformers.utils import logging
 from selfspec.errors import TrainingError
 from selfspec.files.writing import writing
 from selfspec.tools.train.corpus import Blocks
+from selfspec.tools.train.lesson import Lesson
+from selfspec.tools.train.settings import Course
 
 CHECKPOINTS = "checkpoints"
 KEPT = "what was finished is kept: make room and repeat the command to go on"
 """What messages say of a training whose disk is full."""
 
 _STATE = "trainer_state.json"
-
-
-@dataclass(frozen=True)
-class Course:
-    """How long, how fast and on how much at once a model learns.
-
-    The learning rate rises linearly over `warmup` of the steps, stays, and falls linearly to 0 over the last `decay`.
-
-    Attributes:
-        steps: optimiser steps.
-        batch: blocks of a step on each device.
-        accumulate: batches summed up into one step.
-        length: tokens of a block.
-        learning_rate: the highest, of AdamW.
-        warmup: share of the steps.
-        decay: share of the steps.
-        weight_decay: of AdamW.
-        precision: what is computed in, by autocast; weights are float32.
-        seed: of the order of the text, of dropout and of new weights.
-        save_every: steps between checkpoints; the last two are kept.
-        evaluate_every: steps between evaluations on the held-out text.
-        log_every: steps between points of the loss curve.
-        tensorboard: whether logs for TensorBoard are written, into `tensorboard` in the output folder.
-    """
-
-    steps: int = 1000
-    batch: int = 8
-    accumulate: int = 1
-    length: int = 256
-    learning_rate: float = 5e-4
-    warmup: float = 0.05
-    decay: float = 0.4
-    weight_decay: float = 0.01
-    precision: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-    save_every: int = 100
-    evaluate_every: int = 100
-    log_every: int = 10
-    tensorboard: bool = False
-
-    def __post_init__(self) -> None:
-        counts = ("steps", "batch", "accumulate", "length", "save_every", "evaluate_every", "log_every")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise TrainingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not (self.learning_rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
-            raise TrainingError(
-                f"learning rate {self.learning_rate}, warm-up {self.warmup} and decay {self.decay} do not fit; the "
-                "rate must be positive, and warm-up and decay shares of the steps"
-            )
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that all steps of one device take together."""
-        return self.steps * self.batch * self.accumulate
-
-
-class Lesson(ABC):
-    """What is learnt: a loss for each batch, and what is measured on held-out text.
-
-    Attributes:
-        model: the module that is trained; its weights alone are what a checkpoint holds.
-        held_out: text to measure on.
-    """
-
-    model: nn.Module
-    held_out: Blocks
-
-    @abstractmethod
-    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
-        """The loss of one batch.
-
-        Args:
-            model: `self.model`, perhaps inside a wrapper that computes it on several devices.
-            ids: `[batch, tokens]`.
-            step: optimiser steps already made.
-            steps: optimiser steps in all.
-        """
-
-    @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Figures on the held-out text, by name."""
 
 
 Observer = Callable[[int, int, Mapping[str, float]], None]
@@ -185,11 +103,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next((path for path in reversed(found) if _whole(path)), None)
 
 
-def settings_of(course: Course) -> dict[str, Any]:
-    """The settings of a course, ready for JSON."""
-    return asdict(course)
-
-
 class _CourseTrainer(Trainer):
     def __init__(self, lesson: Lesson, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -209,11 +122,7 @@ class _CourseTrainer(Trainer):
         return loss
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        training = self._lesson.model.training
-        self._lesson.model.eval()
-        with torch.no_grad():
-            figures = self._lesson.evaluate()
-        self._lesson.model.train(training)
+        figures = self._lesson.measure()
         self.log(figures)
         return figures
 
@@ -286,7 +195,7 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": int(course.decay * course.steps), "decay_type": "linear"},
         warmup_steps=int(course.warmup * course.steps),
-        weight_decay=course.weight_decay,
+        weight_decay=0.01,
         adam_beta2=0.98,
         max_grad_norm=1.0,
         bf16=course.precision == "bfloat16",
@@ -297,7 +206,7 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         save_total_limit=2,
         eval_strategy="steps",
         eval_steps=course.evaluate_every,
-        logging_steps=course.log_every,
+        logging_steps=10,
         logging_nan_inf_filter=False,
         report_to=[],
         disable_tqdm=True,

@@ -1,12 +1,27 @@
-"""Exit heads in training: one adapter for each exit."""
+"""Exit heads on a frozen base: they learn its distribution from the states at their exits, and become a side-car."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import save
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from selfspec.draft.exit_head import ExitAdapter
+from selfspec.draft.exit_head import CONFIG, FORMAT, WEIGHTS, ExitAdapter
+from selfspec.measure.readout import Readout
+from selfspec.model.early_head import DraftHead
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.registry import find_adapter
+from selfspec.tools.train.corpus import Split
+from selfspec.tools.train.lesson import ExitMeter, Lesson
+from selfspec.tools.train.recipe import ExitHeadRecipe
+from selfspec.tools.train.vocabulary import most_frequent
 
 
 class ExitHeads(nn.Module):
@@ -27,3 +42,107 @@ class ExitHeads(nn.Module):
     def forward(self, states: dict[int, Tensor]) -> dict[int, Tensor]:
         """Adapt the states `[batch, tokens, hidden]` of each exit."""
         return {exit_layer: self.exits[str(exit_layer)](entering) for exit_layer, entering in states.items()}
+
+
+class ExitLesson(Lesson):
+    """Distils the full model into exit heads. The base stays as it is, and with it the output distribution.
+
+    Args:
+        base: the stock model; it is frozen.
+        recipe: which heads, and what they minimise.
+        text: to learn from and to measure on.
+        seed: of the new weights.
+    """
+
+    def __init__(self, base: PreTrainedModel, recipe: ExitHeadRecipe, text: Split, seed: int) -> None:
+        self.held_out = text.held_out
+        self._adapter = find_adapter(base)
+        self._fingerprint = fingerprint(base)
+        self._base = base.eval().requires_grad_(False)
+        self._exits = recipe.exits_of(len(self._adapter.decoder_layers(base)))
+        self._readout = Readout(base, self._adapter)
+        self._loss = recipe.loss
+        self._tokens = None
+        if recipe.vocabulary is not None:
+            counted = most_frequent(text.train, recipe.vocabulary, base.get_output_embeddings().weight.shape[0])
+            self._tokens = torch.tensor(counted.tokens, device=base.device)
+        hidden: int = base.config.get_text_config(decoder=True).hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model: ExitHeads = ExitHeads(hidden, recipe.rank or 2 * hidden, self._exits).to(base.device)
+
+    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
+        states, full = self._read(ids)
+        p = self._kept(full.softmax(-1))
+        loss = torch.zeros((), device=ids.device)
+        for adapted in model(states).values():
+            log_q = self._kept(self._readout.logits(adapted).float()).log_softmax(-1)
+            if self._loss != "tv":
+                loss = loss - (p * log_q).sum(-1).mean()
+            if self._loss != "kl":
+                loss = loss + 1 - torch.minimum(p, log_q.exp()).sum(-1).mean()
+        return loss / len(self._exits)
+
+    def evaluate(self) -> dict[str, float]:
+        heads = {layer: DraftHead(self.model.exits[str(layer)], self._tokens) for layer in self._exits}
+        meter = ExitMeter(self._base, self._adapter, heads)
+        for ids in self.held_out_ids():
+            states, full = self._read(ids)
+            for layer, adapted in self.model(states).items():
+                draft = self._kept(self._readout.logits(adapted))
+                meter.add(full, layer, heads[layer].spread(draft, full.shape[-1]))
+        return meter.named()
+
+    def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
+        best = max(self._exits, key=lambda exit_layer: figures[f"speedup_{exit_layer}"])
+        write_side_car(self.model, self._tokens, best, self._fingerprint, dtype, figures, folder)
+
+    @torch.no_grad()
+    def _read(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """States at the exits, and the full model's logits."""
+        # A process of several finds out only now which device is its own.
+        self._base.to(ids.device)
+        with self._readout.recorded(self._exits) as states:
+            full = self._base(input_ids=ids, use_cache=False).logits
+        return states, full.float()
+
+    def _kept(self, values: Tensor) -> Tensor:
+        return values if self._tokens is None else values.index_select(-1, self._tokens.to(values.device))
+
+
+def write_side_car(
+    heads: ExitHeads,
+    tokens: Tensor | None,
+    default: int,
+    base: str,
+    dtype: torch.dtype,
+    validation: Mapping[str, float],
+    folder: Path,
+) -> None:
+    """Write what `ExitHead.from_pretrained` reads.
+
+    Args:
+        heads: trained.
+        tokens: ids that can be drafted; None: all.
+        default: the exit that is used when none is named.
+        base: fingerprint of the base's weights.
+        dtype: what the weights are saved in.
+        validation: figures on held-out text.
+        folder: where; it exists.
+    """
+    tensors = {name: value.to("cpu", dtype).contiguous() for name, value in heads.state_dict().items()}
+    if tokens is not None:
+        tensors["tokens"] = tokens.to("cpu", torch.int32)
+    content = save(tensors)
+    config: dict[str, Any] = {
+        "format": FORMAT,
+        "exits": [int(name) for name in heads.exits],
+        "default": default,
+        "hidden": heads.hidden,
+        "rank": heads.rank,
+        "base": base,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "validation": dict(validation),
+    }
+    (folder / WEIGHTS).write_bytes(content)
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

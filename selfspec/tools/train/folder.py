@@ -6,17 +6,26 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec.errors import TrainingError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import read_json
 from selfspec.files.writing import check_output_folder, whole, writing
 from selfspec.tools.train.course import CHECKPOINTS, KEPT
 
 REPORT = "training.json"
 _BEGUN = "run.json"
 _NEW = "unfinished"
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What `run.json` says."""
+
+    settings: dict[str, Any]
+    before: dict[str, float] | None = None
 
 
 class RunFolder:
@@ -52,7 +61,7 @@ class RunFolder:
         self.check()
         wanted = json.loads(json.dumps(settings))
         if (self.path / _BEGUN).exists():
-            begun = self._read()["settings"]
+            begun = self._read().settings
             changed = sorted(name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name))
             if changed:
                 raise TrainingError(
@@ -60,17 +69,16 @@ class RunFolder:
                     "command to go on with it, or give another folder with --to"
                 )
             return
-        self._write({"settings": wanted})
+        self._write(_Begun(wanted))
 
     @property
     def before(self) -> dict[str, float] | None:
         """Figures of the model as it was before training, if they were measured already."""
-        before: dict[str, float] | None = self._read().get("before")
-        return before
+        return self._read().before
 
     def keep_before(self, figures: Mapping[str, float]) -> None:
         """Keep the figures of the model as it was before training."""
-        self._write({**self._read(), "before": dict(figures)})
+        self._write(replace(self._read(), before=dict(figures)))
 
     def finish(self, save: Callable[[Path], None], report: Mapping[str, Any]) -> None:
         """Put the result in place, the report last, and drop the checkpoints.
@@ -99,17 +107,11 @@ class RunFolder:
         new.rmdir()
         (self.path / _BEGUN).unlink()
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            content = parse_json((self.path / _BEGUN).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise TrainingError(f"{self.path / _BEGUN} cannot be read ({error}); give another folder") from error
-        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-            raise TrainingError(f"{self.path / _BEGUN} holds no settings of a training; give another folder")
-        return content
+    def _read(self) -> _Begun:
+        return read_json(self.path / _BEGUN, _Begun, TrainingError, "give another folder with --to")
 
-    def _write(self, content: Mapping[str, Any]) -> None:
-        _write_whole(self.path / _BEGUN, content)
+    def _write(self, begun: _Begun) -> None:
+        _write_whole(self.path / _BEGUN, asdict(begun))
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:

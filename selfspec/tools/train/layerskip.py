@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from selfspec.control.forecast import forecast
-from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.readout import Readout
-from selfspec.model.adapter import Adapter
+from selfspec.model.checkpoint import Checkpoint
+from selfspec.model.registry import find_adapter
 from selfspec.tools.train.corpus import Blocks
-from selfspec.tools.train.course import Lesson
-from selfspec.tools.train.exit_costs import exit_costs
-from selfspec.tools.train.layer_dropout import layer_dropout
-from selfspec.tools.train.recipe import Recipe
-
-# Blocks of held-out text read at once.
-_BATCH = 4
+from selfspec.tools.train.lesson import ExitMeter, Lesson
+from selfspec.tools.train.recipe import LayerSkipRecipe
 
 
 class LayerSkipLesson(Lesson):
     """Continues a causal LM on text by the LayerSkip recipe (Elhoushi et al., 2024).
 
     Args:
-        model: the stock model; its weights change.
-        adapter: where its layers are.
+        base: the stock model, whose weights change, and its tokenizer.
         recipe: how exits are taught; None: not at all, plain training on the text, to compare with.
         held_out: text to measure on.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, recipe: Recipe | None, held_out: Blocks) -> None:
-        self.model: PreTrainedModel = model
-        self._adapter = adapter
-        self._layers = adapter.decoder_layers(model)
-        self._readout = Readout(model, adapter)
+    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Blocks) -> None:
+        self.model: PreTrainedModel = base.model
+        self._tokenizer = base.tokenizer
+        self._adapter = find_adapter(base.model)
+        self._layers = self._adapter.decoder_layers(base.model)
+        self._readout = Readout(base.model, self._adapter)
         self._recipe = recipe
-        self._exits = (recipe or Recipe()).exits_of(len(self._layers))
+        self._exits = (recipe or LayerSkipRecipe()).exits_of(len(self._layers))
         self.held_out = held_out
 
     def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
@@ -58,21 +57,46 @@ class LayerSkipLesson(Lesson):
         return loss
 
     def evaluate(self) -> dict[str, float]:
-        figures = {exit_layer: ExitFigures() for exit_layer in self._exits}
+        meter = ExitMeter(self.model, self._adapter, dict.fromkeys(self._exits))
         losses = []
-        for ids in self.held_out.ids.to(self.model.device).split(_BATCH):
+        for ids in self.held_out_ids():
             with self._readout.recorded(self._exits) as states:
                 full = self.model(input_ids=ids, use_cache=False).logits
             losses.append(_against_text(full, ids) * ids.shape[0])
-            for exit_layer, counted in figures.items():
-                counted.add(full.flatten(0, 1), self._readout.logits(states[exit_layer]).flatten(0, 1))
-        costs = exit_costs(self.model, self._adapter, None, None)
-        named = {"held_out_loss": float(torch.stack(losses).sum()) / len(self.held_out)}
-        for exit_layer, counted in figures.items():
-            named[f"agreement_{exit_layer}"] = counted.agreement
-            named[f"alpha_{exit_layer}"] = counted.alpha()
-            named[f"speedup_{exit_layer}"] = forecast(counted.alpha(), costs[exit_layer]).speedup
-        return named
+            for exit_layer in self._exits:
+                meter.add(full, exit_layer, self._readout.logits(states[exit_layer]))
+        return {"held_out_loss": float(torch.stack(losses).sum()) / len(self.held_out), **meter.named()}
+
+    def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
+        self.model.to(dtype).save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def layer_dropout(layers: Sequence[nn.Module], rates: Sequence[float]) -> Iterator[None]:
+    """Let each sample skip each layer with its chance inside the `with` block, drawn from torch's default generator.
+
+    Args:
+        layers: decoder layers, first to last.
+        rates: chance of each to be skipped by a sample.
+    """
+    with ExitStack() as hooks:
+        for layer, rate in zip(layers, rates, strict=True):
+            if rate > 0:
+                hooks.callback(layer.register_forward_hook(_dropping(rate), with_kwargs=True).remove)
+        yield
+
+
+def _dropping(rate: float) -> Any:
+    def drop(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        entered: Tensor = args[0] if args else kwargs["hidden_states"]
+        # Drawn on the CPU, so that the same seed drops the same on any device.
+        keeps = (torch.rand(entered.shape[0], 1, 1) >= rate).to(entered.device)
+        if isinstance(output, tuple):
+            return torch.where(keeps, output[0], entered), *output[1:]
+        return torch.where(keeps, output, entered)
+
+    return drop
 
 
 def _against_text(logits: Tensor, ids: Tensor) -> Tensor:

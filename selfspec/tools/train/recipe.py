@@ -1,46 +1,109 @@
-"""The LayerSkip recipe in formulas (Elhoushi et al., 2024, arXiv 2404.16710): no model, no data."""
+"""How exits are taught: the LayerSkip recipe in formulas (Elhoushi et al., 2024, arXiv 2404.16710), and exit heads."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from selfspec.errors import TrainingError
 
-Curriculum = Literal["rotational", "gradual", "all"]
-"""Which exits take part in a step: a rotating part of them, ever earlier ones as training goes on, or all."""
-
-Weighting = Literal["depth", "even"]
-"""How exits weigh: more with depth, as in the paper, or all the same."""
-
-ExitTarget = Literal["text", "model"]
-"""What exits learn: the text's next token, as in the paper, or the full model's distribution of it."""
+_NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is taught to leave early. An exit at E leaves after layers [0, E), the paper's layer E - 1.
+def parse_exits(text: str) -> tuple[int, ...]:
+    """Exit layers from `2,3,4`; none from an empty text.
 
-    Attributes:
-        exits: exit layers that are taught, in 1..N-1; empty: all of them.
-        dropout: chance p_max that a sample skips the last layer; earlier layers are skipped less.
-        dropout_curriculum: whether that chance is there from the start or rises exponentially from 0 as training goes.
-        curriculum: which exits take part in a step.
-        rotation: R of the rotational curriculum: every R-th exit takes part, another set each step.
-        exit_scale: e_scale, how much exits weigh against the full model.
-        weighting: how exits weigh among each other.
-        exit_target: what exits learn.
+    Raises:
+        TrainingError: it is something else.
+    """
+    given = text.replace(" ", "") if text else ""
+    if not given:
+        return ()
+    if not _NUMBERS.fullmatch(given):
+        raise TrainingError(f"--exits {text!r} is not understood; write exit layers with commas between, e.g. 2,3,4")
+    return tuple(int(number) for number in given.split(","))
+
+
+def check_exits(exits: Sequence[Any], depth: int) -> None:
+    """Refuse exits that a network of `depth` layers does not have.
+
+    Raises:
+        TrainingError: one is no integer in 1..depth-1.
+    """
+    for exit_layer in exits:
+        if type(exit_layer) is not int or not 1 <= exit_layer < depth:
+            raise TrainingError(f"exit {exit_layer!r} is out of range: this model has {depth} layers")
+
+
+Exits = Annotated[
+    tuple[int, ...],
+    typer.Option(parser=parse_exits, metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4.", show_default=False),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitHeadRecipe:
+    """Heads."""
+
+    exits: Exits = ()
+    rank: Annotated[int | None, typer.Option(min=1, help="Width of each head's MLP; default: twice the model's.")] = (
+        None
+    )
+    loss: Annotated[
+        Literal["kl", "tv", "both"],
+        typer.Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
+    ] = "both"
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Draft only the N most frequent tokens of the text.")
+    ] = None
+    own_texts: Annotated[
+        int, typer.Option(min=0, help="Learn from N texts that the model continues from beginnings.")
+    ] = 0
+    beginning: Annotated[int, typer.Option(min=1, help="Tokens of each beginning.")] = 16
+
+    def exits_of(self, depth: int) -> tuple[int, ...]:
+        """The exits taught in a network of `depth` layers; by default at a quarter and a third of it.
+
+        Raises:
+            TrainingError: an exit is out of range.
+        """
+        check_exits(self.exits, depth)
+        return tuple(dict.fromkeys(self.exits)) or tuple(sorted({max(1, depth // 4), max(1, depth // 3)}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipRecipe:
+    """Recipe.
+
+    An exit at E leaves after layers [0, E), the paper's layer E - 1. No exits: all of 1..N-1.
     """
 
-    exits: tuple[int, ...] = ()
-    dropout: float = 0.1
-    dropout_curriculum: Literal["constant", "exponential"] = "constant"
-    curriculum: Curriculum = "rotational"
-    rotation: int = 4
-    exit_scale: float = 0.2
-    weighting: Weighting = "depth"
-    exit_target: ExitTarget = "text"
+    exits: Exits = ()
+    dropout: Annotated[float, typer.Option(help="Chance that a sample skips the last layer.")] = 0.1
+    dropout_curriculum: Annotated[
+        Literal["constant", "exponential"],
+        typer.Option(help="`constant`, or `exponential`: the chance rises from 0 over the training."),
+    ] = "constant"
+    curriculum: Annotated[
+        Literal["rotational", "gradual", "all"],
+        typer.Option(
+            help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`."
+        ),
+    ] = "rotational"
+    rotation: Annotated[int, typer.Option(min=1, metavar="R", help="R of the rotational curriculum.")] = 4
+    exit_scale: Annotated[float, typer.Option(help="Weight of the exits against the full model.")] = 0.2
+    weighting: Annotated[
+        Literal["depth", "even"], typer.Option(help="Exits weigh more with `depth`, or all `even`.")
+    ] = "depth"
+    exit_target: Annotated[
+        Literal["text", "model"],
+        typer.Option(help="Exits learn the next token of the `text`, or the distribution of the full `model`."),
+    ] = "text"
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
         """The exits taught in a network of `depth` layers, first to last.
@@ -48,9 +111,7 @@ class Recipe:
         Raises:
             TrainingError: an exit or another setting is out of range.
         """
-        for exit_layer in self.exits:
-            if type(exit_layer) is not int or not 1 <= exit_layer < depth:
-                raise TrainingError(f"exit {exit_layer!r} is out of range: this model has {depth} layers")
+        check_exits(self.exits, depth)
         if not 0 <= self.dropout < 1:
             raise TrainingError(f"layer dropout {self.dropout} is no chance in 0..1 (1 excluded)")
         if self.rotation < 1 or not 0 <= self.exit_scale < math.inf:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers import tiny
 from helpers.stories import checkpoint_folder
 from selfspec.errors import TrainingError
-from selfspec.tools.train.average import Average, average
+from selfspec.tools.train.average import average
+from selfspec.tools.train.settings import Averaging
 
 FOLDER = checkpoint_folder()
 
@@ -32,15 +33,15 @@ def trained(tmp_path: Path) -> str:
     return str(folder)
 
 
-def _wanted(trained: str, base: str = str(FOLDER), share: float = 0.25, held_out: Path | None = None) -> Average:
-    return Average(trained, base, share, held_out, held_out_blocks=2, length=16)
+def _averaging(held_out: Path | None = None) -> Averaging:
+    return Averaging(base_share=0.25, held_out=held_out, held_out_blocks=2, length=16)
 
 
 def test_every_weight_lies_between(trained: str, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a dog who liked to play with a big red ball in the park. " * 10)
     to = tmp_path / "average"
-    report = average(_wanted(trained, held_out=text), to)
+    report = average(trained, str(FOLDER), _averaging(text), to)
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (trained, FOLDER, to)]
     for one, other, between in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(between, 0.75 * one + 0.25 * other)
@@ -48,11 +49,11 @@ def test_every_weight_lies_between(trained: str, tmp_path: Path) -> None:
     assert report["base"]["fingerprint"] != report["trained"]["fingerprint"]
     assert json.loads((to / "training.json").read_text()) == report
     with pytest.raises(TrainingError, match="finished training"):
-        average(_wanted(trained), to)
+        average(trained, str(FOLDER), _averaging(), to)
 
 
 def test_without_a_text_nothing_is_measured(trained: str, tmp_path: Path) -> None:
-    report = average(_wanted(trained), tmp_path / "average")
+    report = average(trained, str(FOLDER), _averaging(), tmp_path / "average")
     assert report["before"] == report["after"] == {}
 
 
@@ -63,11 +64,11 @@ def test_another_architecture_or_shape_is_refused(trained: str, tmp_path: Path) 
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes((FOLDER / name).read_bytes())
         with pytest.raises(TrainingError, match="differ in shape"):
-            average(_wanted(trained, str(folder)), tmp_path / "average")
+            average(trained, str(folder), _averaging(), tmp_path / "average")
     assert not (tmp_path / "average").exists()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 2.0])
 def test_a_share_is_a_share(share: float) -> None:
     with pytest.raises(TrainingError, match="between 0 and 1"):
-        _wanted("trained", share=share)
+        Averaging(base_share=share)

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from selfspec.errors import TrainingError
-from selfspec.tools.train.recipe import Recipe
+from selfspec.tools.train.recipe import LayerSkipRecipe
 
 
 def test_dropout_rises_exponentially_from_none_to_all_of_it() -> None:
-    rates = Recipe(dropout=0.2).dropout_rates(12, step=0, steps=100)
+    rates = LayerSkipRecipe(dropout=0.2).dropout_rates(12, step=0, steps=100)
     assert rates[0] == 0
     assert rates[-1] == pytest.approx(0.2)
     # D(l) + 1 is a geometric series.
@@ -21,20 +21,20 @@ def test_dropout_rises_exponentially_from_none_to_all_of_it() -> None:
 
 
 def test_dropout_may_rise_over_the_training_as_well() -> None:
-    recipe = Recipe(dropout=0.2, dropout_curriculum="exponential")
+    recipe = LayerSkipRecipe(dropout=0.2, dropout_curriculum="exponential")
     last = [recipe.dropout_rates(4, step, 101)[-1] for step in (0, 50, 100)]
     assert last == pytest.approx([0, 0.2 * (math.sqrt(2) - 1), 0.2])
 
 
 def test_rotation_teaches_every_exit_equally_often() -> None:
-    recipe = Recipe(rotation=3)
+    recipe = LayerSkipRecipe(rotation=3)
     steps = [recipe.active(10, step, 100) for step in range(3)]
     assert steps == [[1, 4, 7], [2, 5, 8], [3, 6, 9]]
     assert recipe.active(10, 3, 100) == steps[0]
 
 
 def test_gradual_curriculum_adds_exits_from_the_last_and_has_all_at_half_time() -> None:
-    recipe = Recipe(curriculum="gradual")
+    recipe = LayerSkipRecipe(curriculum="gradual")
     assert [recipe.active(5, step, 80) for step in (0, 10, 20, 30, 79)] == [
         [4],
         [3, 4],
@@ -45,25 +45,31 @@ def test_gradual_curriculum_adds_exits_from_the_last_and_has_all_at_half_time() 
 
 
 def test_weights_are_the_papers() -> None:
-    recipe = Recipe(exit_scale=0.2)
+    recipe = LayerSkipRecipe(exit_scale=0.2)
     # The paper's e(l) with l = E - 1: 0.2 * (0 + ... + l), and for the last layer l + 0.2 * (0 + ... + (l - 1)).
     expected = [0.2 * 1, 0.2 * 6, 5 + 0.2 * 10]
     assert recipe.weights(6, [2, 4]) == pytest.approx([weight / sum(expected) for weight in expected])
 
 
 def test_even_weights() -> None:
-    assert Recipe(exit_scale=0.5, weighting="even").weights(12, [2, 4]) == pytest.approx([0.25, 0.25, 0.5])
+    assert LayerSkipRecipe(exit_scale=0.5, weighting="even").weights(12, [2, 4]) == pytest.approx([0.25, 0.25, 0.5])
 
 
 def test_no_exit_leaves_the_full_model_alone() -> None:
-    assert Recipe(exits=(3,), rotation=2).active(6, 1, 10) == []
-    assert Recipe().weights(6, []) == [1.0]
+    assert LayerSkipRecipe(exits=(3,), rotation=2).active(6, 1, 10) == []
+    assert LayerSkipRecipe().weights(6, []) == [1.0]
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(exits=(0,)), Recipe(exits=(4,)), Recipe(dropout=1.0), Recipe(dropout=-0.1), Recipe(rotation=0)],
+    [
+        LayerSkipRecipe(exits=(0,)),
+        LayerSkipRecipe(exits=(4,)),
+        LayerSkipRecipe(dropout=1.0),
+        LayerSkipRecipe(dropout=-0.1),
+        LayerSkipRecipe(rotation=0),
+    ],
 )
-def test_settings_out_of_range_are_refused(recipe: Recipe) -> None:
+def test_settings_out_of_range_are_refused(recipe: LayerSkipRecipe) -> None:
     with pytest.raises(TrainingError):
         recipe.exits_of(4)

@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, StorageError, TrainingError
-from selfspec.tools.train.course import Course
-from selfspec.tools.train.exit_job import ExitPlan, train_exit
-from selfspec.tools.train.jobs import Source, train_layerskip
-from selfspec.tools.train.recipe import Recipe
+from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
+from selfspec.tools.train.run import run
+from selfspec.tools.train.settings import Course, Texts, Training
 
-_COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, log_every=1, learning_rate=2e-3)
-_PLAN = ExitPlan(exits=(2, 3), rank=16)
-_RECIPE = Recipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
+_COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3)
+_HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
+_RECIPE = LayerSkipRecipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
 
 
 def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:
@@ -46,15 +45,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def source(text: Path) -> Source:
+def training(text: Path, tmp_path: Path) -> Training:
     """The embedded model and its stories."""
-    return Source(str(checkpoint_folder()), (text,), held_out_blocks=4, device="cpu")
+    texts = Texts(text=[text], held_out_blocks=4)
+    return Training(model=str(checkpoint_folder()), texts=texts, course=_COURSE, to=tmp_path / "result", device="cpu")
 
 
-def test_exit_heads_learn_and_draft_for_their_base(source: Source, tmp_path: Path) -> None:
+def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "heads"
-    report = train_exit(source, replace(_COURSE, steps=30), _PLAN, to, _ignore)
-    for exit_layer in _PLAN.exits:
+    report = run(replace(training, course=replace(_COURSE, steps=30), to=to), _HEADS, _ignore)
+    for exit_layer in _HEADS.exits:
         assert report["after"][f"alpha_{exit_layer}"] > report["before"][f"alpha_{exit_layer}"] + 0.02
     assert sorted(file.name for file in to.iterdir()) == [
         "curves.png",
@@ -75,26 +75,26 @@ def test_exit_heads_learn_and_draft_for_their_base(source: Source, tmp_path: Pat
     assert out.stats.accepted > 0
 
 
-def test_heads_are_the_same_after_an_interrupt(source: Source, tmp_path: Path) -> None:
-    plan = replace(_PLAN, own_texts=8, beginning=4, vocabulary=100)
+def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Path) -> None:
+    plan = replace(_HEADS, own_texts=8, beginning=4, vocabulary=100)
 
     def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
         if step == 3:
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        train_exit(source, _COURSE, plan, tmp_path / "broken", die)
-    train_exit(source, _COURSE, plan, tmp_path / "broken", _ignore)
-    train_exit(source, _COURSE, plan, tmp_path / "whole", _ignore)
+        run(replace(training, to=tmp_path / "broken"), plan, die)
+    run(replace(training, to=tmp_path / "broken"), plan, _ignore)
+    run(replace(training, to=tmp_path / "whole"), plan, _ignore)
     tensors = [load_file(tmp_path / name / "exit_head.safetensors") for name in ("broken", "whole")]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
     assert tensors[0]["tokens"].shape == (100,)
 
 
-def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(source: Source, tmp_path: Path) -> None:
+def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
-    report = train_layerskip(source, replace(_COURSE, steps=30, learning_rate=5e-4), _RECIPE, to, _ignore)
+    report = run(replace(training, course=replace(_COURSE, steps=30, learning_rate=5e-4), to=to), _RECIPE, _ignore)
     before, after = report["before"], report["after"]
     assert after["alpha_2"] > before["alpha_2"] + 0.05
     assert after["held_out_loss"] < before["held_out_loss"] + 0.5
@@ -104,68 +104,70 @@ def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(source: Source, t
     AutoTokenizer.from_pretrained(to)
 
 
-def test_layerskip_gives_the_same_weights_after_an_interrupt(source: Source, tmp_path: Path) -> None:
+def test_layerskip_gives_the_same_weights_after_an_interrupt(training: Training, tmp_path: Path) -> None:
     def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
         if step == 5:
             raise MemoryError
 
     recipe = replace(_RECIPE, dropout=0.3)
     with pytest.raises(MemoryError):
-        train_layerskip(source, _COURSE, recipe, tmp_path / "broken", die)
-    train_layerskip(source, _COURSE, recipe, tmp_path / "broken", _ignore)
-    train_layerskip(source, _COURSE, recipe, tmp_path / "whole", _ignore)
+        run(replace(training, to=tmp_path / "broken"), recipe, die)
+    run(replace(training, to=tmp_path / "broken"), recipe, _ignore)
+    run(replace(training, to=tmp_path / "whole"), recipe, _ignore)
     tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("broken", "whole")]
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
-def test_nothing_is_overwritten(source: Source, tmp_path: Path) -> None:
+def test_nothing_is_overwritten(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
-    train_layerskip(source, replace(_COURSE, steps=1), None, to, _ignore)
+    run(replace(training, course=replace(_COURSE, steps=1), to=to), None, _ignore)
     content = {file: file.read_bytes() for file in to.iterdir()}
     with pytest.raises(TrainingError, match="finished training"):
-        train_layerskip(source, _COURSE, None, to, _ignore)
+        run(replace(training, to=to), None, _ignore)
     with pytest.raises(TrainingError, match="finished training"):
-        train_exit(source, _COURSE, _PLAN, to, _ignore)
+        run(replace(training, to=to), _HEADS, _ignore)
     assert {file: file.read_bytes() for file in to.iterdir()} == content
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainingError, match="not empty"):
-        train_layerskip(source, _COURSE, None, tmp_path / "other", _ignore)
+        run(replace(training, to=tmp_path / "other"), None, _ignore)
 
 
-def test_a_begun_training_is_not_gone_on_with_under_other_settings(source: Source, tmp_path: Path) -> None:
+def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Training, tmp_path: Path) -> None:
     def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
         if step == 2:
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        train_layerskip(source, _COURSE, None, tmp_path / "model", die)
+        run(replace(training, to=tmp_path / "model"), None, die)
     with pytest.raises(TrainingError, match="other settings \\(course\\)"):
-        train_layerskip(source, replace(_COURSE, seed=1), None, tmp_path / "model", _ignore)
+        run(replace(training, course=replace(_COURSE, seed=1), to=tmp_path / "model"), None, _ignore)
 
 
-def test_wrong_settings_and_texts_are_refused_before_anything_is_written(source: Source, tmp_path: Path) -> None:
+def test_wrong_settings_and_texts_are_refused_before_anything_is_written(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
     with pytest.raises(TrainingError, match="exit 9"):
-        train_layerskip(source, _COURSE, Recipe(exits=(9,)), to, _ignore)
+        run(replace(training, to=to), LayerSkipRecipe(exits=(9,)), _ignore)
     with pytest.raises(TrainingError, match="exit 5"):
-        train_exit(source, _COURSE, ExitPlan(exits=(5,)), to, _ignore)
+        run(replace(training, to=to), ExitHeadRecipe(exits=(5,)), _ignore)
     with pytest.raises(CorpusError):
-        train_layerskip(replace(source, text=(tmp_path / "none.txt",)), _COURSE, None, to, _ignore)
+        run(replace(training, texts=Texts(text=[tmp_path / "none.txt"]), to=to), None, _ignore)
     assert not to.exists()
 
 
-def test_a_crash_while_saving_loses_nothing(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_saving_loses_nothing(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    train_exit(source, _COURSE, _PLAN, tmp_path / "whole", _ignore)
+    run(replace(training, to=tmp_path / "whole"), _HEADS, _ignore)
     with monkeypatch.context() as patched:
-        patched.setattr("selfspec.tools.train.jobs.draw_curves", full)
+        patched.setattr("selfspec.tools.train.run.draw_curves", full)
         with pytest.raises(StorageError, match=r"no space.*repeat the command"):
-            train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+            run(replace(training, to=tmp_path / "broken"), _HEADS, _ignore)
     assert not (tmp_path / "broken" / "unfinished").exists()
     assert not (tmp_path / "broken" / "exit_head.json").exists()
-    train_exit(source, _COURSE, _PLAN, tmp_path / "broken", _ignore)
+    run(replace(training, to=tmp_path / "broken"), _HEADS, _ignore)
     for name in ("exit_head.json", "exit_head.safetensors"):
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

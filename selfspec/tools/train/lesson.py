@@ -1,0 +1,103 @@
+"""What is learnt: a loss for each batch, figures on held-out text, and how the result is saved."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.control.costs import Costs, share_read
+from selfspec.control.forecast import forecast
+from selfspec.draft import EarlyExit
+from selfspec.measure.acceptance import ExitFigures
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import DraftHead
+from selfspec.tools.train.corpus import Blocks
+
+# Blocks of held-out text read at once.
+_BATCH = 4
+
+
+class Lesson(ABC):
+    """What is learnt.
+
+    Attributes:
+        model: the module that is trained; its weights alone are what a checkpoint holds.
+        held_out: text to measure on.
+    """
+
+    model: nn.Module
+    held_out: Blocks
+
+    @abstractmethod
+    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
+        """The loss of one batch.
+
+        Args:
+            model: `self.model`, perhaps inside a wrapper that computes it on several devices.
+            ids: `[batch, tokens]`.
+            step: optimiser steps already made.
+            steps: optimiser steps in all.
+        """
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Figures on the held-out text, by name."""
+
+    @abstractmethod
+    def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
+        """Write the result into a folder that exists.
+
+        Args:
+            folder: where.
+            dtype: what weights are saved in.
+            figures: of the result, on the held-out text.
+        """
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate without gradients, in evaluation mode."""
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            figures = self.evaluate()
+        self.model.train(training)
+        return figures
+
+    def held_out_ids(self) -> Iterator[Tensor]:
+        """The held-out text in batches `[batch, tokens]`, where the model is."""
+        return iter(self.held_out.ids.to(next(self.model.parameters()).device).split(_BATCH))
+
+
+class ExitMeter:
+    """Adds up agreement and alpha of exits, and predicts their speed-up from the weights a draft step reads.
+
+    Args:
+        base: the stock model.
+        adapter: where its layers are.
+        heads: what reads the states of each exit; None: the model's own norm and head.
+    """
+
+    def __init__(self, base: PreTrainedModel, adapter: Adapter, heads: Mapping[int, DraftHead | None]) -> None:
+        depth = len(adapter.decoder_layers(base))
+        self._costs = {
+            exit_layer: Costs(share_read(base, adapter, EarlyExit(exit_layer).path(depth), head))
+            for exit_layer, head in heads.items()
+        }
+        self._figures = {exit_layer: ExitFigures() for exit_layer in heads}
+
+    def add(self, full: Tensor, exit_layer: int, draft: Tensor) -> None:
+        """Count logits of the full model and of an exit, `[batch, tokens, vocab]` both."""
+        self._figures[exit_layer].add(full.flatten(0, 1), draft.flatten(0, 1))
+
+    def named(self) -> dict[str, float]:
+        """The figures, by name and exit."""
+        named = {}
+        for exit_layer, counted in self._figures.items():
+            named[f"agreement_{exit_layer}"] = counted.agreement
+            named[f"alpha_{exit_layer}"] = counted.alpha()
+            named[f"speedup_{exit_layer}"] = forecast(counted.alpha(), self._costs[exit_layer]).speedup
+        return named

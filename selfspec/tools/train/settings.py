@@ -1,0 +1,124 @@
+"""What a training is asked to do. Each field is also an option of `selfspec train`, and its help describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from selfspec.errors import TrainingError
+
+Files = Annotated[
+    list[Path], typer.Option(help='Text to learn from: JSONL with "text" in each line, or plain; also .gz.')
+]
+HeldOutBlocks = Annotated[int, typer.Option(min=1, help="Measure on at most N blocks.")]
+Length = Annotated[int, typer.Option(min=8, help="Tokens of a block.")]
+LearningRate = Annotated[float, typer.Option(help="Highest learning rate of AdamW.")]
+Decay = Annotated[float, typer.Option(help="Share of the steps, the last, over which the rate falls.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Text."""
+
+    text: Files
+    held_out: Annotated[Path | None, typer.Option(help="Text to measure on; default: a part of --text.")] = None
+    held_out_blocks: HeldOutBlocks = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Steps and learning rate.
+
+    The rate rises linearly over `warmup` of the steps, stays, and falls linearly to 0 over the last `decay`.
+
+    Raises:
+        TrainingError: a value is out of range.
+    """
+
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 1000
+    batch: Annotated[int, typer.Option(min=1, help="Blocks a step, on each device.")] = 8
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches summed up into one step.")] = 1
+    length: Length = 256
+    learning_rate: LearningRate = 5e-4
+    warmup: Annotated[float, typer.Option(help="Share of the steps over which the rate rises.")] = 0.05
+    decay: Decay = 0.4
+    precision: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(metavar="DTYPE", help="Compute in `float32` or `bfloat16`; weights are float32."),
+    ] = "float32"
+    seed: Annotated[int, typer.Option(help="Seed of the order of the text, of dropout and of new weights.")] = 0
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between measurements.")] = 100
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write logs for TensorBoard as well.")] = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "length", "save_every", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.learning_rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
+            raise TrainingError(
+                f"learning rate {self.learning_rate}, warm-up {self.warmup} and decay {self.decay} do not fit; the "
+                "rate must be positive, and warm-up and decay shares of the steps"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all steps of one device take together."""
+        return self.steps * self.batch * self.accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCourse(Course):
+    """Steps and learning rate."""
+
+    learning_rate: LearningRate = 2e-3
+    decay: Decay = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training.
+
+    Attributes:
+        model: folder or hub name of the base.
+        texts: what from.
+        course: how long, how fast and on how much at once.
+        to: the folder that becomes the result.
+        device: as in `torch.device`, or "auto".
+    """
+
+    model: str
+    texts: Texts
+    course: Course
+    to: Path
+    device: str = "auto"
+
+    def described(self) -> dict[str, Any]:
+        """What a report says of model and text: names, not folders, so that a training may move."""
+        return {
+            "model": self.model,
+            "text": [{"name": file.name, "bytes": file.stat().st_size} for file in self.texts.text],
+            "held_out": self.texts.held_out and self.texts.held_out.name,
+            "held_out_blocks": self.texts.held_out_blocks,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """Average.
+
+    Raises:
+        TrainingError: the share is out of range.
+    """
+
+    base_share: Annotated[float, typer.Option(help="Weight of the base, between 0 and 1.")] = 0.1
+    held_out: Annotated[Path | None, typer.Option(help="Text to measure on, before and after; default: none.")] = None
+    held_out_blocks: HeldOutBlocks = 32
+    length: Length = 256
+
+    def __post_init__(self) -> None:
+        if not 0 < self.base_share < 1:
+            raise TrainingError(f"the base's share lies between 0 and 1, e.g. 0.1; got {self.base_share}")
