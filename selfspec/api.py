@@ -40,6 +40,7 @@ from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.adapter import Adapter
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import check_modules, check_saved_whole, stock_model
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
@@ -121,6 +122,7 @@ class SelfSpeculative:
         adapter: where the model keeps its layers.
         runtime: how passes run.
         programs: the passes recorded so far.
+        substitutes: the low-precision weights made so far.
         config: the model's.
         generation_config: the model's.
         device: the model's.
@@ -150,6 +152,7 @@ class SelfSpeculative:
         self.adapter = adapter
         self.runtime = runtime
         self.programs = GraphCache(runtime)
+        self.substitutes = Substitutes()
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -306,7 +309,7 @@ class SelfSpeculative:
         self._check_open()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(self.model, found, draft_length, self.rule, self.adapter, self.runtime)
-        other.programs = self.programs
+        other.programs, other.substitutes = self.programs, self.substitutes
         return other
 
     def unwrap(self) -> PreTrainedModel:
@@ -317,7 +320,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self.programs = GraphCache(self.runtime)
+        self.programs, self.substitutes = GraphCache(self.runtime), Substitutes()
         return self.model
 
     def _read(
@@ -351,7 +354,9 @@ class SelfSpeculative:
             )
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs)
+        return Generation(
+            self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs, self.substitutes
+        )
 
     def _prepare(self) -> None:
         """Check runtime and draft on the model's device, and estimate costs there."""

@@ -196,7 +196,7 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: 
     full = rest + rows + sum(_bytes(layer.parameters()) for layer in layers)
     read = rest + sum(_layer_bytes(layer, index, adapter, path) for index, layer in enumerate(layers))
     if head is None or head.tokens is None:
-        read += rows
+        read += int(rows * _bits_of(path, output.weight)) if path.head_substituted else rows
     else:
         read += rows * len(head.tokens) // output.weight.shape[0]
     if head is not None and head.adapter is not None:
@@ -213,7 +213,21 @@ def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath
         left_out += adapter.attention_modules_of(layer)
     if Part.MLP not in runs:
         left_out += adapter.mlp_modules_of(layer)
-    return _bytes(layer.parameters()) - sum(_bytes(layer.get_submodule(name).parameters()) for name in left_out)
+    saved = sum(_bytes(layer.get_submodule(name).parameters()) for name in left_out)
+    for part, names in (
+        (Part.ATTENTION, adapter.attention_modules_of(layer)),
+        (Part.MLP, adapter.mlp_modules_of(layer)),
+    ):
+        if part in runs and Sublayer(index, part) in path.substituted:
+            weights = [weight for name in names for weight in layer.get_submodule(name).parameters()]
+            saved += sum(int(weight.nbytes * (1 - _bits_of(path, weight))) for weight in weights)
+    return _bytes(layer.parameters()) - saved
+
+
+def _bits_of(path: LayerPath, weight: Tensor) -> float:
+    """The bits of a substitute's weight by those of the weight itself."""
+    assert path.precision is not None
+    return path.precision.bits / (8 * weight.element_size())
 
 
 def _bytes(weights: Iterable[Tensor]) -> int:

@@ -23,6 +23,7 @@ from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
+from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 
@@ -47,6 +48,7 @@ class Generation(Iterator[Round]):
         rule: Rule,
         seed: int | None,
         programs: GraphCache | None = None,
+        substitutes: Substitutes | None = None,
     ) -> None:
         device = _device(model, request)
         rows = request.input_ids.shape[0]
@@ -67,7 +69,7 @@ class Generation(Iterator[Round]):
         self._request = request
         self.lossless = rule.lossless
         batch = Batch(
-            runner=runner_for(model, adapter, cache, programs),
+            runner=runner_for(model, adapter, cache, programs, substitutes),
             cache=cache,
             sampling=request.sampling.coupled() if rule.couples else request.sampling,
             noise=Noise(seed, range(rows), device),

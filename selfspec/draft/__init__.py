@@ -6,6 +6,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
@@ -17,6 +18,7 @@ __all__ = [
     "EarlyExit",
     "ExitHead",
     "LayerSkip",
+    "LowPrecision",
     "PromptLookup",
     "ReducedVocabulary",
     "Resume",

@@ -1,6 +1,6 @@
 """Drafters by name.
 
-`exit:4`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any of these `+vocab:FILE`, `lookup`,
+`exit:4`, `int8`, `int4+exit:20`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any of these `+vocab:FILE`, `lookup`,
 `lookup+exit:4`, `auto` or `none`.
 """
 
@@ -30,7 +30,8 @@ _LOOK_UP = "lookup"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), skip-file:FILE for one that was searched for, +vocab:FILE behind any of these "
+    "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, +exit:E behind it to leave "
+    "early as well (int4+exit:20), skip-file:FILE for one that was searched for, +vocab:FILE behind any of these "
     "to read fewer rows of the head, lookup for look-ups in the text, alone or before any of these (lookup+exit:4), "
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
@@ -38,6 +39,7 @@ _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 # No model has layers of more digits, and Python reads no numbers of thousands of them.
 _NUMBER = r"(\d{1,9})"
 _EXIT = re.compile(rf"exit:{_NUMBER}", re.ASCII)
+_LOW_PRECISION = re.compile(rf"int([48])(?:\+exit:{_NUMBER})?", re.ASCII)
 _HEAD = re.compile(rf"(.+)@{_NUMBER}", re.ASCII | re.DOTALL)
 _RANGE = re.compile(rf"{_NUMBER}(?:-{_NUMBER})?", re.ASCII)
 
@@ -73,6 +75,10 @@ def _path_drafter(text: str, given: str) -> LayerPathDrafter:
     leaves_early = _EXIT.fullmatch(given)
     if leaves_early:
         return EarlyExit(layer=int(leaves_early[1]))
+    low_precision = _LOW_PRECISION.fullmatch(given)
+    if low_precision:
+        leaves = low_precision[2]
+        return LowPrecision(bits=int(low_precision[1]), exit=None if leaves is None else int(leaves))
     if given.startswith("skip-file:"):
         return SkipFile.from_file(given.removeprefix("skip-file:"))
     if given.startswith("skip:"):
@@ -88,6 +94,8 @@ def draft_name(drafter: Drafter | None) -> str:
             return PLAIN
         case EarlyExit(layer=layer):
             return f"exit:{layer}"
+        case LowPrecision(bits=bits, exit=leaves) if drafter == LowPrecision(bits, exit=leaves):
+            return f"int{bits}" if leaves is None else f"int{bits}+exit:{leaves}"
         case ReducedVocabulary(draft_with=draft_with, source=str(file)):
             return f"{draft_name(draft_with)}+vocab:{file}"
         case PromptLookup() if drafter == PromptLookup():

@@ -29,22 +29,24 @@ class DraftHead:
     adapter: nn.Module | None = None
     tokens: Tensor | None = None
 
-    def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module) -> None:
+    def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module | None) -> None:
         """Put it into a view of a model, whose modules on the way to layers and head are views of the view's own.
 
         Args:
             view: what runs the draft path.
             model: what it is a view of.
-            layer: the view's layer whose input is the last state of the path, and which passes it through.
+            layer: the view's layer whose input is the last state of the path, and which passes it through; None: the
+                path runs to the end, and has no adapter.
 
         Raises:
             UnsupportedModelError: rows cannot be left out of this model's head.
         """
         if self.adapter is not None:
+            assert layer is not None
             holder, name = _holder(view, layer)
             holder._modules[name] = _Adapted(layer, _like(self.adapter, next(layer.parameters())))
         if self.tokens is not None:
-            name = _head_name(model)
+            name = head_name(model)
             view._modules[name] = _Rows(model.get_submodule(name), self.tokens)
 
     def adapted(self, states: Tensor) -> Tensor:
@@ -122,7 +124,12 @@ class _Rows(nn.Module):
         return nn.functional.linear(states, self.weight, self.bias)
 
 
-def _head_name(model: PreTrainedModel) -> str:
+def head_name(model: PreTrainedModel) -> str:
+    """Return the name of the attribute that holds the language-model head.
+
+    Raises:
+        UnsupportedModelError: the head is no separate plain linear layer.
+    """
     head = model.get_output_embeddings()
     name: str | None = next((name for name, child in model.named_children() if child is head), None)
     # A subclass may compute more than a product with the weights.

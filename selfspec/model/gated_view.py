@@ -19,6 +19,7 @@ from selfspec.cache.shared_cache import CacheReader
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_call import call_with, hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import replaced, view_with, view_with_layers
 
 
@@ -87,16 +88,27 @@ class GatedModel:
         model: the stock causal LM. It is neither changed nor copied.
         adapter: where its layers and sublayers are.
         path: what the view runs.
+        substitutes: of the model; None: a path that needs some makes them for itself.
 
     Attributes:
         module: the view; called like the model.
     """
 
-    def __init__(self, model: nn.Module, adapter: Adapter, path: LayerPath) -> None:
+    def __init__(
+        self, model: nn.Module, adapter: Adapter, path: LayerPath, substitutes: Substitutes | None = None
+    ) -> None:
         # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
         self._boundary = Boundary()
+        own = substitutes or Substitutes()
+        prefix = ".".join(adapter.path(model))
         layers = [
-            _gated_layer(layer, index, adapter, path, self._boundary)
+            _gated_layer(
+                _low_precision_layer(layer, index, f"{prefix}.{index}", adapter, path, own),
+                index,
+                adapter,
+                path,
+                self._boundary,
+            )
             for index, layer in enumerate(adapter.decoder_layers(model))
         ]
         self.module = view_with_layers(model, adapter.path(model), layers)
@@ -112,6 +124,20 @@ class GatedModel:
         left.given = left.hidden = None
         left.attention = {}
         return states
+
+
+def _low_precision_layer(
+    layer: nn.Module, index: int, name: str, adapter: Adapter, path: LayerPath, substitutes: Substitutes
+) -> nn.Module:
+    """The layer with substitutes in those of its sublayers that the path runs in fewer bits."""
+    if path.precision is None:
+        return layer
+    parts = {Part.ATTENTION: adapter.attention_modules_of(layer), Part.MLP: adapter.mlp_modules_of(layer)}
+    names = [each for part, modules in parts.items() if Sublayer(index, part) in path.substituted for each in modules]
+    own = {each: layer.get_submodule(each) for each in names}
+    others = {each: substitutes.within(module, f"{name}.{each}", path.precision) for each, module in own.items()}
+    changed = {each: module for each, module in others.items() if module is not own[each]}
+    return view_with(layer, changed) if changed else layer
 
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath, boundary: Boundary) -> nn.Module:

@@ -23,6 +23,19 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """How weights of substitutes are kept.
+
+    Attributes:
+        bits: of a weight, 8 or 4.
+        group_size: weights that share a scale, in 4 bits.
+    """
+
+    bits: int
+    group_size: int
+
+
+@dataclass(frozen=True)
 class LayerPath:
     """What a pass runs.
 
@@ -30,11 +43,17 @@ class LayerPath:
         depth: number of layers of the network.
         skipped: sublayers left out; a layer whose two sublayers are both left out passes its input through.
         start: where states computed earlier enter. Nothing before it runs. None: the pass starts from tokens.
+        precision: of the substitutes; None: every sublayer runs with its own weights.
+        substituted: sublayers that run with substitutes of their linear layers.
+        head_substituted: whether the language-model head does, too.
     """
 
     depth: int
     skipped: frozenset[Sublayer] = frozenset()
     start: Sublayer | None = None
+    precision: Precision | None = None
+    substituted: frozenset[Sublayer] = frozenset()
+    head_substituted: bool = False
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:
@@ -55,17 +74,26 @@ class LayerPath:
         """The same path, entered at `start` with states that an earlier pass left there."""
         return replace(self, start=start)
 
+    def with_substitutes(self, precision: Precision, substituted: Iterable[Sublayer], head: bool) -> LayerPath:
+        """The same path, some of whose sublayers run with substitutes."""
+        return replace(self, precision=precision, substituted=frozenset(substituted), head_substituted=head)
+
     def runs(self, sublayer: Sublayer) -> bool:
         """Whether the pass computes this sublayer."""
         return sublayer not in self.skipped and (self.start is None or sublayer >= self.start)
 
     @property
-    def resume_point(self) -> Sublayer | None:
-        """Where a full pass can resume from this one's work: the first sublayer left out, all before it being exact.
+    def exit_point(self) -> Sublayer | None:
+        """The first sublayer left out; None: all run."""
+        return min(self.skipped, default=None)
 
-        None where nothing is left out, and where nothing comes before what is.
+    @property
+    def resume_point(self) -> Sublayer | None:
+        """Where a full pass can resume from this one's work: the first sublayer that is left out or has substitutes.
+
+        All before it is exact. None where every sublayer is, and where nothing comes before the first that is not.
         """
-        first = min(self.skipped, default=None)
+        first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first
 
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from selfspec.cache.masks import needs_mask, smallest_window
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.adapter import Adapter
+from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache, PassKind
 from selfspec.runtime.kernels.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
@@ -22,10 +23,18 @@ class RecordedRunner(ModelRunner):
         adapter: where its layers are.
         cache: what all passes read and write, from its cursors on.
         programs: of the model as it is now.
+        substitutes: of the model; None: paths that need some make them for this generation.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: BoundPrograms) -> None:
-        super().__init__(model, adapter, cache)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        cache: SharedCache,
+        programs: BoundPrograms,
+        substitutes: Substitutes | None = None,
+    ) -> None:
+        super().__init__(model, adapter, cache, substitutes)
         self._programs = programs
         self._window = smallest_window(self._config)
         self._packed = tuple(layer.weight for layer in packed_layers(model))
@@ -79,7 +88,11 @@ class RecordedRunner(ModelRunner):
 
 
 def runner_for(
-    model: PreTrainedModel, adapter: Adapter, cache: SharedCache, programs: GraphCache | None
+    model: PreTrainedModel,
+    adapter: Adapter,
+    cache: SharedCache,
+    programs: GraphCache | None,
+    substitutes: Substitutes | None = None,
 ) -> ModelRunner:
     """Make the runner of one generation: a recorded one where this model's passes can be recorded now.
 
@@ -88,13 +101,15 @@ def runner_for(
         adapter: where its layers are.
         cache: what all passes read and write.
         programs: of the wrapped model; None: the stock modules run every pass.
+        substitutes: of the wrapped model; None: paths that need some make them for this generation.
 
     Raises:
         UnsupportedOptionError: the model has moved to where the runtime cannot run it.
     """
     # A runtime that needs passes of few shapes can do nothing for others.
-    if programs is None or programs.bucket != cache.bucket:
-        return ModelRunner(model, adapter, cache)
-    recordable = takes_positions(model) and adapter.publishes is None
-    bound = programs.bound_to(model) if recordable else None
-    return ModelRunner(model, adapter, cache) if bound is None else RecordedRunner(model, adapter, cache, bound)
+    recordable = programs is not None and programs.bucket == cache.bucket
+    recordable = recordable and takes_positions(model) and adapter.publishes is None
+    bound = programs.bound_to(model) if programs is not None and recordable else None
+    if bound is None:
+        return ModelRunner(model, adapter, cache, substitutes)
+    return RecordedRunner(model, adapter, cache, bound, substitutes)

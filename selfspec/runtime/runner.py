@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.adapter import Adapter
-from selfspec.model.early_head import DraftHead
+from selfspec.model.early_head import DraftHead, head_name
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.kernels.few_rows import for_few_rows
 from selfspec.runtime.kernels.grouped_queries import for_grouped_queries
 from selfspec.runtime.pass_function import PassResult, model_inputs, run_view
@@ -66,14 +67,18 @@ class ModelRunner:
         model: the stock causal LM.
         adapter: where its layers are.
         cache: what all passes read and write, from its cursors on.
+        substitutes: of the model; None: paths that need some make them for this generation.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, substitutes: Substitutes | None = None
+    ) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self._stock_model = model
         self._model = with_kernels(model)
         self._adapter = adapter
         self._cache = cache
+        self._substitutes = substitutes or Substitutes()
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         parameters = inspect.signature(type(model).forward).parameters
@@ -173,10 +178,14 @@ class ModelRunner:
         return self._gated[path, head]
 
     def _gated_view(self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None) -> GatedModel:
-        gated = GatedModel(model, self._adapter, path)
+        gated = GatedModel(model, self._adapter, path, self._substitutes)
+        if path.precision is not None and path.head_substituted and (head is None or head.tokens is None):
+            name = head_name(self._stock_model)
+            substitute = self._substitutes.within(model.get_submodule(name), name, path.precision)
+            gated.module._modules[name] = substitute
         if head is not None:
-            assert path.resume_point is not None
-            layer = self._adapter.decoder_layers(gated.module)[path.resume_point.layer]
+            end = path.exit_point
+            layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]
             head.install(gated.module, model, layer)
         return gated
 

@@ -1,0 +1,96 @@
+"""Drafting with the model's own weights in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.early_exit import EarlyExit
+from selfspec.errors import DraftConfigError
+from selfspec.model.layer_path import LayerPath, Precision, sublayers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfspec.model.adapter import Adapter
+
+_GROUPS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True, init=False)
+class LowPrecision(LayerPathDrafter):
+    """Self-speculation with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
+
+    The draft runs all layers, or those before an exit, with substitutes of their linear layers: weights rounded to
+    nearest, read by weight-only kernels. Everything before the first layer with substitutes is exact, so verification
+    resumes there; with none before it, verification starts from tokens. Keys and values of the draft are overwritten.
+
+    Attributes:
+        bits: of a weight, 8 or 4.
+        group_size: weights that share a scale, in 4 bits; 8 bits have one scale for each output.
+        layers: numbers of the layers that run with substitutes; None: all.
+        exit: the layer before which the draft leaves the network; None: it runs to the end.
+        head_too: whether the language-model head is in fewer bits as well.
+    """
+
+    bits: int
+    group_size: int
+    layers: tuple[int, ...] | None
+    exit: int | None
+    head_too: bool
+
+    def __init__(
+        self,
+        bits: int = 8,
+        group_size: int = 32,
+        layers: Iterable[int] | None = None,
+        exit: int | None = None,
+        head: bool = True,
+    ) -> None:
+        values = {
+            "bits": bits,
+            "group_size": group_size,
+            "layers": None if layers is None else _numbers(layers),
+            "exit": exit,
+            "head_too": head,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if type(bits) is not int or bits not in (4, 8):
+            raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
+        if type(group_size) is not int or group_size not in _GROUPS:
+            raise DraftConfigError(f"group_size={group_size!r}: choose one of {', '.join(map(str, _GROUPS))}")
+
+    def path(self, depth: int) -> LayerPath:
+        layers = range(depth) if self.layers is None else self.layers
+        wrong = [layer for layer in layers if not 0 <= layer < depth]
+        if wrong:
+            raise DraftConfigError(f"layers={wrong}: out of range; this model has layers 0..{depth - 1}")
+        path = LayerPath.full(depth) if self.exit is None else EarlyExit(self.exit).path(depth)
+        substituted = [each for each in sublayers(depth) if each.layer in layers and path.runs(each)]
+        if not substituted:
+            raise DraftConfigError(f"layers={list(layers)}: the exit at layer {self.exit} leaves none of them to run")
+        return path.with_substitutes(Precision(self.bits, self.group_size), substituted, head=self.head_too)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise DraftConfigError(
+                f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
+                "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
+            )
+        if model.device.type not in ("cpu", "cuda"):
+            raise DraftConfigError(
+                f"there are no kernels for low-precision drafts on {model.device.type}; use cpu or cuda"
+            )
+
+
+def _numbers(layers: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        raise DraftConfigError(f"layers must be a list of layer numbers, got {layers!r}")
+    numbers = tuple(layers)
+    wrong = [number for number in numbers if type(number) is not int]
+    if wrong or not numbers:
+        raise DraftConfigError(f"layers must be a list of layer numbers, at least one, got {list(numbers)!r}")
+    return numbers

@@ -1,0 +1,104 @@
+"""Linear layers in fewer bits: weights rounded to nearest, with a scale for each row or group, and bfloat16 inputs.
+
+The products are ATen's own weight-only kernels, which read a quarter or an eighth of float32's bytes. They take plain
+tensors, so passes with them can be recorded. A draft may round as it likes: q is what it makes of the states.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+
+class LowBitsLinear(nn.Module, ABC):
+    """A linear layer whose weight, `[out, in]`, is kept in fewer bits. Gives what the layer gives, roughly.
+
+    Attributes:
+        bias: of the layer, `[out]`; None: it has none.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_parameter("bias", None if bias is None else _fixed(bias.detach()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, the bias left out, which is the layer's own."""
+        return sum(weight.nbytes for name, weight in self.named_parameters() if name != "bias")
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Multiply, `[..., in]` to `[..., out]`."""
+        flat = states.reshape(-1, states.shape[-1]).to(torch.bfloat16)
+        product = self._product(flat).to(states.dtype).view(*states.shape[:-1], -1)
+        return product if self.bias is None else product + self.bias
+
+    @abstractmethod
+    def _product(self, states: Tensor) -> Tensor:
+        """Multiply bfloat16 states, `[rows, in]` to `[rows, out]`."""
+
+
+class EightBitsLinear(LowBitsLinear):
+    """Weights in 8 bits, symmetric, with a scale for each output.
+
+    Args:
+        weight: of the layer, `[out, in]`.
+        bias: of the layer, `[out]`; None: it has none.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(bias)
+        scales = (weight.detach().float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        # The kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
+        scales = scales.to(torch.bfloat16)
+        levels = (weight.detach().float() / scales.float()[:, None]).round().clamp(-127, 127)
+        self.levels, self.scales = _fixed(levels.to(torch.int8)), _fixed(scales)
+
+    def _product(self, states: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(states, self.levels, self.scales)
+
+
+class FourBitsLinear(LowBitsLinear):
+    """Weights in 4 bits, with a scale and a zero for each group of inputs.
+
+    Args:
+        weight: of the layer, `[out, in]`.
+        bias: of the layer, `[out]`; None: it has none.
+        group_size: inputs of a group; divides `in`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, group_size: int) -> None:
+        super().__init__(bias)
+        outputs, inputs = weight.shape
+        groups = weight.detach().float().view(outputs, inputs // group_size, group_size)
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
+        # The kernel computes (level - 8) * scale + zero.
+        zeros = (low + 8 * scales.float()).to(torch.bfloat16)
+        levels = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round().clamp(0, 15)
+        self.group_size = group_size
+        self.levels = _fixed(_packed(levels.view(outputs, inputs).to(torch.int32)))
+        self.scales_and_zeros = _fixed(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous())
+
+    def _product(self, states: Tensor) -> Tensor:
+        if states.device.type == "cpu":
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(
+                states, self.levels, self.group_size, self.scales_and_zeros
+            )
+        return torch.ops.aten._weight_int4pack_mm(states, self.levels, self.group_size, self.scales_and_zeros)
+
+
+def _packed(levels: Tensor) -> Tensor:
+    """Levels of 4 bits, `[out, in]` in 0..15, in the layout of the device's kernel."""
+    if levels.device.type == "cpu":
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    pairs = (levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8)
+    return torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    # A parameter, so that recordings treat it as they treat the weights of stock modules.
+    return nn.Parameter(tensor, requires_grad=False)
