@@ -1,7 +1,7 @@
 """Drafters by name.
 
-`exit:4`, `int8`, `int4+exit:20`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any of these `+vocab:FILE`, `lookup`,
-`lookup+exit:4`, `auto` or `none`.
+`exit:4`, `int8`, `int4+exit:20`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any of these
+`+vocab:FILE`, `lookup`, `lookup+exit:4`, `auto` or `none`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import MOST_LAYERS, LayerSkip
+from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile

@@ -33,7 +33,7 @@ class LowBitsLinear(nn.Module, ABC):
     def forward(self, states: Tensor) -> Tensor:
         """Multiply, `[..., in]` to `[..., out]`."""
         flat = states.reshape(-1, states.shape[-1]).to(torch.bfloat16)
-        product = self._product(flat).to(states.dtype).view(*states.shape[:-1], -1)
+        product: Tensor = self._product(flat).to(states.dtype).view(*states.shape[:-1], -1)
         return product if self.bias is None else product + self.bias
 
     @abstractmethod
@@ -58,7 +58,8 @@ class EightBitsLinear(LowBitsLinear):
         self.levels, self.scales = _fixed(levels.to(torch.int8)), _fixed(scales)
 
     def _product(self, states: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(states, self.levels, self.scales)
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(states, self.levels, self.scales)
+        return product
 
 
 class FourBitsLinear(LowBitsLinear):
@@ -84,19 +85,19 @@ class FourBitsLinear(LowBitsLinear):
         self.scales_and_zeros = _fixed(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous())
 
     def _product(self, states: Tensor) -> Tensor:
-        if states.device.type == "cpu":
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(
-                states, self.levels, self.group_size, self.scales_and_zeros
-            )
-        return torch.ops.aten._weight_int4pack_mm(states, self.levels, self.group_size, self.scales_and_zeros)
+        on_cpu = states.device.type == "cpu"
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
+        product: Tensor = kernel(states, self.levels, self.group_size, self.scales_and_zeros)
+        return product
 
 
 def _packed(levels: Tensor) -> Tensor:
     """Levels of 4 bits, `[out, in]` in 0..15, in the layout of the device's kernel."""
     if levels.device.type == "cpu":
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-    pairs = (levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8)
-    return torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    else:
+        packed = torch.ops.aten._convert_weight_to_int4pack((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), 8)
+    return packed
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:

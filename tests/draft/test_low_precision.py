@@ -64,7 +64,7 @@ def test_eight_bits_draft_almost_as_the_model_does(model: PreTrainedModel) -> No
     assert output.stats.acceptance_rate > 0.9
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("architecture", [name for name in tiny.BUILDERS if name != "llama"])
 def test_other_architectures_keep_their_text(architecture: str) -> None:
     stock, prompt = tiny.BUILDERS[architecture](), tiny.prompt(9)
     wanted = stock.generate(prompt, max_new_tokens=16, do_sample=False)
@@ -143,11 +143,11 @@ def test_names(name: str) -> None:
         (lambda: selfspec.LowPrecision(True), "8 and 4"),
         (lambda: selfspec.LowPrecision(4, group_size=48), "group_size"),
         (lambda: selfspec.LowPrecision(layers=[]), "at least one"),
-        (lambda: selfspec.LowPrecision(layers="3"), "list of layer numbers"),
-        (lambda: selfspec.LowPrecision(layers=[1.5]), "list of layer numbers"),
+        (lambda: selfspec.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
+        (lambda: selfspec.LowPrecision(layers=[1.5]), "list of layer numbers"),  # type: ignore[list-item]
         (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[99])), "out of range"),
         (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(exit=99)), "out of range"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[4], exit=2)), "leaves none"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[3], exit=2)), "leaves none"),
         (lambda: parse_draft("int3"), "not understood"),
     ],
 )
