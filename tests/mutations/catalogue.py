@@ -879,10 +879,24 @@ CATALOGUE = (
         ("test_layer_path.py",),
     ),
     Mutation(
+        "verification takes sublayers in fewer bits for exact ones",
+        "LayerPath.resume_point",
+        "self.skipped | self.substituted",
+        "self.skipped",
+        ("test_low_precision.py",),
+    ),
+    Mutation(
+        "substitutes outlive the weights they were made of",
+        "_Made.fits",
+        "self.version == weight._version",
+        "True",
+        ("test_low_precision.py",),
+    ),
+    Mutation(
         "verification resumes at the last skipped sublayer, not the first",
         "LayerPath.resume_point",
-        "min(self.skipped, default=None)",
-        "max(self.skipped, default=None)",
+        "min(self.skipped | self.substituted, default=None)",
+        "max(self.skipped | self.substituted, default=None)",
         (_GREEDY, "test_layer_path.py"),
     ),
     Mutation(
