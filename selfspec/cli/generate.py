@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DRAFTS = {
     "none": "plain decoding",
     "exit:4": "early exit: the first 4 layers, then the head",
+    "int8": "the same layers in 8 bits; `int4` in 4, `int8+exit:4` the first 4 of them",
     "skip:attn=3,5;mlp=4;layers=7-9": "all but these sublayers and layers",
     "skip-file:skip.json": "the skip set that `selfspec search` found",
     "head:HEADS": "a trained exit head, by `selfspec train exit`; `head:HEADS@4`: that of layer 4",
