@@ -79,33 +79,29 @@ def work_on(
             told(len(known) - len(missing), len(known))
             if not missing:
                 return Finding(study, {point.key: results[point.key] for point in known})
-            if not any(_work(board, unit, load, points.models) for unit in units(missing)):
+            if not any(_work(board, unit, points.model_of) for unit in units(missing)):
                 # Others are at work on all of it.
                 time.sleep(_PAUSE)
 
 
-def _work(board: Board, unit: Sequence[Point], load: Callable[[str], StudiedModel], models: Mapping[str, str]) -> bool:
+def _work(board: Board, unit: Sequence[Point], model_of: Callable[[Point], StudiedModel]) -> bool:
     """Do some points, as far as nobody else does; return whether there were any."""
     with board.claimed(unit) as claim:
         if claim.deaths >= _MOST_DEATHS:
             board.keep([Result(point, {}, f"{claim.deaths} workers died of it") for point in claim.points])
         elif claim.points:
-            board.keep(do(claim.points, load, models, board.results()))
+            board.keep(do(claim.points, model_of, board.results()))
     return bool(claim.points)
 
 
 def do(
-    points: Sequence[Point],
-    load: Callable[[str], StudiedModel],
-    models: Mapping[str, str],
-    results: Mapping[str, Result],
+    points: Sequence[Point], model_of: Callable[[Point], StudiedModel], results: Mapping[str, Result]
 ) -> list[Result]:
     """Find out some points of one kind, model and text.
 
     Args:
         points: what is to be found out.
-        load: returns the model of a name.
-        models: names by fingerprint.
+        model_of: returns the model of texts or costs.
         results: what they build on.
 
     Returns:
@@ -114,9 +110,8 @@ def do(
     begun = time.perf_counter()
     first = points[0]
     written = results[first.content["texts"]] if "texts" in first.content else None
-    base = (first if written is None else written.point).content["base"]
     try:
-        studied = load(models[base])
+        studied = model_of(first if written is None else written.point)
         found = _found(points, studied, written)
         seconds = (time.perf_counter() - begun) / len(points)
         around = environment(studied.model.device)
@@ -124,7 +119,7 @@ def do(
     # Whatever a point does must not end the study; its error is its result.
     except Exception as error:
         if len(points) > 1:
-            return [result for point in points for result in do([point], load, models, results)]
+            return [result for point in points for result in do([point], model_of, results)]
         return [Result(first, {}, _message(error))]
 
 

@@ -28,27 +28,29 @@ class StudyPoints:
         study: what is declared.
         load: returns the model of a name.
 
-    Attributes:
-        models: names of the models, by fingerprint.
-
     Raises:
         StudyError: a draft does not fit a model, or two models are the same.
     """
 
     def __init__(self, study: Study, load: Callable[[str], StudiedModel]) -> None:
         self.study = study
-        self.models: dict[str, str] = {}
+        self._load = load
+        self._names: dict[str, str] = {}
         self._texts: dict[str, Point] = {}
         self._costs: dict[str, Point] = {}
         self._estimates: dict[str, list[Point]] = {}
         for name in study.models:
             self._add(name, load(name))
 
+    def model_of(self, texts_or_costs: Point) -> StudiedModel:
+        """Return the model that writes these texts, or has these costs."""
+        return self._load(self._names[texts_or_costs.content["base"]])
+
     def _add(self, name: str, studied: StudiedModel) -> None:
         study = self.study
-        if studied.base in self.models:
-            raise StudyError(f"models: {name} and {self.models[studied.base]} have the same weights; name one of them")
-        self.models[studied.base] = name
+        if studied.base in self._names:
+            raise StudyError(f"models: {name} and {self._names[studied.base]} have the same weights; name one of them")
+        self._names[studied.base] = name
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seeds[0])
         self._costs[studied.base] = costs_point(studied, drafts, study.pricing)
         # Drafts that begin alike side by side, since they share that work.
