@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.draft.named import draft_name, parse_draft
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.measure.teacher_forced.paths import DraftPath
 from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
 from selfspec.model.low_bits import EightBitsLinear, FourBitsLinear
 from selfspec.model.substitutes import Substitutes
@@ -154,3 +155,8 @@ def test_names(name: str) -> None:
 def test_what_makes_no_sense_is_refused(make: Any, match: str) -> None:
     with pytest.raises(DraftConfigError, match=match):
         make()
+
+
+def test_it_cannot_be_teacher_forced() -> None:
+    with pytest.raises(UnsupportedOptionError, match="fewer bits"):
+        DraftPath(selfspec.LowPrecision().path(5))

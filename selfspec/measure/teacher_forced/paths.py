@@ -8,6 +8,7 @@ from itertools import groupby
 
 from torch import Tensor
 
+from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.teacher_forced.passes import NOTHING, WHOLE, Parts, TeacherForcedText, parts_run
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
@@ -20,10 +21,19 @@ class DraftPath:
     Attributes:
         path: what a draft step runs, from tokens.
         head: what reads its last states; None: the model's own norm and head.
+
+    Raises:
+        UnsupportedOptionError: some of it runs in fewer bits, which teacher forcing does not read.
     """
 
     path: LayerPath
     head: DraftHead | None = None
+
+    def __post_init__(self) -> None:
+        if self.path.precision is not None:
+            raise UnsupportedOptionError(
+                "drafts in fewer bits cannot be teacher-forced; leave them out, or measure them with selfspec bench"
+            )
 
     @property
     def exit_layer(self) -> int:
