@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_call import hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
@@ -32,9 +30,26 @@ class Readout:
         # No layer runs, and states given at the first come out at the norm and the head.
         self._head = GatedModel(model, adapter, LayerPath.up_to(self.depth, first).resumed_at(first))
 
-    def recorded(self, exits: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
+    @contextmanager
+    def recorded(self, exits: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """The states `[batch, tokens, hidden]` at each exit, filled in as passes run inside the `with` block."""
-        return recorded_states(self._layers, exits)
+        states: dict[int, Tensor] = {}
+
+        def recorder(exit_layer: int) -> Any:
+            def record(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                states[exit_layer] = args[0] if args else kwargs["hidden_states"]
+
+            return record
+
+        hooks = [
+            self._layers[exit_layer].register_forward_pre_hook(recorder(exit_layer), with_kwargs=True)
+            for exit_layer in exits
+        ]
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def logits(self, states: Tensor) -> Tensor:
         """The model's own norm and head, and whatever it does to logits, over states of any layer.
@@ -50,32 +65,3 @@ class Readout:
         logits: Tensor = self._head.module(input_ids=tokens, use_cache=False).logits
         self._head.enter(None)
         return logits
-
-
-@contextmanager
-def recorded_states(layers: Sequence[nn.Module], places: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Record what enters some layers in the passes inside the `with` block.
-
-    Args:
-        layers: that run one after the other.
-        places: indices of layers; behind the last: what the last one gives.
-    """
-    states: dict[int, Tensor] = {}
-
-    def entering(place: int, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states[place] = hidden_states(args, kwargs)
-
-    def leaving(_layer: nn.Module, _args: Any, output: Any) -> None:
-        states[len(layers)] = output[0] if isinstance(output, tuple) else output
-
-    hooks = [
-        layers[place].register_forward_pre_hook(partial(entering, place), with_kwargs=True)
-        if place < len(layers)
-        else layers[-1].register_forward_hook(leaving)
-        for place in places
-    ]
-    try:
-        yield states
-    finally:
-        for hook in hooks:
-            hook.remove()

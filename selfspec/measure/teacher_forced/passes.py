@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.measure.readout import recorded_states
 from selfspec.measure.teacher_forced.context import ExactContext, draft_masks
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.view import replaced, view_with_layers
 
 Parts = frozenset[Part]
 """The sublayers of one layer that a path runs."""
@@ -30,6 +33,19 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1.0, torc
 def parts_run(path: LayerPath) -> tuple[Parts, ...]:
     """Return the parts of each layer that a path runs, first to last."""
     return tuple(frozenset(part for part in Part if path.runs(Sublayer(layer, part))) for layer in range(path.depth))
+
+
+@dataclass(frozen=True)
+class _View:
+    """A view of the model that runs (parts of) one layer on given states.
+
+    Attributes:
+        gated: the view.
+        left: holds what the layer gave in the last pass.
+    """
+
+    gated: GatedModel
+    left: list[Tensor]
 
 
 class LayerViews:
@@ -51,10 +67,9 @@ class LayerViews:
             )
         self.model = model
         self.adapter = adapter
-        self.layers = adapter.decoder_layers(model)
-        self.depth = len(self.layers)
+        self.depth = len(adapter.decoder_layers(model))
         self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-        self._views: dict[tuple[int, Parts], GatedModel] = {}
+        self._layers: dict[tuple[int, Parts], _View] = {}
         self._heads: dict[tuple[int, DraftHead | None], GatedModel] = {}
 
     @property
@@ -62,15 +77,17 @@ class LayerViews:
         """The attribute of the model that holds all but its head."""
         return self.adapter.path(self.model)[0]
 
-    def layer(self, index: int, parts: Parts) -> GatedModel:
+    def layer(self, index: int, parts: Parts) -> _View:
         """Return a view that runs some parts of one layer and passes through all others."""
-        if (index, parts) not in self._views:
+        if (index, parts) not in self._layers:
             runs = {Sublayer(index, part) for part in parts}
             first = Sublayer(index, Part.ATTENTION)
             left_out = [each for each in sublayers(self.depth) if each >= first and each not in runs]
-            path = LayerPath.without(self.depth, left_out).resumed_at(first)
-            self._views[index, parts] = GatedModel(self.model, self.adapter, path)
-        return self._views[index, parts]
+            gated = GatedModel(self.model, self.adapter, LayerPath.without(self.depth, left_out).resumed_at(first))
+            left: list[Tensor] = []
+            gated.module = self._recording(gated.module, {index: left})
+            self._layers[index, parts] = _View(gated, left)
+        return self._layers[index, parts]
 
     def head(self, layer: int, head: DraftHead | None) -> GatedModel:
         """Return a view that reads states entering a layer: with a draft's own head, or the model's norm and head."""
@@ -82,10 +99,35 @@ class LayerViews:
             self._heads[layer, head] = gated
         return self._heads[layer, head]
 
+    def recording_all(self) -> _Recorded:
+        """Return a view of the whole model that keeps what every layer gives."""
+        outputs: list[list[Tensor]] = [[] for _ in range(self.depth)]
+        inputs: list[Tensor] = []
+        module = self._recording(self.model, dict(enumerate(outputs)), inputs)
+        return _Recorded(module, inputs, outputs)
+
     def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         """Return the arguments that all passes share."""
         placed = {"position_ids": positions} if self._takes_positions else {}
         return {**placed, "input_ids": ids, "return_dict": True}
+
+    def _recording(
+        self, module: nn.Module, into: dict[int, list[Tensor]], entering: list[Tensor] | None = None
+    ) -> nn.Module:
+        layers: list[nn.Module] = [
+            replaced(layer, partial(_record, layer, into[index], entering if index == 0 else None))
+            if index in into
+            else layer
+            for index, layer in enumerate(self.adapter.decoder_layers(module))
+        ]
+        return view_with_layers(module, self.adapter.path(self.model), layers)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    module: nn.Module
+    inputs: list[Tensor]
+    outputs: list[list[Tensor]]
 
 
 class TeacherForcedText:
@@ -113,11 +155,11 @@ class TeacherForcedText:
         length = ids.shape[1]
         positions = torch.arange(length, device=ids.device)[None]
         self._context = ExactContext(views.depth)
-        with recorded_states(views.layers, range(views.depth + 1)) as states:
-            output = views.model(
-                **views.inputs(ids, positions), past_key_values=self._context, use_cache=True, attention_mask=None
-            )
-        self.states = [states[place] for place in range(views.depth + 1)]
+        recorded = views.recording_all()
+        output = recorded.module(
+            **views.inputs(ids, positions), past_key_values=self._context, use_cache=True, attention_mask=None
+        )
+        self.states = [recorded.inputs[0], *(outputs[0] for outputs in recorded.outputs)]
         self.logits: Tensor = output.logits[:, first - 1 : -1]
         config = views.model.config.get_text_config(decoder=True)
         self._masks = draft_masks(config, length, reach, self.states[0].dtype, ids.device)
@@ -149,13 +191,12 @@ class TeacherForcedText:
         view = self._views.layer(layer, parts)
         times = hidden.shape[-3] // self._ids.shape[0]
         inputs = {**self._inputs, "input_ids": self._inputs["input_ids"].repeat(times, 1)}
-        view.enter(ExactStates(hidden))
-        base = view.module.get_submodule(self._views.base)
-        with recorded_states([self._views.layers[layer]], [1]) as states:
-            base(**inputs, past_key_values=self._context, use_cache=True, attention_mask=self._masks)
-        view.leave()
+        view.gated.enter(ExactStates(hidden))
+        base = view.gated.module.get_submodule(self._views.base)
+        base(**inputs, past_key_values=self._context, use_cache=True, attention_mask=self._masks)
+        view.gated.leave()
         self.passes += hidden.shape[-2] * times * self._ids.shape[0]
-        return states[1]
+        return view.left.pop()
 
     @torch.no_grad()
     def read(self, hidden: Tensor, layer: int | None = None, head: DraftHead | None = None) -> Tensor:
@@ -205,3 +246,13 @@ class TeacherForcedText:
                 f"acceptance of skip sets cannot be estimated for {type(self._views.model).__name__}: read as a draft, "
                 f"the whole network is off by {off:.3g}; measure it by generation"
             )
+
+
+def _record(
+    layer: Callable[..., Any], into: list[Tensor], entering: list[Tensor] | None, *args: Any, **kwargs: Any
+) -> Any:
+    if entering is not None:
+        entering.append(args[0] if args else kwargs["hidden_states"])
+    output = layer(*args, **kwargs)
+    into.append(output[0] if isinstance(output, tuple) else output)
+    return output
