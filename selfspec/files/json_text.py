@@ -14,7 +14,7 @@ from selfspec.errors import SelfSpecError
 _Content = TypeVar("_Content")
 # Longer integers fit no float.
 _MOST_DIGITS = 300
-_LONG_INTEGER = re.compile(rf"\d{{{_MOST_DIGITS + 1}}}")
+_LONG_INTEGER = re.compile(rf"\d{{{_MOST_DIGITS + 1},}}")
 
 
 def parse_json(text: str) -> Any:
@@ -24,8 +24,9 @@ def parse_json(text: str) -> Any:
         ValueError: it is no JSON, is nested too deeply, or holds a number with too many digits or half a character.
     """
     value = from_json(text)
-    if _LONG_INTEGER.search(text) and _has_long_integer(value):
-        raise ValueError(f"an integer of more than {_MOST_DIGITS} digits")
+    digits = _LONG_INTEGER.search(text)
+    if digits and _has_long_integer(value):
+        raise ValueError(f"an integer of {len(digits[0])} digits")
     return value
 
 
