@@ -117,7 +117,7 @@ def test_what_is_json_is_read_as_json() -> None:
 
 @pytest.mark.parametrize("text", ["1" * 400, '{"a": [1, -' + "9" * 301 + "]}"])
 def test_integers_that_fit_no_float_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="integer of [34]0[01] digits"):
+    with pytest.raises(ValueError, match=r"integer of [34]0[01] digits"):
         parse_json(text)
 
 
