@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.saved_folders import installed  # noqa: F401 - a fixture
 
 pytestmark = [
     pytest.mark.clients,
