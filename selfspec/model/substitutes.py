@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from selfspec.model.layer_path import Precision
 from selfspec.model.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
@@ -19,17 +20,20 @@ class _Made:
 
     Attributes:
         linear: the substitute; None: the layer has none.
-        weight: of the layer.
-        version: of the weight when it was made.
+        device: of the weight.
+        address: of its values. The weight itself is not kept: it may be replaced, and its memory freed.
+        version: of its values, which counts changes in place.
     """
 
     linear: LowBitsLinear | None
-    weight: Tensor
+    device: torch.device
+    address: int
     version: int
 
     def fits(self, weight: Tensor) -> bool:
         """Whether it was made of this weight as it is now."""
-        return self.weight.data_ptr() == weight.data_ptr() and self.version == weight._version
+        where = self.device == weight.device and self.address == weight.data_ptr()
+        return where and self.version == weight._version
 
 
 class Substitutes:
@@ -79,7 +83,7 @@ class Substitutes:
             made = self._made.get((precision, name))
             if made is None or not made.fits(weight):
                 linear = _made(weight, getattr(module, "bias", None), precision)
-                made = self._made[precision, name] = _Made(linear, weight, weight._version)
+                made = self._made[precision, name] = _Made(linear, weight.device, weight.data_ptr(), weight._version)
         return made.linear
 
 
@@ -90,7 +94,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
         return None
     if type(module) is nn.Linear:
         return weight
-    return weight.t() if type(module).__name__ == "Conv1D" else None
+    return weight.t() if type(module) is Conv1D else None
 
 
 @torch.no_grad()
@@ -102,7 +106,9 @@ def _made(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsL
             EightBitsLinear(weight, bias) if precision.bits == 8 else FourBitsLinear(weight, bias, precision.group_size)
         )
         linear(weight.new_zeros(1, weight.shape[1]))
-    except (RuntimeError, NotImplementedError):
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
         # The kernels say which sizes and devices they take by raising.
         return None
     return linear
