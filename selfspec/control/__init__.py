@@ -2,9 +2,10 @@
 
 from selfspec.control.budget import Budget
 from selfspec.control.confidence import ConfidenceStop
-from selfspec.control.controller import Control, Controller, Evidence, NoDraft, RowOutcome
+from selfspec.control.controller import Control, Controller, Evidence, NoDraft
 from selfspec.control.cost_aware import CostAware
 from selfspec.control.fixed import FixedLength
+from selfspec.control.row_outcome import RowOutcome
 
 __all__ = [
     "Budget",

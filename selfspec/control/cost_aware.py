@@ -13,10 +13,11 @@ from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
 from selfspec.control.batch_progress import BatchProgress
 from selfspec.control.budget import Budget
 from selfspec.control.confidence import confidences_of
-from selfspec.control.controller import Control, Controller, Evidence, RowOutcome, check_length
+from selfspec.control.controller import Control, Controller, Evidence, check_length
 from selfspec.control.costs import CostsByRows
 from selfspec.control.loss_budget import MAY_LOSE, LossBudget, may_lose
 from selfspec.control.prospects import Prospects
+from selfspec.control.row_outcome import RowOutcome
 
 if TYPE_CHECKING:
     from selfspec.draft.draft import Draft
