@@ -205,23 +205,21 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: 
 
 
 def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> int:
-    runs = {part for part in Part if path.runs(Sublayer(index, part))}
-    if not runs:
+    sublayers = [Sublayer(index, part) for part in Part]
+    if not any(map(path.runs, sublayers)):
         return 0
-    left_out: list[str] = []
-    if Part.ATTENTION not in runs:
-        left_out += adapter.attention_modules_of(layer)
-    if Part.MLP not in runs:
-        left_out += adapter.mlp_modules_of(layer)
-    saved = sum(_bytes(layer.get_submodule(name).parameters()) for name in left_out)
-    for part, names in (
-        (Part.ATTENTION, adapter.attention_modules_of(layer)),
-        (Part.MLP, adapter.mlp_modules_of(layer)),
-    ):
-        if part in runs and Sublayer(index, part) in path.substituted:
-            weights = [weight for name in names for weight in layer.get_submodule(name).parameters()]
-            saved += sum(int(weight.nbytes * (1 - _bits_of(path, weight))) for weight in weights)
-    return _bytes(layer.parameters()) - saved
+    read = _bytes(layer.parameters())
+    for sublayer in sublayers:
+        weights = [
+            weight
+            for name in adapter.modules_of(layer, sublayer.part)
+            for weight in layer.get_submodule(name).parameters()
+        ]
+        if not path.runs(sublayer):
+            read -= _bytes(weights)
+        elif sublayer in path.substituted:
+            read -= sum(int(weight.nbytes * (1 - _bits_of(path, weight))) for weight in weights)
+    return read
 
 
 def _bits_of(path: LayerPath, weight: Tensor) -> float:

@@ -38,7 +38,7 @@ class LayerSkip(LayerPathDrafter):
 
     def __init__(self, attention: Iterable[int] = (), mlp: Iterable[int] = (), layers: Iterable[int] = ()) -> None:
         for name, numbers in (("attention", attention), ("mlp", mlp), ("layers", layers)):
-            object.__setattr__(self, name, _numbers(name, numbers))
+            object.__setattr__(self, name, layer_numbers(name, numbers))
 
     def path(self, depth: int) -> LayerPath:
         skipped: set[Sublayer] = set()
@@ -76,7 +76,12 @@ class LayerSkip(LayerPathDrafter):
             )
 
 
-def _numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
+def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return a list of layer numbers that somebody gave under some name.
+
+    Raises:
+        DraftConfigError: it is no list of integers, or lists more layers than any model has.
+    """
     if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")
     listed = tuple(islice(numbers, MOST_LAYERS + 1))
@@ -84,5 +89,7 @@ def _numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
         raise DraftConfigError(f"{name} lists more than {MOST_LAYERS} layers, which no model has")
     for number in listed:
         if type(number) is not int:
-            raise DraftConfigError(f"{name}={list(listed)!r}: {number!r} is not an integer layer number")
+            raise DraftConfigError(
+                f"{name}={list(listed)!r}: {number!r} is not an integer layer number; give a list of layer numbers"
+            )
     return listed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
+from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Precision, sublayers
 
@@ -52,12 +53,14 @@ class LowPrecision(LayerPathDrafter):
         values = {
             "bits": bits,
             "group_size": group_size,
-            "layers": None if layers is None else _numbers(layers),
+            "layers": None if layers is None else layer_numbers("layers", layers),
             "exit": exit,
             "head_too": head,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        if self.layers == ():
+            raise DraftConfigError("layers lists none; name at least one, or leave it out for all")
         if type(bits) is not int or bits not in (4, 8):
             raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
         if type(group_size) is not int or group_size not in _GROUPS:
@@ -84,13 +87,3 @@ class LowPrecision(LayerPathDrafter):
             raise DraftConfigError(
                 f"there are no kernels for low-precision drafts on {model.device.type}; use cpu or cuda"
             )
-
-
-def _numbers(layers: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
-        raise DraftConfigError(f"layers must be a list of layer numbers, got {layers!r}")
-    numbers = tuple(layers)
-    wrong = [number for number in numbers if type(number) is not int]
-    if wrong or not numbers:
-        raise DraftConfigError(f"layers must be a list of layer numbers, at least one, got {list(numbers)!r}")
-    return numbers

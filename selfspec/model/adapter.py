@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.model.layer_path import Part
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Adapter:
     def mlp_modules_of(self, layer: nn.Module) -> tuple[str, ...]:
         """Those of `mlp_modules` that a layer has."""
         return tuple(name for name in self.mlp_modules if isinstance(getattr(layer, name, None), nn.Module))
+
+    def modules_of(self, layer: nn.Module, part: Part) -> tuple[str, ...]:
+        """The attributes of a layer that hold one of its sublayers."""
+        return self.attention_modules_of(layer) if part is Part.ATTENTION else self.mlp_modules_of(layer)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that does not have what this adapter names.

@@ -18,7 +18,7 @@ from selfspec.cache.recurrent import token_by_token
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_call import call_with, hidden_states
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import replaced, view_with, view_with_layers
 
@@ -99,18 +99,10 @@ class GatedModel:
     ) -> None:
         # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
         self._boundary = Boundary()
-        own = substitutes or Substitutes()
-        prefix = ".".join(adapter.path(model))
-        layers = [
-            _gated_layer(
-                _low_precision_layer(layer, index, f"{prefix}.{index}", adapter, path, own),
-                index,
-                adapter,
-                path,
-                self._boundary,
-            )
-            for index, layer in enumerate(adapter.decoder_layers(model))
-        ]
+        layers: Sequence[nn.Module] = adapter.decoder_layers(model)
+        if path.precision is not None:
+            layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
+        layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
         self.module = view_with_layers(model, adapter.path(model), layers)
 
     def enter(self, states: ExactStates | None) -> None:
@@ -126,18 +118,25 @@ class GatedModel:
         return states
 
 
-def _low_precision_layer(
-    layer: nn.Module, index: int, name: str, adapter: Adapter, path: LayerPath, substitutes: Substitutes
-) -> nn.Module:
-    """The layer with substitutes in those of its sublayers that the path runs in fewer bits."""
-    if path.precision is None:
-        return layer
-    parts = {Part.ATTENTION: adapter.attention_modules_of(layer), Part.MLP: adapter.mlp_modules_of(layer)}
-    names = [each for part, modules in parts.items() if Sublayer(index, part) in path.substituted for each in modules]
-    own = {each: layer.get_submodule(each) for each in names}
-    others = {each: substitutes.within(module, f"{name}.{each}", path.precision) for each, module in own.items()}
-    changed = {each: module for each, module in others.items() if module is not own[each]}
-    return view_with(layer, changed) if changed else layer
+def _in_precision(
+    precision: Precision,
+    layers: Sequence[nn.Module],
+    adapter: Adapter,
+    model: nn.Module,
+    path: LayerPath,
+    substitutes: Substitutes,
+) -> list[nn.Module]:
+    """The layers, with substitutes in the sublayers that the path runs in fewer bits."""
+    changed = list(layers)
+    prefix = ".".join(adapter.path(model))
+    for sublayer in sorted(path.substituted):
+        layer = changed[sublayer.layer]
+        for name in adapter.modules_of(layer, sublayer.part):
+            module = layer.get_submodule(name)
+            other = substitutes.within(module, f"{prefix}.{sublayer.layer}.{name}", precision)
+            if other is not module:
+                changed[sublayer.layer] = layer = view_with(layer, {name: other})
+    return changed
 
 
 def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath, boundary: Boundary) -> nn.Module:

@@ -107,9 +107,8 @@ def runner_for(
         UnsupportedOptionError: the model has moved to where the runtime cannot run it.
     """
     # A runtime that needs passes of few shapes can do nothing for others.
-    recordable = programs is not None and programs.bucket == cache.bucket
-    recordable = recordable and takes_positions(model) and adapter.publishes is None
-    bound = programs.bound_to(model) if programs is not None and recordable else None
-    if bound is None:
-        return ModelRunner(model, adapter, cache, substitutes)
-    return RecordedRunner(model, adapter, cache, bound, substitutes)
+    if programs is not None and programs.bucket == cache.bucket and takes_positions(model) and not adapter.publishes:
+        bound = programs.bound_to(model)
+        if bound is not None:
+            return RecordedRunner(model, adapter, cache, bound, substitutes)
+    return ModelRunner(model, adapter, cache, substitutes)
