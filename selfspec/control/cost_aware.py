@@ -83,23 +83,28 @@ class CostAwareController(Controller):
         self._rounds = 0
         self._at_once = self._model_at_once = 0.0
         self._on_prompt: float | None = None
+        self._at_risk = self._model_at_risk()
         self._unfinished: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         self._unfinished = unfinished
-        if not self._rounds:
-            self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
-        self._rounds += 1
         if len(unfinished) != self._costs.rows:
             self._costs = self._by_rows.in_batch(len(unfinished))
             self._prospects = Prospects(self._costs, self.most.depth)
-        if self._rounds == 1 and self._on_prompt is not None:
-            self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
+            self._at_risk = self._model_at_risk()
+        if not self._rounds:
+            self._begin(remaining)
+        self._rounds += 1
         self._reached = [1.0] * len(unfinished)
         self._confidences = []
         return self.most.within(remaining - 1)
+
+    def _begin(self, remaining: int) -> None:
+        self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
+        if self._on_prompt is not None:
+            self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
 
     def tries(self, match: int) -> bool:
         loss_budget = self._loss_budget(match)
@@ -136,9 +141,9 @@ class CostAwareController(Controller):
             self._acceptance.count(confidence, chance, _PROMPT_WEIGHT)
         mean = drawn_to_fair(sum(evidence.chances), len(evidence.chances))
         self._on_prompt = mean + mean**2 * (1 - mean)
+        self._at_risk = self._model_at_risk()
 
-    @property
-    def _at_risk(self) -> float:
+    def _model_at_risk(self) -> float:
         """What a draft of the model may lose that promises nothing: see `LossBudget.opens`."""
         if self._on_prompt is None or self._prospects.pays(self._on_prompt):
             return self._prospects.of_model

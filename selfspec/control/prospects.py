@@ -27,17 +27,11 @@ class Prospects:
         self._costs = costs
         self._longest = longest
         self._lengths = range(1, min(longest, _LONG_DRAFT) + 1)
-        self._paying: dict[float, bool] = {}
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
     def pays(self, chance: float) -> bool:
         """Whether a draft of the model with this acceptance rate gains."""
-        # Asked in every round, of the same chance.
-        if chance not in self._paying:
-            self._paying[chance] = any(
-                self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths
-            )
-        return self._paying[chance]
+        return any(self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths)
 
     def look_up_length(self, share: float) -> int:
         """Tokens to look up where a share of the slowest rows has a match; 0: look-ups would not pay for the batch.

@@ -1,7 +1,7 @@
 """Prefill: the prompts' keys, values and states, and what the draft is worth on the prompt.
 
-An early exit computes of a prompt what the target computes first. So its prefill runs in two parts, and each part's
-head reads the last tokens of the prompt. That compares draft and target before the first round, for less than a
+An early exit computes of a prompt what the target computes first. So one pass over the prompt has the states of both,
+and the head reads the last tokens of each. That compares draft and target before the first round, for less than a
 rejected draft costs.
 """
 
@@ -18,7 +18,6 @@ from selfspec.decode.batch import Batch
 from selfspec.decode.request import Request
 from selfspec.decode.sequences import Prefixes
 from selfspec.draft import Drafter
-from selfspec.model.layer_path import LayerPath
 
 # How many tokens of the prompt are compared at most, and the fewest that tell anything.
 _MOST, _FEWEST = 32, 4
@@ -66,14 +65,11 @@ def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Ev
         drafter: leaves the network early.
         prompts: `[rows, tokens]`.
     """
-    exit_path = drafter.exit_path(batch.runner.depth)
-    assert exit_path is not None
-    path, start, head = exit_path.path, exit_path.start, exit_path.head
-    drafted = batch.runner.last_logits(path, prompts, _MOST, head=head)
-    assert drafted.states is not None
-    target = LayerPath.full(batch.runner.depth).resumed_at(start)
-    logits = batch.runner.last_logits(target, prompts, _MOST, entering=drafted.states).logits
-    q, p = (batch.sampling.scores(each, Prefixes(batch.sequences)).softmax(-1) for each in (drafted.logits, logits))
+    end = drafter.exit(batch.runner.depth)
+    assert end is not None
+    compared = batch.runner.compare(end.layer, end.head, prompts, _MOST)
+    prefixes = Prefixes(batch.sequences)
+    q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (compared.draft, compared.target))
     chances = torch.minimum(p, q).sum(-1)
     if batch.sampling.greedy:
         # On so few tokens, the overlap of two distributions tells as much as whether their best tokens are equal.
@@ -86,7 +82,7 @@ def _gives_evidence(batch: Batch, drafter: Drafter, unread: Sequence[int]) -> bo
     """Whether the controller asks for evidence, and a prefill of `unread` tokens of each row can give it."""
     return (
         batch.controller.judges_prompt
-        and drafter.exit_path(batch.runner.depth) is not None
+        and drafter.exit(batch.runner.depth) is not None
         and not batch.sampling.reads_prefixes
         and batch.cache.rolls_back_by_cursor
         and len(set(unread)) == 1

@@ -13,10 +13,10 @@ from selfspec.decode.noise import Purpose
 from selfspec.decode.sampling import proper
 from selfspec.decode.sequences import Prefixes
 from selfspec.draft.draft import Draft, Resume
-from selfspec.draft.drafter import Drafter, ExitPath
+from selfspec.draft.drafter import Drafter, Exit
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import LayerPath, sublayers
+from selfspec.model.layer_path import LayerPath, Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,12 +49,12 @@ class LayerPathDrafter(Drafter):
     def check(self, depth: int) -> None:
         self.path(depth)
 
-    def exit_path(self, depth: int) -> ExitPath | None:
+    def exit(self, depth: int) -> Exit | None:
         path = self.path(depth)
         start = path.resume_point
-        if start is None or any(path.runs(sublayer) for sublayer in sublayers(depth) if sublayer >= start):
+        if start is None or start.part is not Part.ATTENTION or path != LayerPath.up_to(depth, start):
             return None
-        return ExitPath(path, start, self.head)
+        return Exit(start.layer, self.head)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)

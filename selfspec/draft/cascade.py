@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.draft import Draft
-from selfspec.draft.drafter import Drafter, ExitPath
+from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.errors import DraftConfigError
 
@@ -47,8 +47,8 @@ class Cascade(Drafter):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.path.check_model(model, adapter)
 
-    def exit_path(self, depth: int) -> ExitPath | None:
-        return self.path.exit_path(depth)
+    def exit(self, depth: int) -> Exit | None:
+        return self.path.exit(depth)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfspec.draft.draft import Draft
-from selfspec.model.layer_path import LayerPath, Sublayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,17 +18,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExitPath:
-    """A draft that leaves the network early: all it computes is what the target computes first.
+class Exit:
+    """Where a draft leaves the network: all it computes is what the target computes first.
 
     Attributes:
-        path: what a draft step runs.
-        start: where the target goes on.
-        head: what reads the path's last states; None: the model's own norm and head.
+        layer: the first layer left out.
+        head: what reads the states there; None: the model's own norm and head.
     """
 
-    path: LayerPath
-    start: Sublayer
+    layer: int
     head: DraftHead | None
 
 
@@ -55,8 +52,8 @@ class Drafter(ABC):
         """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
         return 0.0
 
-    def exit_path(self, depth: int) -> ExitPath | None:
-        """How the drafter leaves a network of `depth` layers early; None: it does not."""
+    def exit(self, depth: int) -> Exit | None:
+        """Where the drafter leaves a network of `depth` layers early, between two of them; None: it does not."""
         return None
 
     def begin(self, batch: Batch) -> object:

@@ -71,6 +71,13 @@ class DraftHead:
         spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
         return spread.index_copy_(-1, self.tokens.to(logits.device), logits)
 
+    def alone(self, logits: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, `[..., vocabulary]`, with -inf at tokens that cannot be drafted."""
+        if self.tokens is None:
+            return logits
+        tokens = self.tokens.to(logits.device)
+        return torch.full_like(logits, -torch.inf).index_copy_(-1, tokens, logits[..., tokens])
+
 
 def _holder(view: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:
     """The module of the view that holds the layer, and under which name."""

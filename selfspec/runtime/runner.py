@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.adapter import Adapter
+from selfspec.model.compared_view import ComparedModel
 from selfspec.model.early_head import DraftHead, head_name
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
@@ -35,6 +36,19 @@ class Pass:
 
     logits: Tensor
     states: ExactStates | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits of the same tokens at an early exit and at the end of the network.
+
+    Attributes:
+        draft: at the exit, `[batch, tokens, vocab]`; -inf at tokens that cannot be drafted.
+        target: at the end, same shape.
+    """
+
+    draft: Tensor
+    target: Tensor
 
 
 @dataclass(frozen=True)
@@ -116,19 +130,19 @@ class ModelRunner:
         """Whether the model can leave out logits of all but the last tokens of a pass."""
         return "logits_to_keep" in inspect.signature(type(self._stock_model).forward).parameters
 
-    def last_logits(
-        self,
-        path: LayerPath,
-        tokens: Tensor,
-        most: int,
-        entering: ExactStates | None = None,
-        head: DraftHead | None = None,
-    ) -> Pass:
-        """Run `path` over a prompt, with logits of at most the last `most` tokens: see `logits`."""
-        inputs = self._inputs(tokens)
-        if self.keeps_last_logits:
-            inputs["logits_to_keep"] = min(most, tokens.shape[1])
-        return self._spread(run_view(self._view(path, head), None, entering, inputs), head)
+    def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> Comparison:
+        """Run a prompt, with the logits of its last tokens at an early exit and at the end.
+
+        Args:
+            exit_layer: the first layer that the exit leaves out, at least 1.
+            head: of the exit; None: the model's own norm and head.
+            tokens: `[batch, tokens]`.
+            most: how many tokens are compared at most.
+        """
+        view = ComparedModel(self._model, self._adapter, exit_layer, head).module
+        kept = {"logits_to_keep": min(most, tokens.shape[1])} if self.keeps_last_logits else {}
+        target, draft = view(**self._inputs(tokens), **kept).logits[:, -most:].chunk(2)
+        return Comparison(draft if head is None else head.alone(draft), target)
 
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.

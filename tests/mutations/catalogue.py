@@ -1462,8 +1462,8 @@ CATALOGUE = (
     Mutation(
         "the target is held against itself on the prompt",
         "prefill_with_evidence",
-        "drafted.logits",
-        "logits",
+        "compared.draft",
+        "compared.target",
         ("test_evidence_is_the_exit_beside_the_target",),
     ),
     Mutation(

@@ -1,0 +1,53 @@
+"""An early exit beside the whole network: one pass of a stock model gives the logits of both."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_call import hidden_states
+from selfspec.model.view import replaced, view_with_layers
+
+
+class ComparedModel:
+    """A view of a stock model whose last layer gives, as further rows after its own, the states at an exit.
+
+    Norm and head read each token by itself, so one pass over both gives the logits of both.
+
+    Args:
+        model: the stock causal LM. It is neither changed nor copied.
+        adapter: where its layers are.
+        exit_layer: the first layer that the exit leaves out, at least 1.
+        head: of the exit; None: the model's own norm and head.
+
+    Attributes:
+        module: the view; called like the model. Logits `[2 * batch, tokens, vocab]`: of the target, then of the exit.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> None:
+        layers = list(adapter.decoder_layers(model))
+        at_exit: list[Tensor] = []
+        layers[exit_layer] = replaced(layers[exit_layer], partial(_recording, layers[exit_layer], at_exit))
+        layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], at_exit, head))
+        self.module = view_with_layers(model, adapter.path(model), layers)
+
+
+def _recording(layer: nn.Module, at_exit: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    at_exit.append(hidden_states(args, kwargs))
+    return layer(*args, **kwargs)
+
+
+def _appending(layer: nn.Module, at_exit: list[Tensor], head: DraftHead | None, *args: Any, **kwargs: Any) -> Any:
+    output = layer(*args, **kwargs)
+    left = at_exit.pop()
+    if head is not None:
+        left = head.adapted(left)
+    # Some models keep several streams of hidden states, before the batch.
+    if isinstance(output, tuple):
+        return torch.cat([output[0], left], -3), *output[1:]
+    return torch.cat([output, left], -3)
