@@ -153,6 +153,7 @@ class SelfSpeculative:
         self.runtime = runtime
         self.programs = GraphCache(runtime)
         self.substitutes = Substitutes()
+        self._shares: dict[Drafter, float] = {}
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -395,8 +396,13 @@ class SelfSpeculative:
             return choice
         self._check_depth(draft)
         draft.check_model(self.model, self.adapter)
-        estimated = Costs.assumed(draft.cost(self.model, self.adapter), self.model.device)
-        return replace(choice, costs=choice.costs or estimated)
+        return choice if choice.costs else replace(choice, costs=self._estimated(draft))
+
+    def _estimated(self, draft: Drafter) -> Costs:
+        # Estimated once: it reads the size of every weight, which takes a small model half a plain step.
+        if draft not in self._shares:
+            self._shares[draft] = draft.cost(self.model, self.adapter)
+        return Costs.assumed(self._shares[draft], self.model.device)
 
     def _check_depth(self, draft: Drafter) -> None:
         if not isinstance(draft, Drafter):
