@@ -40,10 +40,11 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
+    from selfspec.kernels.native import build_kernels
+    from selfspec.kernels.packed import pack, unpack
     from selfspec.measure import embedded as demo
     from selfspec.model.adapter import Adapter
     from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
-    from selfspec.runtime.kernels.packed import pack, unpack
     from selfspec.tools.studies.inline import ablate
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ __all__ = [
     "UnsupportedOptionError",
     "__version__",
     "ablate",
+    "build_kernels",
     "demo",
     "pack",
     "unpack",
@@ -121,7 +123,8 @@ _HOMES = {
     "errors": [name for name in __all__ if name.endswith("Error")],
     "decode.generation": ["Generation"],
     "decode.output": ["GenerateOutput", "Round", "RowRound"],
-    "runtime.kernels.packed": ["pack", "unpack"],
+    "kernels.native": ["build_kernels"],
+    "kernels.packed": ["pack", "unpack"],
     "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
     "decode.stats": ["Stats"],
     "api": ["SelfSpeculative", "wrap"],

@@ -16,12 +16,17 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.process_state import changed, process_state
+from selfspec.kernels import native
 
 # The models are too small to share among threads, which on busy cores wait for each other.
 torch.set_num_threads(1)
 
 # Equal examples in every run, and no deadlines that a busy machine would miss.
 settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", action="store_true", help="build selfspec's CPU kernels, and run every test on them")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,6 +53,15 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels_of_this_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests give the same on every machine: kernels that its user built run only where tests ask for them."""
+    if request.config.getoption("--kernels"):
+        native.build_kernels()
+    elif not request.node.get_closest_marker("kernels"):
+        monkeypatch.setattr(native, "load_kernels", lambda: False)
 
 
 @pytest.fixture(params=sorted(tiny.BUILDERS))

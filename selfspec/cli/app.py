@@ -14,6 +14,7 @@ from selfspec.cli.calibrate import calibrate
 from selfspec.cli.demo import demo
 from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.inspect import inspect
+from selfspec.cli.kernels import kernels
 from selfspec.cli.options import grouped
 from selfspec.cli.outcome import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.search import search
@@ -28,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
-    "Decode": [generate, demo, inspect],
+    "Decode": [generate, demo, inspect, kernels],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [search, ablate],
 }

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from selfspec.environment import device_name
 from selfspec.errors import ProfileError
+from selfspec.kernels.packed import packed_layers
 from selfspec.model.fingerprint import fingerprint
-from selfspec.runtime.kernels.packed import packed_layers
 
 
 @dataclass(frozen=True)

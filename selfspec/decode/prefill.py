@@ -21,6 +21,8 @@ from selfspec.draft import Drafter
 
 # How many tokens of the prompt are compared at most, and the fewest that tell anything.
 _MOST, _FEWEST = 32, 4
+# New tokens for each that is compared, of more than eight: the head reads each, which a short text has to pay for.
+_NEW_FOR_EACH = 4
 
 
 def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
@@ -65,9 +67,10 @@ def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Ev
         drafter: leaves the network early.
         prompts: `[rows, tokens]`.
     """
-    end = drafter.exit(batch.runner.depth)
+    end = drafter.leaves_at(batch.runner.depth)
     assert end is not None
-    compared = batch.runner.compare(end.layer, end.head, prompts, _MOST)
+    most = min(max(batch.stopping.max_new_tokens // _NEW_FOR_EACH, 8), _MOST)
+    compared = batch.runner.compare(end.layer, end.head, prompts, most)
     prefixes = Prefixes(batch.sequences)
     q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (compared.draft, compared.target))
     chances = torch.minimum(p, q).sum(-1)
@@ -82,7 +85,7 @@ def _gives_evidence(batch: Batch, drafter: Drafter, unread: Sequence[int]) -> bo
     """Whether the controller asks for evidence, and a prefill of `unread` tokens of each row can give it."""
     return (
         batch.controller.judges_prompt
-        and drafter.exit(batch.runner.depth) is not None
+        and drafter.leaves_at(batch.runner.depth) is not None
         and not batch.sampling.reads_prefixes
         and batch.cache.rolls_back_by_cursor
         and len(set(unread)) == 1

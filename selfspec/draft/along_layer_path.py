@@ -49,7 +49,7 @@ class LayerPathDrafter(Drafter):
     def check(self, depth: int) -> None:
         self.path(depth)
 
-    def exit(self, depth: int) -> Exit | None:
+    def leaves_at(self, depth: int) -> Exit | None:
         path = self.path(depth)
         start = path.resume_point
         if start is None or start.part is not Part.ATTENTION or path != LayerPath.up_to(depth, start):

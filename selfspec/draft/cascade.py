@@ -47,8 +47,8 @@ class Cascade(Drafter):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.path.check_model(model, adapter)
 
-    def exit(self, depth: int) -> Exit | None:
-        return self.path.exit(depth)
+    def leaves_at(self, depth: int) -> Exit | None:
+        return self.path.leaves_at(depth)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)

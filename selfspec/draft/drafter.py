@@ -52,7 +52,7 @@ class Drafter(ABC):
         """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
         return 0.0
 
-    def exit(self, depth: int) -> Exit | None:
+    def leaves_at(self, depth: int) -> Exit | None:
         """Where the drafter leaves a network of `depth` layers early, between two of them; None: it does not."""
         return None
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
 from selfspec.model.layer_path import Precision
-from selfspec.model.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
 from selfspec.model.view import view_with
 
 

@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 from selfspec.cache.block import Block
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import Slots
+from selfspec.kernels.packed import PackedLinear
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.runtime.held_weights import HeldWeights
-from selfspec.runtime.kernels.packed import PackedLinear
 from selfspec.runtime.layer_calls import LayerCall
 from selfspec.runtime.slot_cache import SlotCache
 

@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.masks import needs_mask, smallest_window
 from selfspec.cache.shared_cache import SharedCache, Slots
+from selfspec.kernels.packed import packed_layers
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache, PassKind
-from selfspec.runtime.kernels.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
 from selfspec.runtime.runner import ModelRunner, PassCall, takes_positions, with_kernels

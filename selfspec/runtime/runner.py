@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.kernels.few_rows import for_few_rows
+from selfspec.kernels.grouped_queries import for_grouped_queries
 from selfspec.model.adapter import Adapter
 from selfspec.model.compared_view import ComparedModel
 from selfspec.model.early_head import DraftHead, head_name
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.kernels.few_rows import for_few_rows
-from selfspec.runtime.kernels.grouped_queries import for_grouped_queries
 from selfspec.runtime.pass_function import PassResult, model_inputs, run_view
 
 

@@ -13,9 +13,9 @@ import selfspec
 from helpers import tiny
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear
 from selfspec.measure.teacher_forced.paths import DraftPath
 from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
-from selfspec.model.low_bits import EightBitsLinear, FourBitsLinear
 from selfspec.model.substitutes import Substitutes
 
 EIGHT, FOUR = Precision(8, 32), Precision(4, 32)

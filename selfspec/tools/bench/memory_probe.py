@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from selfspec.kernels.packed import pack
 from selfspec.measure.peak_memory import peak_memory, resident_bytes
 from selfspec.model.fingerprint import plain
-from selfspec.runtime.kernels.packed import pack
 from selfspec.tools.bench.arm import ArmSpec
 from selfspec.tools.bench.arms import make_arm
 from selfspec.tools.bench.cell import Cell

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.environment import environment
-from selfspec.runtime.kernels.packed import pack
+from selfspec.kernels.packed import pack
 from selfspec.tools.bench.arm import Arm, ArmSpec
 from selfspec.tools.bench.arms import make_arm
 from selfspec.tools.bench.cell import Cell

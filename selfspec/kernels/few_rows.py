@@ -1,10 +1,11 @@
-"""Linear layers over a few tokens on a CPU: the same product with the weight on the left.
+"""Linear layers over a few tokens on a CPU: by the extension if it was built, else with the weight on the left.
 
 torch computes x W^T for one row as a matrix times a vector, at the speed of memory. From there it falls off a cliff:
 without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills speculation; with AVX-512 the cliff
 comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
 kernels read it once for all rows. Which way is the faster one follows from processor, rows and width, by
-benchmarks/few_rows.py. Weights are neither packed nor copied here; `selfspec.pack` does that.
+benchmarks/few_rows.py. The extension of `selfspec.kernels.native` is faster than both. Weights are neither
+packed nor copied here; `selfspec.pack` does that.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from selfspec.kernels import native
 from selfspec.model.view import runs_as_written, view_of, view_running
 
 Pays = Callable[[int, int], bool]
 """Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
+
+Product = Callable[[nn.Linear, Tensor], Tensor]
+"""Of a layer and states, `[..., in]`: `[..., out]`."""
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -33,7 +39,11 @@ def for_few_rows(module: nn.Module) -> nn.Module:
     """
     # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
     with_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    return view_of(module, partial(_in_few_rows, _pays_with_avx512 if with_avx512 else _pays_without_avx512))
+    on_the_left = partial(_on_the_left, _pays_with_avx512 if with_avx512 else _pays_without_avx512)
+    products: dict[torch.dtype, Product] = dict.fromkeys(_DTYPES, on_the_left)
+    if native.load_kernels():
+        products |= {dtype: partial(_native, products.get(dtype, _stock)) for dtype in native.DTYPES}
+    return view_of(module, partial(_in_few_rows, products))
 
 
 def _pays_without_avx512(_: int, rows: int) -> bool:
@@ -46,21 +56,20 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
     return 16 <= rows <= 48 and torch.get_num_threads() > 1
 
 
-def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
-    return view_running(module, partial(_few_rows, module, pays)) if _is_plain(module) else None
+def _in_few_rows(
+    products: Mapping[torch.dtype, Product], module: nn.Module, _: Mapping[str, nn.Module]
+) -> nn.Module | None:
+    if not _is_plain(module) or module.weight.dtype not in products:
+        return None
+    return view_running(module, partial(products[module.weight.dtype], module))
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or not _runs_torchs_product():
         return False
     weight = module.weight
     # Quantised weights are parameters of another class.
-    return (
-        type(weight) is nn.Parameter
-        and weight.device.type == "cpu"
-        and weight.dtype in _DTYPES
-        and weight.is_contiguous()
-    )
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 def _runs_torchs_product() -> bool:
@@ -68,13 +77,25 @@ def _runs_torchs_product() -> bool:
     return product and runs_as_written(nn.Linear.forward, nn.Linear.__module__)
 
 
-def _few_rows(linear: nn.Module, pays: Pays, states: Tensor) -> Tensor:
-    assert isinstance(linear, nn.Linear)
+def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
+    return functional.linear(states, linear.weight, linear.bias)
+
+
+def _native(otherwise: Product, linear: nn.Linear, states: Tensor) -> Tensor:
     # Numbers, and no part of what a program may record.
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
+    if rows > native.MOST_ROWS:
+        return otherwise(linear, states)
+    product = native.few_rows(states.reshape(rows, linear.in_features), linear.weight, linear.bias)
+    return product.view(*shape[:-1], linear.out_features)
+
+
+def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
+    shape = [int(size) for size in states.shape]
+    rows = math.prod(shape[:-1])
     if not pays(linear.in_features, rows):
-        return functional.linear(states, linear.weight, linear.bias)
+        return _stock(linear, states)
     block = states.reshape(rows, linear.in_features)
     if rows == 3:
         # Four columns take less time than three.

@@ -1,0 +1,183 @@
+// Products of a few rows with a weight matrix, y = x W^T, at the speed of memory.
+//
+// Each output of each row is summed in one order, whatever the number of rows and threads: vectors of inputs one
+// after the other, then their lanes. So a token's logits are the same bits alone, in a draft and in a batch.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+// The compiler would read weights from the cache again for every row, and multiply some ends number by number.
+#if defined(__x86_64__)
+#define KEEP_IN_REGISTER(lanes) asm("" : "+v"(lanes))
+#else
+#define KEEP_IN_REGISTER(lanes)
+#endif
+
+namespace {
+
+constexpr int kMostRows = 16;
+#ifdef __AVX512F__
+constexpr int kVectorBytes = 64;
+constexpr int kSums = 24;  // vectors of sums that fit into registers beside the operands
+#else
+constexpr int kVectorBytes = 32;
+constexpr int kSums = 12;
+#endif
+
+// As many numbers as a register holds in which `Sum`s are added up.
+template <typename Sum>
+constexpr int kLanes = kVectorBytes / sizeof(Sum);
+
+template <typename Number, int lanes>
+struct Lanes {
+  typedef Number Vector __attribute__((vector_size(lanes * sizeof(Number))));
+};
+
+template <typename Number, int lanes>
+inline typename Lanes<Number, lanes>::Vector read(const void* from) {
+  typename Lanes<Number, lanes>::Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// How weights are stored, in what they are summed, and how a vector of them is read.
+template <typename Number>
+struct Plain {
+  using Stored = Number;
+  using Sum = Number;
+  static inline auto lanes(const Number* from) { return read<Number, kLanes<Number>>(from); }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Sum = float;
+  static inline auto lanes(const uint16_t* from) {
+    constexpr int lanes = kLanes<float>;
+    const auto bits = __builtin_convertvector(read<uint16_t, lanes>(from), typename Lanes<uint32_t, lanes>::Vector) << 16;
+    return read<float, lanes>(&bits);
+  }
+};
+
+// What a product reads and writes; bias is null where there is none.
+template <typename Weight>
+struct Product {
+  using Sum = typename Weight::Sum;
+  static constexpr int lanes = kLanes<Sum>;
+  using Vector = typename Lanes<Sum, lanes>::Vector;
+
+  const Sum* x;
+  const typename Weight::Stored* weight;
+  Sum* y;
+  const Sum* bias;
+  int64_t in;
+  int64_t out;
+
+  // `Outputs` outputs of `Rows` rows, from output `first`.
+  template <int Rows, int Outputs>
+  inline void tile(int64_t first) const {
+    Vector sums[Outputs][Rows] = {};
+    const auto* w = weight + first * in;
+    int64_t i = 0;
+    for (; i + lanes <= in; i += lanes) {
+      Vector states[Rows];
+      for (int row = 0; row < Rows; ++row) states[row] = read<Sum, lanes>(x + row * in + i);
+      for (int output = 0; output < Outputs; ++output) {
+        // Few loads are under way while there is much to compute, so memory is asked for the next outputs now.
+        __builtin_prefetch(w + (Outputs + output) * in + i, 0, 3);
+        Vector weights = Weight::lanes(w + output * in + i);
+        KEEP_IN_REGISTER(weights);
+        for (int row = 0; row < Rows; ++row) sums[output][row] += weights * states[row];
+      }
+    }
+    if (i < in) {
+      // Zeros behind the last inputs: added up one by one, they would be rounded in one way or another.
+      const auto rest = in - i;
+      for (int output = 0; output < Outputs; ++output) {
+        typename Weight::Stored end[lanes] = {};
+        std::copy_n(w + output * in + i, rest, end);
+        for (int row = 0; row < Rows; ++row) {
+          Sum states[lanes] = {};
+          std::copy_n(x + row * in + i, rest, states);
+          Vector weights = Weight::lanes(end), inputs = read<Sum, lanes>(states);
+          KEEP_IN_REGISTER(weights);
+          KEEP_IN_REGISTER(inputs);
+          sums[output][row] += weights * inputs;
+        }
+      }
+    }
+    for (int output = 0; output < Outputs; ++output) {
+      for (int row = 0; row < Rows; ++row) {
+        Sum total = 0;
+        for (int lane = 0; lane < lanes; ++lane) total += sums[output][row][lane];
+        if (bias) total += bias[first + output];
+        y[row * out + first + output] = total;
+      }
+    }
+  }
+
+  template <int Rows>
+  void outputs(int64_t begin, int64_t end) const {
+    constexpr int most = kSums / Rows;
+    constexpr int at_once = most >= 4 ? 4 : most >= 2 ? 2 : 1;
+    int64_t output = begin;
+    for (; output + at_once <= end; output += at_once) tile<Rows, at_once>(output);
+    for (; output < end; ++output) tile<Rows, 1>(output);
+  }
+
+  template <int Rows = kMostRows>
+  void of_rows(int64_t rows, int64_t begin, int64_t end) const {
+    if (rows == Rows) {
+      outputs<Rows>(begin, end);
+    } else if constexpr (Rows > 1) {
+      of_rows<Rows - 1>(rows, begin, end);
+    }
+  }
+};
+
+template <typename Weight>
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  using Sum = typename Weight::Sum;
+  const auto in_sums = [](const at::Tensor& tensor) {
+    return tensor.to(c10::CppTypeToScalarType<Sum>::value).contiguous();
+  };
+  const at::Tensor states = in_sums(x);
+  const at::Tensor shifts = bias ? in_sums(*bias) : at::Tensor();
+  const int64_t rows = x.size(0), in = weight.size(1), out = weight.size(0);
+  at::Tensor y = at::empty({rows, out}, states.options());
+  const Product<Weight> work{states.const_data_ptr<Sum>(),
+                             static_cast<const typename Weight::Stored*>(weight.const_data_ptr()),
+                             y.mutable_data_ptr<Sum>(),
+                             bias ? shifts.const_data_ptr<Sum>() : nullptr,
+                             in,
+                             out};
+  // Waking a thread for less than this takes longer than the work.
+  const int64_t fewest = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, in * rows));
+  at::parallel_for(0, out, fewest, [&](int64_t begin, int64_t end) { work.of_rows(rows, begin, end); });
+  return y.to(x.scalar_type());
+}
+
+// `x` is [rows, in]; `weight` [out, in] in float32, float64 or bfloat16.
+at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "few_rows: sizes do not match");
+  TORCH_CHECK(x.size(0) <= kMostRows, "few_rows: at most ", kMostRows, " rows");
+  TORCH_CHECK(weight.is_contiguous(), "few_rows: the weight is not contiguous");
+  switch (weight.scalar_type()) {
+    case at::kFloat: return product<Plain<float>>(x, weight, bias);
+    case at::kDouble: return product<Plain<double>>(x, weight, bias);
+    case at::kBFloat16: return product<BFloat16>(x, weight, bias);
+    default: TORCH_CHECK(false, "few_rows: weights in ", weight.scalar_type());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY(selfspec, m) {
+  m.def("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(selfspec, CPU, m) { m.impl("few_rows", few_rows); }

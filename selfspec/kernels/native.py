@@ -1,0 +1,116 @@
+"""Products of few rows by a small C++ extension, built on demand and kept for later processes.
+
+torch multiplies one row by one thread, and reads a third of what memory gives. The extension reads each weight once
+for up to sixteen rows, on all threads. Nothing needs it: where it was not built, torch's own products run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import UnsupportedOptionError
+
+MOST_ROWS = 16
+"""Rows that one product takes at most."""
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""Of the weights that it takes."""
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
+
+
+def build_kernels(verbose: bool = False) -> Path:
+    """Build the extension with this machine's C++ compiler, once, and load it: 15 to 60 seconds.
+
+    Later processes load it by themselves. Products on a CPU then differ in their last bits from torch's: see
+    docs/exactness.md.
+
+    Args:
+        verbose: whether the compiler's output is shown.
+
+    Returns:
+        The file of the extension, in torch's folder for extensions (`TORCH_EXTENSIONS_DIR`).
+
+    Raises:
+        UnsupportedOptionError: there is no compiler, or it fails; with what it says.
+    """
+    from torch.utils import cpp_extension
+
+    library = _library()
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Moved into place at the end: a build that was interrupted leaves nothing that could be loaded.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            try:
+                cpp_extension.load(
+                    library.stem,
+                    [str(_SOURCE)],
+                    extra_cflags=list(_FLAGS),
+                    extra_ldflags=["-fopenmp"],
+                    build_directory=folder,
+                    is_python_module=False,
+                    verbose=verbose,
+                )
+            except (RuntimeError, OSError) as error:
+                raise UnsupportedOptionError(
+                    "the kernels cannot be built here; selfspec works without them. They need a C++ compiler and "
+                    f"ninja (pip install ninja): {error}"
+                ) from error
+            shutil.move(Path(folder) / library.name, library)
+    load_kernels()
+    return library
+
+
+def load_kernels() -> bool:
+    """Load the extension if it was built on this machine for this torch; return whether it is loaded."""
+    if not are_loaded() and _library().exists():
+        torch.ops.load_library(_library())
+    return are_loaded()
+
+
+def are_loaded() -> bool:
+    """Whether the extension is loaded in this process."""
+    return hasattr(torch.ops.selfspec, "few_rows")
+
+
+def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply a few rows, `[rows, in]` to `[rows, out]`.
+
+    Each output is summed in the same order for any number of rows and threads.
+
+    Args:
+        states: at most `MOST_ROWS` rows.
+        weight: `[out, in]`, contiguous, on the CPU.
+        bias: `[out]`.
+    """
+    product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias)
+    return product
+
+
+def _library() -> Path:
+    # torch's own folder; the name holds all that the machine code depends on.
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    depends_on = (_SOURCE.read_text(), torch.__version__, *_FLAGS, _processor(), platform.python_version())
+    digest = hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:12]
+    return root / f"selfspec_{digest}" / f"selfspec_{digest}.so"
+
+
+def _processor() -> str:
+    """What the processor can do; home folders are shared between machines."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.processor()

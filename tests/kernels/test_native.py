@@ -1,0 +1,137 @@
+"""The CPU kernels: torch's products up to rounding, the same bits for any number of rows and threads."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.errors import UnsupportedOptionError
+from selfspec.kernels import native
+from selfspec.kernels.few_rows import for_few_rows
+from selfspec.runtime import Runtime
+
+
+@pytest.fixture
+def kernels() -> None:
+    native.build_kernels()
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 15), (40, 16), (33, 100), (5, 260)])
+def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, inputs: int) -> None:
+    weight, shift = drawn(outputs, inputs).to(dtype), drawn(outputs).to(dtype) if bias else None
+    for rows in range(1, native.MOST_ROWS + 1):
+        states = drawn(rows, inputs).to(dtype)
+        exact = torch.nn.functional.linear(states.double(), weight.double(), None if shift is None else shift.double())
+        found = native.few_rows(states, weight, shift)
+        assert found.dtype == dtype
+        tolerance = 16 * torch.finfo(dtype).eps * (1 + inputs**0.5)
+        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
+    # Enough work for two threads.
+    weight, states = drawn(301, 1003).to(dtype), drawn(native.MOST_ROWS, 1003).to(dtype)
+    alone = torch.cat([native.few_rows(row[None], weight, None) for row in states])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in range(1, native.MOST_ROWS + 1):
+                assert torch.equal(native.few_rows(states[:rows], weight, None), alone[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+def test_values_that_are_not_finite_stay_in_their_row() -> None:
+    states = torch.ones(3, 20)
+    states[1, 4] = torch.nan
+    product = native.few_rows(states, torch.ones(5, 20), None)
+    assert product.isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("states", "weight", "message"),
+    [
+        (torch.ones(17, 4), torch.ones(2, 4), "at most 16 rows"),
+        (torch.ones(1, 3), torch.ones(2, 4), "sizes"),
+        (torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
+        (torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),
+    ],
+)
+def test_what_it_cannot_multiply_is_refused(states: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        native.few_rows(states, weight, None)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced()], ids=["eager", "traced"])
+@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LowPrecision()], ids=["plain", "exit", "int8"])
+def test_generation_runs_on_them(
+    runtime: Runtime, draft: selfspec.Drafter | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.llama().float()
+    ids = tiny.prompt(9, 2)
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    asked: list[int] = []
+    stock = native.few_rows
+
+    def noted(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        asked.append(len(states))
+        return stock(states, weight, bias)
+
+    monkeypatch.setattr(native, "few_rows", noted)
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
+    for _ in range(3):
+        assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
+    assert asked
+    if runtime != selfspec.Eager():
+        assert spec.programs.proved
+
+
+def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "few_rows", lambda *_: pytest.fail("not built"))
+    for_few_rows(llama)(tiny.prompt(5))
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_build_that_fails_says_what_to_do_and_leaves_nothing(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import cpp_extension
+
+    def fail(*args: object, build_directory: str, **kwargs: object) -> None:
+        (Path(build_directory) / "half.o").write_text("")
+        raise RuntimeError("Ninja is required to load C++ extensions") from subprocess.SubprocessError()
+
+    monkeypatch.setattr(cpp_extension, "load", fail)
+    with pytest.raises(UnsupportedOptionError, match=r"pip install ninja\): Ninja is required"):
+        native.build_kernels()
+    assert [path for path in own_folder.rglob("*") if path.is_file()] == []
