@@ -1,15 +1,19 @@
-"""Linear layers in fewer bits: weights rounded to nearest, with a scale for each row or group, and bfloat16 inputs.
+"""Linear layers in fewer bits: weights rounded to nearest, with a scale for each row or group.
 
-The products are ATen's own weight-only kernels, which read a quarter or an eighth of float32's bytes. They take plain
-tensors, so passes with them can be recorded. A draft may round as it likes: q is what it makes of the states.
+The products read a quarter or an eighth of float32's bytes: 8 bits on a CPU by selfspec's kernels if they were built,
+all else by ATen's own weight-only kernels, which take bfloat16 inputs. They take plain tensors, so passes with them can
+be recorded. A draft may round as it likes: q is what it makes of the states.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+
+from selfspec.kernels import native
 
 
 class LowBitsLinear(nn.Module, ABC):
@@ -32,13 +36,17 @@ class LowBitsLinear(nn.Module, ABC):
 
     def forward(self, states: Tensor) -> Tensor:
         """Multiply, `[..., in]` to `[..., out]`."""
-        flat = states.reshape(-1, states.shape[-1]).to(torch.bfloat16)
-        product: Tensor = self._product(flat).to(states.dtype).view(*states.shape[:-1], -1)
+        # Numbers, and no part of what a program may record.
+        shape = [int(size) for size in states.shape]
+        product = self._product(states.reshape(math.prod(shape[:-1]), shape[-1]))
+        if product.dtype != states.dtype:
+            product = product.to(states.dtype)
+        product = product.view(*shape[:-1], int(product.shape[-1]))
         return product if self.bias is None else product + self.bias
 
     @abstractmethod
     def _product(self, states: Tensor) -> Tensor:
-        """Multiply bfloat16 states, `[rows, in]` to `[rows, out]`."""
+        """Multiply states, `[rows, in]` to `[rows, out]`, in the dtype of the kernel."""
 
 
 class EightBitsLinear(LowBitsLinear):
@@ -55,10 +63,14 @@ class EightBitsLinear(LowBitsLinear):
         # The kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
         scales = scales.to(torch.bfloat16)
         levels = (weight.detach().float() / scales.float()[:, None]).round().clamp(-127, 127)
-        self.levels, self.scales = _fixed(levels.to(torch.int8)), _fixed(scales)
+        self._natively = weight.device.type == "cpu" and native.load_kernels()
+        self.levels, self.scales = _fixed(levels.to(torch.int8)), _fixed(scales.float() if self._natively else scales)
 
     def _product(self, states: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(states, self.levels, self.scales)
+        if self._natively and int(states.shape[0]) <= native.MOST_ROWS:
+            return native.few_rows(states, self.levels, None, self.scales)
+        states, scales = states.to(torch.bfloat16), self.scales.to(torch.bfloat16)
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(states, self.levels, scales)
         return product
 
 
@@ -87,7 +99,7 @@ class FourBitsLinear(LowBitsLinear):
     def _product(self, states: Tensor) -> Tensor:
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
-        product: Tensor = kernel(states, self.levels, self.group_size, self.scales_and_zeros)
+        product: Tensor = kernel(states.to(torch.bfloat16), self.levels, self.group_size, self.scales_and_zeros)
         return product
 
 

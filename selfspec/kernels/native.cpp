@@ -11,6 +11,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 // The compiler would read weights from the cache again for every row, and multiply some ends number by number.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(lanes) asm("" : "+v"(lanes))
@@ -63,7 +67,22 @@ struct BFloat16 {
   }
 };
 
-// What a product reads and writes; bias is null where there is none.
+struct Int8 {
+  using Stored = int8_t;
+  using Sum = float;
+  static inline auto lanes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    constexpr int lanes = kLanes<float>;
+    return __builtin_convertvector(read<int8_t, lanes>(from), typename Lanes<float, lanes>::Vector);
+#endif
+  }
+};
+
+// What a product reads and writes; scales and bias are null where there are none.
 template <typename Weight>
 struct Product {
   using Sum = typename Weight::Sum;
@@ -73,6 +92,7 @@ struct Product {
   const Sum* x;
   const typename Weight::Stored* weight;
   Sum* y;
+  const Sum* scales;
   const Sum* bias;
   int64_t in;
   int64_t out;
@@ -114,6 +134,7 @@ struct Product {
       for (int row = 0; row < Rows; ++row) {
         Sum total = 0;
         for (int lane = 0; lane < lanes; ++lane) total += sums[output][row][lane];
+        if (scales) total *= scales[first + output];
         if (bias) total += bias[first + output];
         y[row * out + first + output] = total;
       }
@@ -140,36 +161,42 @@ struct Product {
 };
 
 template <typename Weight>
-at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                   const std::optional<at::Tensor>& scales) {
   using Sum = typename Weight::Sum;
   const auto in_sums = [](const at::Tensor& tensor) {
-    return tensor.to(c10::CppTypeToScalarType<Sum>::value).contiguous();
+    constexpr auto dtype = c10::CppTypeToScalarType<Sum>::value;
+    return (tensor.scalar_type() == dtype ? tensor : tensor.to(dtype)).contiguous();
   };
   const at::Tensor states = in_sums(x);
+  const at::Tensor factors = scales ? in_sums(*scales) : at::Tensor();
   const at::Tensor shifts = bias ? in_sums(*bias) : at::Tensor();
   const int64_t rows = x.size(0), in = weight.size(1), out = weight.size(0);
   at::Tensor y = at::empty({rows, out}, states.options());
   const Product<Weight> work{states.const_data_ptr<Sum>(),
                              static_cast<const typename Weight::Stored*>(weight.const_data_ptr()),
                              y.mutable_data_ptr<Sum>(),
+                             scales ? factors.const_data_ptr<Sum>() : nullptr,
                              bias ? shifts.const_data_ptr<Sum>() : nullptr,
                              in,
                              out};
   // Waking a thread for less than this takes longer than the work.
   const int64_t fewest = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, in * rows));
   at::parallel_for(0, out, fewest, [&](int64_t begin, int64_t end) { work.of_rows(rows, begin, end); });
-  return y.to(x.scalar_type());
+  return x.scalar_type() == y.scalar_type() ? y : y.to(x.scalar_type());
 }
 
-// `x` is [rows, in]; `weight` [out, in] in float32, float64 or bfloat16.
-at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+// `x` is [rows, in]; `weight` [out, in] in float32, float64, bfloat16 or int8; `scales` [out], of int8.
+at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                    const std::optional<at::Tensor>& scales) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "few_rows: sizes do not match");
   TORCH_CHECK(x.size(0) <= kMostRows, "few_rows: at most ", kMostRows, " rows");
   TORCH_CHECK(weight.is_contiguous(), "few_rows: the weight is not contiguous");
   switch (weight.scalar_type()) {
-    case at::kFloat: return product<Plain<float>>(x, weight, bias);
-    case at::kDouble: return product<Plain<double>>(x, weight, bias);
-    case at::kBFloat16: return product<BFloat16>(x, weight, bias);
+    case at::kFloat: return product<Plain<float>>(x, weight, bias, scales);
+    case at::kDouble: return product<Plain<double>>(x, weight, bias, scales);
+    case at::kBFloat16: return product<BFloat16>(x, weight, bias, scales);
+    case at::kChar: return product<Int8>(x, weight, bias, scales);
     default: TORCH_CHECK(false, "few_rows: weights in ", weight.scalar_type());
   }
 }
@@ -177,7 +204,7 @@ at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::op
 }  // namespace
 
 TORCH_LIBRARY(selfspec, m) {
-  m.def("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("few_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(selfspec, CPU, m) { m.impl("few_rows", few_rows); }

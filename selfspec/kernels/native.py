@@ -23,7 +23,7 @@ MOST_ROWS = 16
 """Rows that one product takes at most."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Of the weights that it takes."""
+"""Of the weights that it takes, besides int8."""
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
@@ -83,7 +83,7 @@ def are_loaded() -> bool:
     return hasattr(torch.ops.selfspec, "few_rows")
 
 
-def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """Multiply a few rows, `[rows, in]` to `[rows, out]`.
 
     Each output is summed in the same order for any number of rows and threads.
@@ -92,8 +92,9 @@ def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         states: at most `MOST_ROWS` rows.
         weight: `[out, in]`, contiguous, on the CPU.
         bias: `[out]`.
+        scales: of the outputs, `[out]`; for weights in int8.
     """
-    product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias)
+    product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias, scales)
     return product
 
 

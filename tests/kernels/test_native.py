@@ -14,6 +14,7 @@ from helpers import tiny
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.few_rows import for_few_rows
+from selfspec.kernels.low_bits import EightBitsLinear
 from selfspec.runtime import Runtime
 
 
@@ -44,19 +45,31 @@ def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, input
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", [*native.DTYPES, torch.int8])
 def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
     # Enough work for two threads.
-    weight, states = drawn(301, 1003).to(dtype), drawn(native.MOST_ROWS, 1003).to(dtype)
-    alone = torch.cat([native.few_rows(row[None], weight, None) for row in states])
+    weight = (100 * drawn(301, 1003)).to(dtype)
+    states = drawn(native.MOST_ROWS, 1003).to(torch.float32 if dtype == torch.int8 else dtype)
+    scales = drawn(301).float() if dtype == torch.int8 else None
+    alone = torch.cat([native.few_rows(row[None], weight, None, scales) for row in states])
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for rows in range(1, native.MOST_ROWS + 1):
-                assert torch.equal(native.few_rows(states[:rows], weight, None), alone[:rows])
+                assert torch.equal(native.few_rows(states[:rows], weight, None, scales), alone[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("inputs", [50, 64])
+def test_eight_bits_are_what_they_stand_for(inputs: int) -> None:
+    linear = EightBitsLinear(drawn(24, inputs).float(), None)
+    states = drawn(3, inputs).float()
+    exact = states.double() @ (linear.levels.double() * linear.scales.double()[:, None]).t()
+    torch.testing.assert_close(linear(states).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.kernels
@@ -94,18 +107,19 @@ def test_generation_runs_on_them(
     model = tiny.llama().float()
     ids = tiny.prompt(9, 2)
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    asked: list[int] = []
+    asked: list[torch.dtype] = []
     stock = native.few_rows
 
-    def noted(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        asked.append(len(states))
-        return stock(states, weight, bias)
+    def noted(states: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        asked.append(weight.dtype)
+        return stock(states, weight, *others)
 
     monkeypatch.setattr(native, "few_rows", noted)
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
     for _ in range(3):
         assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
-    assert asked
+    assert torch.float32 in asked
+    assert (torch.int8 in asked) == isinstance(draft, selfspec.LowPrecision)
     if runtime != selfspec.Eager():
         assert spec.programs.proved
 
