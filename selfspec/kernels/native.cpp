@@ -1,4 +1,4 @@
-// Products of a few rows with a weight matrix, y = x W^T, at the speed of memory.
+// Products of a few rows with a weight matrix, y = x W^T, at the speed of memory; and norms in one step.
 //
 // Each output of each row is summed in one order, whatever the number of rows and threads: vectors of inputs one
 // after the other, then their lanes. So a token's logits are the same bits alone, in a draft and in a batch.
@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -201,10 +202,46 @@ at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::op
   }
 }
 
+// One token, float32 in and out: its inputs over the root of their mean square, times the weight.
+void normalize(const float* x, const float* weight, float* y, int64_t size, float epsilon) {
+  constexpr int lanes = kLanes<float>;
+  using Vector = typename Lanes<float, lanes>::Vector;
+  Vector squares = {};
+  int64_t i = 0;
+  for (; i + lanes <= size; i += lanes) {
+    const Vector inputs = read<float, lanes>(x + i);
+    squares += inputs * inputs;
+  }
+  float total = 0;
+  for (int lane = 0; lane < lanes; ++lane) total += squares[lane];
+  for (; i < size; ++i) total += x[i] * x[i];
+  const float scale = 1 / std::sqrt(total / size + epsilon);
+  for (i = 0; i < size; ++i) y[i] = weight[i] * (x[i] * scale);
+}
+
+// RMSNorm (Zhang and Sennrich, 2019). `x` is [..., size], `weight` [size], both in float32.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && x.size(-1) == weight.size(0), "rms_norm: sizes do not match");
+  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat, "rms_norm: float32 alone");
+  const at::Tensor states = x.contiguous(), factors = weight.contiguous();
+  at::Tensor y = at::empty_like(states);
+  const int64_t size = weight.size(0), rows = size ? states.numel() / size : 0;
+  const float *from = states.const_data_ptr<float>(), *by = factors.const_data_ptr<float>();
+  float* to = y.mutable_data_ptr<float>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, size)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) normalize(from + row * size, by, to + row * size, size, epsilon);
+  });
+  return y;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(selfspec, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   m.def("few_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(selfspec, CPU, m) { m.impl("few_rows", few_rows); }
+TORCH_LIBRARY_IMPL(selfspec, CPU, m) { 
+  m.impl("few_rows", few_rows);
+  m.impl("rms_norm", rms_norm);
+}

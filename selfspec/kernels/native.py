@@ -98,6 +98,18 @@ def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor
     return product
 
 
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of each token, `[..., size]` to the same, in float32: `weight * states / sqrt(mean square + epsilon)`.
+
+    Args:
+        states: on the CPU.
+        weight: `[size]`.
+        epsilon: added to the mean square.
+    """
+    normalized: Tensor = torch.ops.selfspec.rms_norm(states, weight, epsilon)
+    return normalized
+
+
 def _library() -> Path:
     # torch's own folder; the name holds all that the machine code depends on.
     from torch.utils.cpp_extension import get_default_build_root

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.kernels.few_rows import for_few_rows
 from selfspec.kernels.grouped_queries import for_grouped_queries
+from selfspec.kernels.norms import for_norms
 from selfspec.model.adapter import Adapter
 from selfspec.model.compared_view import ComparedModel
 from selfspec.model.early_head import DraftHead, head_name
@@ -217,6 +218,6 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 def with_kernels(model: nn.Module) -> PreTrainedModel:
     """Make a view of the model that gives the same in less time."""
-    view = for_few_rows(for_grouped_queries(model))
+    view = for_norms(for_few_rows(for_grouped_queries(model)))
     assert isinstance(view, PreTrainedModel)
     return view
