@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from selfspec.control.costs import Costs
+from selfspec.control.forecast import forecast
 from selfspec.control.profile import Profile
 from selfspec.control.profile_place import find_profile
 from selfspec.control.setting import Setting
-from selfspec.draft import Drafter
+from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.draft.named import AUTO, parse_draft
+from selfspec.errors import DraftConfigError
+from selfspec.model.registry import find_adapter
+
+# Of a draft in 8 bits: what it accepts at least on the checkpoints that were looked at, and the gain that is clear.
+_ACCEPTED, _CLEAR_GAIN = 0.95, 1.2
 
 
 def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
     """Find the drafter of a name; the profile that fits the model for `auto`; None for plain decoding.
+
+    Without a profile `auto` is `uncalibrated_draft`.
 
     Raises:
         DraftConfigError: the name is not of the grammar.
@@ -21,7 +30,23 @@ def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
     """
     given = name.strip()
     if given == AUTO:
-        return find_profile(Setting.of(model))
+        return find_profile(Setting.of(model)) or uncalibrated_draft(model)
     if given.startswith(AUTO + ":"):
         return Profile.load(given.removeprefix(AUTO + ":"))
     return parse_draft(given)
+
+
+def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
+    """What needs no calibration: look-ups before a draft in 8 bits, where its estimated gain is clear; else no draft.
+
+    The control ends drafts that do not pay. Estimates rest on CPUs alone, so on other devices nothing is clear.
+    """
+    draft, adapter = LowPrecision(8), find_adapter(model)
+    try:
+        draft.check_model(model, adapter)
+    except DraftConfigError:
+        return None
+    costs = Costs.assumed(draft.cost(model, adapter), model.device)
+    if model.device.type != "cpu" or forecast(_ACCEPTED, costs).speedup < _CLEAR_GAIN:
+        return None
+    return Cascade(PromptLookup(), draft)

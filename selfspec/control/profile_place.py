@@ -31,11 +31,11 @@ def default_file(setting: Setting) -> Path:
     return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{packed}.json"
 
 
-def find_profile(setting: Setting) -> Profile:
-    """The profile of a setting.
+def find_profile(setting: Setting) -> Profile | None:
+    """The profile of a setting; None where these weights were never calibrated.
 
     Raises:
-        ProfileError: there is none; it says which come near, and how to write one.
+        ProfileError: they were in other settings alone; it says in which, and how to calibrate them in this one.
     """
     file = default_file(setting)
     if file.exists():
@@ -46,12 +46,14 @@ def find_profile(setting: Setting) -> Profile:
         f"{other.source} ({described(other.setting.differences(setting))})"
         for other in _of_weights(setting, file.parent)
     ]
-    others = f" There is one that does not fit: {'; '.join(near)}." if near else ""
+    if not near:
+        return None
     raise ProfileError(
         f"draft='auto' needs a calibration profile of these weights for {setting.device}, {setting.dtype}"
         + (f", {setting.threads} CPU threads" if setting.threads else "")
         + (", packed weights" if setting.packed else "")
-        + f", and {file.parent} has none.{others} Write one: {remedy(setting)}"
+        + f", and {file.parent} has none. There is one that does not fit: {'; '.join(near)}. "
+        f"Write one: {remedy(setting)}"
     )
 
 

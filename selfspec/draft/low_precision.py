@@ -11,6 +11,7 @@ from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Precision, sublayers
+from selfspec.model.substitutes import KERNEL_DEVICES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +60,8 @@ class LowPrecision(LayerPathDrafter):
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        if type(head) is not bool:
+            raise DraftConfigError(f"head={head!r}: write True to have the head in fewer bits too, or False")
         if self.layers == ():
             raise DraftConfigError("layers lists none; name at least one, or leave it out for all")
         if type(bits) is not int or bits not in (4, 8):
@@ -83,7 +86,8 @@ class LowPrecision(LayerPathDrafter):
                 f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
                 "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
             )
-        if model.device.type not in ("cpu", "cuda"):
+        if model.device.type not in KERNEL_DEVICES:
             raise DraftConfigError(
-                f"there are no kernels for low-precision drafts on {model.device.type}; use cpu or cuda"
+                f"there are no kernels for low-precision drafts on {model.device.type}; use "
+                + " or ".join(KERNEL_DEVICES)
             )

@@ -13,6 +13,9 @@ from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLi
 from selfspec.model.layer_path import Precision
 from selfspec.model.view import view_with
 
+KERNEL_DEVICES = ("cpu", "cuda")
+"""Devices that have kernels for fewer bits."""
+
 
 @dataclass(frozen=True)
 class _Made:
@@ -101,6 +104,8 @@ def _matrix(module: nn.Module) -> Tensor | None:
 def _made(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsLinear | None:
     if precision.bits == 4 and weight.shape[1] % precision.group_size:
         return None
+    # The weight of a Conv1D is laid out the other way, which no kernel takes.
+    weight = weight.contiguous()
     try:
         linear = (
             EightBitsLinear(weight, bias) if precision.bits == 8 else FourBitsLinear(weight, bias, precision.group_size)

@@ -185,15 +185,14 @@ def test_the_profile_of_a_setting_is_found(profiles: Path, llama: PreTrainedMode
     assert find_profile(Setting.of(llama)) == profile
 
 
-def test_without_any_profile_the_command_is_named(profiles: Path, llama: PreTrainedModel) -> None:
-    with pytest.raises(ProfileError, match=r"selfspec calibrate MODEL --dtype float64 --threads 1"):
-        find_profile(Setting.of(llama))
+def test_weights_that_were_never_calibrated_have_none(profiles: Path, llama: PreTrainedModel) -> None:
+    assert find_profile(Setting.of(llama)) is None
 
 
 def test_a_profile_for_other_threads_is_named(profiles: Path, llama: PreTrainedModel) -> None:
     setting = replace(Setting.of(llama), threads=7)
     replace(profile_of(llama), setting=setting).save(default_file(setting))
-    with pytest.raises(ProfileError, match="CPU threads 7 there, 1 here"):
+    with pytest.raises(ProfileError, match=r"CPU threads 7 there, 1 here.*selfspec calibrate MODEL --dtype float64"):
         find_profile(Setting.of(llama))
 
 

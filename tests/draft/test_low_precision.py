@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,8 +51,22 @@ def test_greedy_text_is_the_stock_models(model: PreTrainedModel, draft: selfspec
 
 def test_eight_bits_draft_almost_as_the_model_does(model: PreTrainedModel) -> None:
     spec = selfspec.wrap(model, selfspec.LowPrecision(), draft_length=3)
-    output = spec.generate(tiny.prompt(9), max_new_tokens=48, do_sample=True, seed=0)
+    output = spec.generate(tiny.prompt(9, 6), max_new_tokens=48, do_sample=True, seed=0)
     assert output.stats.acceptance_rate > 0.9
+
+
+def test_a_model_without_a_layer_that_a_kernel_takes_is_refused(model: PreTrainedModel) -> None:
+    own = copy.deepcopy(model)
+    for child in own.model.layers.modules():
+        if type(child) is nn.Linear:
+            child.__class__ = Other
+    spec = selfspec.wrap(own, selfspec.LowPrecision(4), draft_length=3)
+    with pytest.raises(DraftConfigError, match=r"no layer .* in 4 bits.*draft with"):
+        spec.generate(tiny.prompt(9), max_new_tokens=8)
+
+
+class Other(nn.Linear):
+    """A layer whose product may be another."""
 
 
 @pytest.mark.parametrize("architecture", [name for name in tiny.BUILDERS if name != "llama"])

@@ -16,7 +16,8 @@ from selfspec.kernels.norms import for_norms
 
 class Doubled(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(hidden_states)
+        doubled: torch.Tensor = 2 * super().forward(hidden_states)
+        return doubled
 
 
 @pytest.fixture

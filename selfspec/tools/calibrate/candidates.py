@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
-from selfspec.draft import Cascade, Drafter, EarlyExit, PromptLookup
+from selfspec.draft import Cascade, Drafter, EarlyExit, LowPrecision, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
@@ -62,16 +63,16 @@ class Prediction:
 
 
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
-    """Drafts along a path of the model, by name: those given, else every exit.
+    """Drafts along a path of the model, by name: those given, else every exit, exact and in 8 bits, and 8 and 4 bits.
 
     Args:
         depth: layers of the model.
-        drafters: given; None: every exit.
+        drafters: given; None: the usual ones.
 
     Raises:
         DraftConfigError: one is no draft along a path, does not fit the depth, or two have one name.
     """
-    drafts = [EarlyExit(layer) for layer in range(1, depth)] if drafters is None else list(drafters)
+    drafts = _usual(depth) if drafters is None else list(drafters)
     named: dict[str, LayerPathDrafter] = {}
     for draft in drafts:
         name = draft_name(draft)
@@ -85,6 +86,27 @@ def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[
         draft.check(depth)
         named[name] = draft
     return named
+
+
+def fitting(
+    drafters: Mapping[str, LayerPathDrafter], model: PreTrainedModel, adapter: Adapter
+) -> dict[str, LayerPathDrafter]:
+    """Those of some drafts that the model does not refuse: a model that is quantised has no use for fewer bits."""
+    fit: dict[str, LayerPathDrafter] = {}
+    for name, draft in drafters.items():
+        with suppress(DraftConfigError):
+            draft.check_model(model, adapter)
+            fit[name] = draft
+    return fit
+
+
+def _usual(depth: int) -> list[LayerPathDrafter]:
+    exits = range(1, depth)
+    return [
+        *(EarlyExit(layer) for layer in exits),
+        *(LowPrecision(bits) for bits in (8, 4)),
+        *(LowPrecision(8, exit=layer) for layer in exits),
+    ]
 
 
 def to_measure(

@@ -20,7 +20,7 @@ from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import Calibration, Settings, calibrate, candidates
 from selfspec.tools.calibrate import confirm as confirming
 from selfspec.tools.calibrate import run as running
-from selfspec.tools.calibrate.candidates import Candidate, considered, predicted, to_confirm, to_measure
+from selfspec.tools.calibrate.candidates import Candidate, considered, fitting, predicted, to_confirm, to_measure
 from selfspec.tools.calibrate.confirm import Batch, Confirmed, batches
 from selfspec.tools.calibrate.run import choose
 
@@ -45,8 +45,9 @@ def _costs(**steps: float) -> MeasuredCosts:
     )
 
 
-def test_every_exit_is_considered_unless_drafts_are_given() -> None:
-    assert list(considered(4, None)) == ["exit:1", "exit:2", "exit:3"]
+def test_exits_and_fewer_bits_are_considered_unless_drafts_are_given() -> None:
+    exact, low = ["exit:1", "exit:2", "exit:3"], ["int8", "int4", "int8+exit:1", "int8+exit:2", "int8+exit:3"]
+    assert list(considered(4, None)) == [*exact, *low]
     assert considered(4, [LayerSkip(layers=[1])]) == {"skip:layers=1": LayerSkip(layers=[1])}
 
 
@@ -63,7 +64,14 @@ def test_of_many_exits_those_with_promise_are_measured() -> None:
     measured = to_measure(model, find_adapter(model), drafters, [rates])
     assert len(measured) == 6
     assert EarlyExit(2) in measured
-    assert to_measure(model, find_adapter(model), considered(4, None), [rates]) == [EarlyExit(e) for e in (1, 2, 3)]
+    few = [EarlyExit(1), EarlyExit(2)]
+    assert to_measure(model, find_adapter(model), considered(4, few), [rates]) == few
+
+
+def test_a_model_that_is_quantised_is_not_quantised_again(llama: PreTrainedModel) -> None:
+    llama.config.quantization_config = {}
+    fit = fitting(considered(4, None), llama, find_adapter(llama))
+    assert list(fit) == ["exit:1", "exit:2", "exit:3"]
 
 
 def test_predictions_are_the_formulas_and_in_order() -> None:
