@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import selfspec
+from selfspec.kernels import native
 
 
 def versions() -> dict[str, str]:
@@ -30,6 +31,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         "processor": device_name(torch.device("cpu")),
         "device": device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
+        "cpu_kernels": native.load_kernels(),
     }
 
 
@@ -49,7 +51,7 @@ def device_name(device: torch.device) -> str:
 
 def commit() -> str | None:
     """The commit of selfspec's source, with a `+` where it was changed since; None where it is no git checkout."""
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[1]
     if not (folder / ".git").exists():
         return None
     head = _git(folder, "rev-parse", "--short=12", "HEAD")

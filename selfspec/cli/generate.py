@@ -284,6 +284,8 @@ def _texts(checkpoint: Checkpoint, prompt: Tensor, rounds: list[RowRound]) -> di
 def _print_stats(stats: Stats) -> None:
     from rich.table import Table
 
+    from selfspec.kernels import native
+
     table = Table("count", "value", box=None, show_header=False, pad_edge=False)
     seconds = sum(stats.seconds.values())
     rate = f", {stats.new_tokens / seconds:.1f} tokens/s" if seconds else ""
@@ -299,4 +301,5 @@ def _print_stats(stats: Stats) -> None:
         table.add_row("drafted", "nothing")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))
     table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
+    table.add_row("CPU kernels", "used" if native.are_loaded() else "not built: selfspec kernels")
     console(stderr=True).print(table)

@@ -27,6 +27,7 @@ _WHAT_DIFFERS = {
     "model": "model class",
     "threads": "CPU threads",
     "packed": "packed weights",
+    "kernels": "CPU kernels",
     "selfspec": "selfspec version",
     "torch": "torch version",
     "transformers": "transformers version",

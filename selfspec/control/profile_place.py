@@ -28,7 +28,8 @@ def default_file(setting: Setting) -> Path:
     device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
     threads = f"_{setting.threads}-threads" if setting.threads else ""
     packed = "_packed" if setting.packed else ""
-    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{packed}.json"
+    kernels = "_kernels" if setting.kernels else ""
+    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{packed}{kernels}.json"
 
 
 def find_profile(setting: Setting) -> Profile | None:
@@ -52,6 +53,7 @@ def find_profile(setting: Setting) -> Profile | None:
         f"draft='auto' needs a calibration profile of these weights for {setting.device}, {setting.dtype}"
         + (f", {setting.threads} CPU threads" if setting.threads else "")
         + (", packed weights" if setting.packed else "")
+        + (", CPU kernels" if setting.kernels else "")
         + f", and {file.parent} has none. There is one that does not fit: {'; '.join(near)}. "
         f"Write one: {remedy(setting)}"
     )

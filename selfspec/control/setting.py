@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from selfspec.environment import device_name
 from selfspec.errors import ProfileError
+from selfspec.kernels import native
 from selfspec.kernels.packed import packed_layers
 from selfspec.model.fingerprint import fingerprint
 
@@ -25,6 +26,7 @@ class Setting:
         dtype: what is computed in.
         threads: of the CPU; 0 on other devices, where they hardly matter.
         packed: whether weights are laid out for oneDNN.
+        kernels: whether the CPU kernels run.
         selfspec: version.
         torch: version.
         transformers: version.
@@ -36,6 +38,7 @@ class Setting:
     dtype: str
     threads: int
     packed: bool
+    kernels: bool
     selfspec: str
     torch: str
     transformers: str
@@ -63,6 +66,7 @@ class Setting:
             dtype=str(model.dtype).removeprefix("torch."),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             packed=any(True for _ in packed_layers(model)),
+            kernels=device.type == "cpu" and native.load_kernels(),
             selfspec=__version__,
             torch=str(torch.__version__),
             transformers=transformers.__version__,

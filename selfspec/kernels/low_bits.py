@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from selfspec.kernels import native
 
+# Weights that are rounded at once.
+_AT_ONCE = 1 << 20
+
 
 class LowBitsLinear(nn.Module, ABC):
     """A linear layer whose weight, `[out, in]`, is kept in fewer bits. Gives what the layer gives, roughly.
@@ -59,12 +62,17 @@ class EightBitsLinear(LowBitsLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(bias)
-        scales = (weight.detach().float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        # The kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
-        scales = scales.to(torch.bfloat16)
-        levels = (weight.detach().float() / scales.float()[:, None]).round().clamp(-127, 127)
+        outputs, inputs = weight.shape
+        levels = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
+        scales = torch.empty(outputs, dtype=torch.bfloat16, device=weight.device)
+        # A few rows at a time: copies of a whole head would take more memory than all substitutes.
+        rows = max(1, _AT_ONCE // inputs)
+        for some, to, by in zip(weight.detach().split(rows), levels.split(rows), scales.split(rows), strict=True):
+            by.copy_((some.float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny))
+            # ATen's kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
+            to.copy_((some.float() / by.float()[:, None]).round().clamp(-127, 127))
         self._natively = weight.device.type == "cpu" and native.load_kernels()
-        self.levels, self.scales = _fixed(levels.to(torch.int8)), _fixed(scales.float() if self._natively else scales)
+        self.levels, self.scales = _fixed(levels), _fixed(scales.float() if self._natively else scales)
 
     def _product(self, states: Tensor) -> Tensor:
         if self._natively and int(states.shape[0]) <= native.MOST_ROWS:

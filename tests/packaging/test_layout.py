@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
     "errors": {"decode"},
     "arguments": {"errors"},
-    "environment": set(),
+    "environment": {"kernels"},
     "files": {"errors"},
     "kernels": {"errors", "model"},
     "cache": {"errors", "model"},
