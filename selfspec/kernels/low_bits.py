@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from selfspec.kernels import native
 
+# With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes, or is wrong.
+_ATEN_INPUTS = 16
 # Weights that are rounded at once.
 _AT_ONCE = 1 << 20
 
@@ -58,11 +60,17 @@ class EightBitsLinear(LowBitsLinear):
     Args:
         weight: of the layer, `[out, in]`.
         bias: of the layer, `[out]`; None: it has none.
+
+    Raises:
+        RuntimeError: no kernel takes this size.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(bias)
         outputs, inputs = weight.shape
+        self._natively = weight.device.type == "cpu" and native.load_kernels()
+        if not self._natively and inputs % _ATEN_INPUTS:
+            raise RuntimeError(f"{inputs} inputs: ATen's kernel takes multiples of {_ATEN_INPUTS}")
         levels = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
         scales = torch.empty(outputs, dtype=torch.bfloat16, device=weight.device)
         # A few rows at a time: copies of a whole head would take more memory than all substitutes.
@@ -71,14 +79,14 @@ class EightBitsLinear(LowBitsLinear):
             by.copy_((some.float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny))
             # ATen's kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
             to.copy_((some.float() / by.float()[:, None]).round().clamp(-127, 127))
-        self._natively = weight.device.type == "cpu" and native.load_kernels()
         self.levels, self.scales = _fixed(levels), _fixed(scales.float() if self._natively else scales)
 
     def _product(self, states: Tensor) -> Tensor:
         if self._natively and int(states.shape[0]) <= native.MOST_ROWS:
             return native.few_rows(states, self.levels, None, self.scales)
-        states, scales = states.to(torch.bfloat16), self.scales.to(torch.bfloat16)
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(states, self.levels, scales)
+        if self._natively:
+            return torch.cat([self._product(some) for some in states.split(native.MOST_ROWS)])
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(states.to(torch.bfloat16), self.levels, self.scales)
         return product
 
 

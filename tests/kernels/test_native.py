@@ -64,10 +64,11 @@ def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("inputs", [50, 64])
-def test_eight_bits_are_what_they_stand_for(inputs: int) -> None:
+@pytest.mark.parametrize("inputs", [50, 64, 172])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_eight_bits_are_what_they_stand_for(rows: int, inputs: int) -> None:
     linear = EightBitsLinear(drawn(24, inputs).float(), None)
-    states = drawn(3, inputs).float()
+    states = drawn(rows, inputs).float()
     exact = states.double() @ (linear.levels.double() * linear.scales.double()[:, None]).t()
     torch.testing.assert_close(linear(states).double(), exact, rtol=1e-5, atol=1e-5)
 
