@@ -12,9 +12,11 @@ import platform
 import re
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
+from platformdirs import user_cache_path
 from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
@@ -39,7 +41,7 @@ def build_kernels(verbose: bool = False) -> Path:
         verbose: whether the compiler's output is shown.
 
     Returns:
-        The file of the extension, in torch's folder for extensions (`TORCH_EXTENSIONS_DIR`).
+        The file of the extension: in the user's cache, or the folder of extensions in `TORCH_EXTENSIONS_DIR`.
 
     Raises:
         UnsupportedOptionError: there is no compiler, or it fails; with what it says.
@@ -72,9 +74,19 @@ def build_kernels(verbose: bool = False) -> Path:
 
 
 def load_kernels() -> bool:
-    """Load the extension if it was built on this machine for this torch; return whether it is loaded."""
-    if not are_loaded() and _library().exists():
+    """Load the extension if it was built on this machine for this torch; return whether it is loaded.
+
+    Raises:
+        UnsupportedOptionError: its file is broken.
+    """
+    if are_loaded() or not _library().exists():
+        return are_loaded()
+    try:
         torch.ops.load_library(_library())
+    except OSError as error:
+        raise UnsupportedOptionError(
+            f"the CPU kernels cannot be loaded ({error}); delete {_library()}, and build them again: selfspec kernels"
+        ) from error
     return are_loaded()
 
 
@@ -111,13 +123,16 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _library() -> Path:
-    # torch's own folder; the name holds all that the machine code depends on.
-    from torch.utils.cpp_extension import get_default_build_root
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(named) if named else user_cache_path("selfspec") / "kernels"
+    return folder / _name() / f"{_name()}.so"
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+@cache
+def _name() -> str:
+    """A name that holds all that the machine code depends on."""
     depends_on = (_SOURCE.read_text(), torch.__version__, *_FLAGS, _processor(), platform.python_version())
-    digest = hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:12]
-    return root / f"selfspec_{digest}" / f"selfspec_{digest}.so"
+    return f"selfspec_{hashlib.sha256(chr(10).join(depends_on).encode()).hexdigest()[:12]}"
 
 
 def _processor() -> str:

@@ -150,3 +150,12 @@ def test_a_build_that_fails_says_what_to_do_and_leaves_nothing(
     with pytest.raises(UnsupportedOptionError, match=r"pip install ninja\): Ninja is required"):
         native.build_kernels()
     assert [path for path in own_folder.rglob("*") if path.is_file()] == []
+
+
+def test_a_broken_file_is_named(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "are_loaded", lambda: False)
+    file = native._library()
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"no library")
+    with pytest.raises(UnsupportedOptionError, match=f"delete {file}"):
+        native.load_kernels()
