@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from transformers import PreTrainedModel
 
-from helpers import tiny
+from helpers import own_kernels, tiny
 from helpers.process_state import changed, process_state
 from selfspec.kernels import native
 
@@ -55,13 +55,23 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _no_kernels_of_this_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _no_kernels_of_this_machine(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests give the same on every machine: kernels that its user built run only where tests ask for them."""
-    if request.config.getoption("--kernels"):
-        native.build_kernels()
-    elif not request.node.get_closest_marker("kernels"):
-        monkeypatch.setattr(native, "load_kernels", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--kernels"):
+            native.build_kernels()
+        else:
+            patch.setattr(native, "load_kernels", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _kernels_where_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("kernels"):
+            patch.setattr(native, "load_kernels", own_kernels.load_kernels)
+        yield
 
 
 @pytest.fixture(params=sorted(tiny.BUILDERS))

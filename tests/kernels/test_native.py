@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import tiny
+from helpers import own_kernels, tiny
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.few_rows import for_few_rows
@@ -132,7 +132,7 @@ def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pyte
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.undo()
+    monkeypatch.setattr(native, "load_kernels", own_kernels.load_kernels)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     return tmp_path
 

@@ -1065,7 +1065,7 @@ CATALOGUE = (
     # Linears of few rows.
     Mutation(
         "blocks of few rows lose the bias",
-        "_few_rows",
+        "_on_the_left",
         "product += linear.bias",
         "product += 0",
         ("test_few_rows.py",),
@@ -1468,7 +1468,7 @@ CATALOGUE = (
     ),
     Mutation(
         "a draft that is worth nothing on the prompt is tried all the same",
-        "CostAwareController._at_risk",
+        "CostAwareController._model_at_risk",
         "self._prospects.pays(self._on_prompt)",
         "self._on_prompt >= 0",
         ("test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_text",),
