@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import selfspec
 from helpers import tiny
@@ -108,6 +109,16 @@ def test_substitutes_are_made_once_and_again_after_a_change(model: PreTrainedMod
     layer.weight.data = layer.weight.data.clone()
     assert substitutes.within(layer, "up", EIGHT) is not second
     assert substitutes.nbytes > 0
+
+
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+@torch.no_grad()
+def test_weights_laid_out_by_columns_have_a_substitute(precision: Precision) -> None:
+    layer = Conv1D(64, 32)
+    substitute = Substitutes().within(layer, "columns", precision)
+    assert isinstance(substitute, EightBitsLinear | FourBitsLinear)
+    states = torch.randn(3, 32)
+    torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.02)
 
 
 def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1473,4 +1473,26 @@ CATALOGUE = (
         "self._on_prompt >= 0",
         ("test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_text",),
     ),
+    Mutation(
+        "the exit is compared without its own head",
+        "_appending",
+        "left = head.adapted(left)",
+        "pass",
+        ("test_the_head_of_an_exit_reads_its_states_alone",),
+    ),
+    # Fewer bits.
+    Mutation(
+        "calibration names a winner that may be none",
+        "choose",
+        "each.speedup.low > 1",
+        "each.speedup.value > 1",
+        ("test_a_gain_that_may_be_none_is_no_winner",),
+    ),
+    Mutation(
+        "weights laid out by columns have no substitute",
+        "_made",
+        "weight = weight.contiguous()",
+        "pass",
+        ("test_weights_laid_out_by_columns_have_a_substitute",),
+    ),
 )

@@ -125,6 +125,15 @@ def test_plain_decoding_is_chosen_where_nothing_is_faster() -> None:
     assert (chosen.draft, chosen.costs) == ("none", None)
 
 
+def test_a_gain_that_may_be_none_is_no_winner() -> None:
+    costs = _costs(exit_1=0.2, exit_2=0.3)
+    candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
+    unsure, sure = _confirmed(exit_1=1.4, exit_2=1.2)
+    unsure = replace(unsure, speedup=replace(unsure.speedup, low=0.95))
+    assert choose([unsure, sure], candidates, 0.8, SETTINGS).draft == "exit:2"
+    assert choose([unsure], candidates, 0.8, SETTINGS).draft == "none"
+
+
 def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
