@@ -104,7 +104,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
 def _made(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsLinear | None:
     if precision.bits == 4 and weight.shape[1] % precision.group_size:
         return None
-    # The weight of a Conv1D is laid out the other way, which no kernel takes.
+    # The weight of a Conv1D is laid out the other way, which the kernel for 4 bits does not take.
     weight = weight.contiguous()
     try:
         linear = (

@@ -114,10 +114,10 @@ def test_substitutes_are_made_once_and_again_after_a_change(model: PreTrainedMod
 @pytest.mark.parametrize("precision", [EIGHT, FOUR])
 @torch.no_grad()
 def test_weights_laid_out_by_columns_have_a_substitute(precision: Precision) -> None:
-    layer = Conv1D(64, 32)
+    layer = Conv1D(64, 96)
     substitute = Substitutes().within(layer, "columns", precision)
     assert isinstance(substitute, EightBitsLinear | FourBitsLinear)
-    states = torch.randn(3, 32)
+    states = torch.randn(3, 96)
     torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.02)
 
 
