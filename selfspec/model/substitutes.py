@@ -104,8 +104,6 @@ def _matrix(module: nn.Module) -> Tensor | None:
 def _made(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsLinear | None:
     if precision.bits == 4 and weight.shape[1] % precision.group_size:
         return None
-    # The weight of a Conv1D is laid out the other way, which the kernel for 4 bits does not take.
-    weight = weight.contiguous()
     try:
         linear = (
             EightBitsLinear(weight, bias) if precision.bits == 8 else FourBitsLinear(weight, bias, precision.group_size)

@@ -118,7 +118,7 @@ def test_weights_laid_out_by_columns_have_a_substitute(precision: Precision) -> 
     substitute = Substitutes().within(layer, "columns", precision)
     assert isinstance(substitute, EightBitsLinear | FourBitsLinear)
     states = torch.randn(3, 96)
-    torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.02)
+    torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.05)
 
 
 def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
