@@ -18,7 +18,7 @@ from selfspec.kernels import native
 # With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes, or is wrong.
 _ATEN_INPUTS = 16
 # Weights that are rounded at once.
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 17
 
 
 class LowBitsLinear(nn.Module, ABC):
