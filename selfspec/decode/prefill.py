@@ -21,8 +21,6 @@ from selfspec.draft import Drafter
 
 # How many tokens of the prompt are compared at most, and the fewest that tell anything.
 _MOST, _FEWEST = 32, 4
-# New tokens for each that is compared, of more than eight: the head reads each, which a short text has to pay for.
-_NEW_FOR_EACH = 4
 
 
 def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
@@ -69,8 +67,7 @@ def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Ev
     """
     end = drafter.leaves_at(batch.runner.depth)
     assert end is not None
-    most = min(max(batch.stopping.max_new_tokens // _NEW_FOR_EACH, 8), _MOST)
-    compared = batch.runner.compare(end.layer, end.head, prompts, most)
+    compared = batch.runner.compare(end.layer, end.head, prompts, _MOST)
     prefixes = Prefixes(batch.sequences)
     q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (compared.draft, compared.target))
     chances = torch.minimum(p, q).sum(-1)

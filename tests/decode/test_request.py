@@ -316,6 +316,20 @@ def test_keywords_win_over_a_generation_config(llama: PreTrainedModel) -> None:
     assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False).tolist()
 
 
+def test_a_users_warper_that_reads_the_prefix_reads_it(llama: PreTrainedModel) -> None:
+    class Never(TemperatureLogitsWarper):
+        """No token that the text has already."""
+
+        stateless = True
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            return scores.scatter(1, input_ids, -torch.inf)  # type: ignore[return-value]
+
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "logits_processor": [Never(0.5)]}
+    wanted = llama.generate(tiny.prompt(5), **{**options, "logits_processor": LogitsProcessorList([Never(0.5)])})
+    assert selfspec.wrap(llama, DRAFT, draft_length=4).generate(tiny.prompt(5), **options).sequences.equal(wanted)
+
+
 @pytest.mark.parametrize(
     "processors",
     [
