@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
@@ -153,7 +154,7 @@ class SelfSpeculative:
         self.runtime = runtime
         self.programs = GraphCache(runtime)
         self.substitutes = Substitutes()
-        self._shares: dict[Drafter, float] = {}
+        self._shares: dict[tuple[Drafter, torch.dtype], float] = {}
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -399,10 +400,16 @@ class SelfSpeculative:
         return choice if choice.costs else replace(choice, costs=self._estimated(draft))
 
     def _estimated(self, draft: Drafter) -> Costs:
-        # Estimated once: it reads the size of every weight, which takes a small model half a plain step.
-        if draft not in self._shares:
-            self._shares[draft] = draft.cost(self.model, self.adapter)
-        return Costs.assumed(self._shares[draft], self.model.device)
+        # Estimated once for each dtype: it reads the size of every weight, which takes a small model half a plain step.
+        # Drafters of others may be unhashable.
+        key = (draft, self.dtype)
+        if not isinstance(draft, Hashable):
+            share = draft.cost(self.model, self.adapter)
+        elif key in self._shares:
+            share = self._shares[key]
+        else:
+            share = self._shares[key] = draft.cost(self.model, self.adapter)
+        return Costs.assumed(share, self.model.device)
 
     def _check_depth(self, draft: Drafter) -> None:
         if not isinstance(draft, Drafter):

@@ -75,8 +75,7 @@ class DraftHead:
         """Logits of the whole vocabulary, `[..., vocabulary]`, with -inf at tokens that cannot be drafted."""
         if self.tokens is None:
             return logits
-        tokens = self.tokens.to(logits.device)
-        return torch.full_like(logits, -torch.inf).index_copy_(-1, tokens, logits[..., tokens])
+        return self.spread(logits[..., self.tokens.to(logits.device)], logits.shape[-1])
 
 
 def _holder(view: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:

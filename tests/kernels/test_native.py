@@ -84,6 +84,19 @@ def test_values_that_are_not_finite_stay_in_their_row() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows", [1, 4])
+@torch.no_grad()
+def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
+    linear, states = torch.nn.Linear(40, 24), drawn(rows, 40).float()
+    view = for_few_rows(linear)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = view(states), linear(states)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("states", "weight", "message"),
     [

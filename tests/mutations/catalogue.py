@@ -1495,4 +1495,11 @@ CATALOGUE = (
         "None",
         ("test_weights_laid_out_by_columns_have_a_substitute",),
     ),
+    Mutation(
+        "the CPU kernels do not know of autocast",
+        "_native",
+        'rows > native.MOST_ROWS or torch.is_autocast_enabled("cpu")',
+        "rows > native.MOST_ROWS",
+        ("test_native.py", "-m", "kernels", "-k", "autocast"),
+    ),
 )

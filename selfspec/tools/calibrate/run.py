@@ -127,8 +127,9 @@ def calibrate(
     named = considered(len(found.decoder_layers(model)), drafters)
     if drafters is None:
         named = fitting(named, model, found)
-    for drafter in named.values():
-        drafter.check_model(model, found)
+    else:
+        for drafter in named.values():
+            drafter.check_model(model, found)
     setting = Setting.of(model)
     plain = wrap(bare(model), adapter=found, runtime=Traced(after=0))
     grouped = _checked(plain, prompts, asked)
