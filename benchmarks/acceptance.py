@@ -126,7 +126,7 @@ def forced(subject: Subject, kind: str, texts: Sequence[str], count: int) -> lis
     figures = {exit_layer: ExitFigures() for exit_layer in adapters}
     losses = []
     blocks = spread(packed(texts, tokenizer, _LENGTH), count)
-    for ids in track(blocks.ids.split(2), f"{subject.name}, {kind}, given text", transient=True):
+    for ids in track(blocks.split(2), f"{subject.name}, {kind}, given text", transient=True):
         with readout.recorded(list(adapters)) as states:
             full = model(input_ids=ids, use_cache=False).logits
         losses += [

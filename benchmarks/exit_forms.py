@@ -23,7 +23,7 @@ from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.readout import Readout
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.train.corpus import Blocks, packed, read_documents, shuffled, spread
+from selfspec.tools.train.corpus import all_documents, packed, read_documents, spread
 
 
 class Attention(nn.Module):
@@ -68,12 +68,12 @@ def main() -> None:
     checkpoint = load_checkpoint(options.model, "float32", "cpu")
     model, tokenizer = checkpoint.model.requires_grad_(False), checkpoint.tokenizer
     readout = Readout(model, find_adapter(model))
-    text = packed(shuffled(read_documents(options.text), 0), tokenizer, 256, options.blocks)
+    text = packed(all_documents([options.text], 0), tokenizer, 256, options.blocks)
     held_out = spread(packed(read_documents(options.held_out), tokenizer, 256), 16)
 
-    def read(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
         states, logits = [], []
-        for ids in blocks.ids.split(8):
+        for ids in blocks.split(8):
             with torch.no_grad(), readout.recorded([options.exit]) as recorded:
                 logits.append(model(input_ids=ids, use_cache=False).logits)
             states.append(recorded[options.exit])

@@ -9,7 +9,7 @@ import selfspec
 from selfspec.measure.embedded import PROMPTS, checkpoint_folder
 from selfspec.tools.train.recipe import ExitHeadRecipe
 from selfspec.tools.train.run import run
-from selfspec.tools.train.settings import Course, Texts, Training
+from selfspec.tools.train.settings import Course, Texts
 
 with tempfile.TemporaryDirectory() as folder:
     text, heads = Path(folder) / "beginnings.txt", Path(folder) / "heads"
@@ -17,15 +17,13 @@ with tempfile.TemporaryDirectory() as folder:
 
     # The model writes 96 texts on from pieces of these, and its heads learn what it would have said at every token.
     report = run(
-        Training(
-            model=str(checkpoint_folder()),
-            texts=Texts(text=[text]),
-            course=Course(steps=60, batch=8, length=48, learning_rate=3e-3),
-            to=heads,
-            device="cpu",
-        ),
+        str(checkpoint_folder()),
+        Texts(text=[text]),
+        Course(steps=60, batch=8, length=48, learning_rate=3e-3),
         ExitHeadRecipe(exits=(2, 3), rank=64, own_texts=96, beginning=8),
-        lambda step, steps, figures: None,
+        heads,
+        observe=lambda step, steps, figures: None,
+        device="cpu",
     )
     for name in ("alpha_2", "alpha_3"):
         print(f"{name}: {report['before'][name]:.2f} before, {report['after'][name]:.2f} after")

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output, PromptFile, Repeats, Seed, Temperature, read_draft
+from selfspec.cli.options import ModelOptions, Output, PromptFile, read_draft
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
-from selfspec.errors import DraftConfigError
+from selfspec.tools.calibrate.measurements import Measurements
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from selfspec.draft.along_layer_path import LayerPathDrafter
-    from selfspec.tools.calibrate import Calibration, Chosen
-    from selfspec.tools.calibrate.run import Kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurements:
-    """What is measured."""
-
-    max_new_tokens: Annotated[int, typer.Option(min=8, help="Generate N tokens a text.")] = 48
-    temperature: Temperature = 0.8
-    longest_draft: Annotated[int, typer.Option(min=1, help="Draft at most N tokens a round.")] = 7
-    batch: Annotated[int, typer.Option(min=1, help="Generate N rows at once.")] = 1
-    repeats: Repeats = 3
-    seed: Seed = 0
+    from selfspec.control.profile import Chosen
+    from selfspec.tools.calibrate.run import Calibration, Kind
 
 
 def calibrate(
@@ -62,18 +49,17 @@ def calibrate(
     the model accepts each exit on its own text. The best candidates then generate in turns with plain decoding. The
     profile holds for these weights, this device, dtype, number of threads and these versions.
     """
-    drafters = None if draft is None else [_path(text) for text in draft]
+    # Those that are no path of the model are refused once its depth is known.
+    drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
     from selfspec.control import profile_place
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
-    from selfspec.tools.calibrate import Settings
-    from selfspec.tools.calibrate import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
+    from selfspec.tools.calibrate.run import calibrate as run
 
-    settings = Settings(**asdict(measurements))
     # The embedded model writes nothing but code.
     texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else BEGINNINGS
     if prompt_file is not None:
@@ -88,7 +74,7 @@ def calibrate(
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         ids = [checkpoint.encode(text) for text in texts]
-        found = run(checkpoint.model, ids, drafters, settings, watch=StepBar(progress))
+        found = run(checkpoint.model, ids, drafters, measurements, watch=StepBar(progress))
     seconds = time.perf_counter() - started
     profile = found.profile
     file = to or profile_place.default_file(profile.setting)
@@ -99,30 +85,9 @@ def calibrate(
         use = f'--draft {auto}, or selfspec.wrap(model, draft="{auto}")'
         console().print("", f"Profile: {file}. Use it: {use}.", sep="\n", soft_wrap=True)
         return
-    print_json(
-        {
-            "checkpoint": model.model,
-            "profile": str(file),
-            "setting": asdict(profile.setting),
-            "greedy": asdict(profile.greedy),
-            "sampled": asdict(profile.sampled),
-            "report": dict(profile.report),
-            "seconds": seconds,
-            "versions": versions(),
-        }
-    )
-
-
-def _path(text: str) -> LayerPathDrafter:
-    from selfspec.draft.along_layer_path import LayerPathDrafter
-
-    drafter = read_draft(text)
-    if not isinstance(drafter, LayerPathDrafter):
-        raise DraftConfigError(
-            f"--draft {text} is no path of the model; look-ups and plain decoding are always considered, so name the "
-            "path alone: exit:E, head:FOLDER or skip:..."
-        )
-    return drafter
+    content = {"checkpoint": model.model, **asdict(profile), "profile": str(file), "seconds": seconds}
+    del content["source"]
+    print_json({**content, "versions": versions()})
 
 
 def _print(model: str, found: Calibration, seconds: float) -> None:
@@ -150,9 +115,7 @@ def _costs(found: Calibration) -> Table:
 
     from selfspec.draft.named import PLAIN
 
-    costs = found.costs
-    kinds = (found.greedy, found.sampled)
-    predictions = [{each.name: each for each in kind.predictions} for kind in kinds]
+    costs, kinds = found.costs, (found.greedy, found.sampled)
     widths = sorted({width for name, by_width in costs.verify.items() if name != PLAIN for width in by_width})
     columns = ["c", *(f"V({width})" for width in widths), "o"]
     for kind in kinds:
@@ -162,10 +125,10 @@ def _costs(found: Calibration) -> Table:
         cells = [f"{costs.draft[name].value:.3f}"]
         cells += [f"{costs.verify[name][width].value:.2f}" for width in widths]
         cells.append(f"{costs.overhead[name].value:.3f}")
-        for by_name in predictions:
-            if name in by_name:
-                best = by_name[name].best
-                cells += [f"{by_name[name].alpha:.3f}", f"{best.speedup:.2f} at {best.draft_length}"]
+        for kind in kinds:
+            if name in kind.predictions:
+                best, alpha = kind.predictions[name], kind.acceptance[name].alpha(kind.temperature)
+                cells += [f"{alpha.value:.3f}", f"{best.speedup:.2f} at {best.draft_length}"]
         table.add_row("look-up" if name == PLAIN else name, *cells)
     return table
 
@@ -189,16 +152,14 @@ def _in_batches(found: Calibration) -> Table:
 def _confirmed(title: str, kind: Kind) -> Table:
     from rich.table import Column
 
-    predicted = {each.name: each.best.speedup for each in kind.predictions}
-    columns = ("speed-up", "interval", "predicted", "acceptance rate", "tokens a pass")
+    columns = ("speed-up", "predicted", "acceptance rate", "tokens a pass")
     table = figures_table(None, [Column(title, no_wrap=True)], columns)
     in_batches = {f"{each.name}, {rows} rows": each for rows, each in kind.in_batches.items()}
     for name, each in ({each.name: each for each in kind.confirmed} | in_batches).items():
         table.add_row(
             name,
-            f"{each.speedup.value:.2f}x",
-            f"{each.speedup.low:.2f}-{each.speedup.high:.2f}",
-            f"{predicted[name]:.2f}" if name in predicted else "",
+            each.speedup.shown(2),
+            f"{kind.predictions[name].speedup:.2f}" if name in kind.predictions else "",
             "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
             f"{each.mean_accepted_length:.2f}",
         )
@@ -206,9 +167,7 @@ def _confirmed(title: str, kind: Kind) -> Table:
 
 
 def _sentence(chosen: Chosen) -> str:
-    from selfspec.draft.named import PLAIN
-
-    if chosen.draft == PLAIN:
+    if chosen.costs is None:
         return "No draft was faster than plain decoding."
     limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded without a draft."
     return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"

@@ -15,7 +15,7 @@ from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, figures_table, progress_bar
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
-from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts, Training
+from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts
 
 if TYPE_CHECKING:
     from selfspec.tools.train.course import Observer
@@ -107,11 +107,11 @@ def vocabulary(
     from selfspec.tools.train.vocabulary import count_vocabulary
 
     _prepare(threads=None)
-    counted = count_vocabulary(model_place(model), text, size, to)
+    coverage = count_vocabulary(model_place(model), text, size, to)
     if output == "json":
-        print_json({"file": str(to), "size": size, "coverage": counted.coverage, "versions": versions()})
+        print_json({"file": str(to), "size": size, "coverage": coverage, "versions": versions()})
     else:
-        print(f"{to}: {size} of {counted.vocabulary} tokens, {counted.coverage:.2%} of the text")
+        print(f"{to}: {size} tokens, {coverage:.2%} of the text")
 
 
 def _train(
@@ -128,9 +128,7 @@ def _train(
 
     _prepare(machine.threads)
     with _progress() as observe:
-        report = run(
-            Training(model=model_place(model), texts=text, course=course, to=to, device=machine.device), recipe, observe
-        )
+        report = run(model_place(model), text, course, recipe, to, observe, machine.device)
     _show(report, to, output)
 
 

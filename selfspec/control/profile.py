@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import FiniteFloat, PositiveInt
+from pydantic_core import from_json
 from transformers import PreTrainedModel
 
 from selfspec.control import CostAware
@@ -17,11 +17,10 @@ from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.control.setting import Setting
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
-from selfspec.files.json_text import parse_json
-from selfspec.files.writing import whole
+from selfspec.files.json_text import read_json
+from selfspec.files.writing import write_json
 from selfspec.model.adapter import Adapter
 
-FORMAT = 5
 _WHAT_DIFFERS = {
     "fingerprint": "weights",
     "model": "model class",
@@ -48,11 +47,11 @@ class Chosen:
     """
 
     draft: str
-    longest: int
+    longest: PositiveInt
     costs: BatchCosts | None
-    temperature: float
-    speedup: tuple[float, float, float]
-    most_rows: int | None = None
+    temperature: FiniteFloat
+    speedup: tuple[FiniteFloat, FiniteFloat, FiniteFloat]
+    most_rows: PositiveInt | None = None
 
     @property
     def choice(self) -> DraftChoice:
@@ -63,6 +62,17 @@ class Chosen:
             ExitHeadError: what it names on disk cannot be used.
         """
         return DraftChoice(parse_draft(self.draft), CostAware(self.longest), self.costs, self.most_rows)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What the file of a profile holds."""
+
+    format: Literal[5]
+    setting: Setting
+    greedy: Chosen
+    sampled: Chosen
+    report: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,31 +100,19 @@ class Profile(DraftPolicy):
         Raises:
             ProfileError: it is missing, truncated, corrupt, foreign or of another format.
         """
-        try:
-            content = parse_json(Path(file).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ProfileError(
-                f"the profile {file} cannot be read ({error.strerror or error}); write one: selfspec calibrate MODEL "
-                f"--to {file}"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ProfileError(
-                f"the profile {file} is truncated or no JSON ({error}); write it again: selfspec calibrate MODEL "
-                f"--to {file}"
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ProfileError(
-                f"{file} is no profile of format {FORMAT}; it is foreign, or of another selfspec: write it again with "
-                "selfspec calibrate"
-            )
-        reader = _Reader(str(file))
-        return cls(
-            setting=reader.setting(reader.part(content, "setting")),
-            greedy=reader.chosen(reader.part(content, "greedy"), "greedy"),
-            sampled=reader.chosen(reader.part(content, "sampled"), "sampled"),
-            report=reader.part(content, "report"),
-            source=str(file),
-        )
+        remedy = f"write it with selfspec calibrate MODEL --to {file}"
+        content = read_json(file, _Content, ProfileError, remedy)
+        raw = from_json(Path(file).read_bytes())
+        for name, chosen in (("greedy", content.greedy), ("sampled", content.sampled)):
+            try:
+                drafts = parse_draft(chosen.draft) is not None
+            except DraftConfigError as error:
+                raise ProfileError(f"{file}: {name}.draft is not understood ({error})") from error
+            measured = raw[name]["costs"]["measured"] if chosen.costs else []
+            # Costs have defaults, but those are for what nobody measured.
+            if drafts != bool(measured) or any(each.keys() < Costs.__dataclass_fields__.keys() for each in measured):
+                raise ProfileError(f"{file} is incomplete ({name}.costs); {remedy}")
+        return cls(content.setting, content.greedy, content.sampled, content.report, source=str(file))
 
     def save(self, file: Path) -> None:
         """Write it: the whole file or none of it.
@@ -122,16 +120,7 @@ class Profile(DraftPolicy):
         Raises:
             StorageError: it cannot be written there.
         """
-        content = {
-            "format": FORMAT,
-            "setting": asdict(self.setting),
-            "greedy": asdict(self.greedy),
-            "sampled": asdict(self.sampled),
-            "report": dict(self.report),
-        }
-        text = json.dumps(content, indent=1, allow_nan=False)
-        with whole(file) as draft:
-            draft.write_text(text + "\n", encoding="utf-8")
+        write_json(file, asdict(_Content(5, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
         return (self.greedy if greedy else self.sampled).choice
@@ -172,77 +161,3 @@ def _short(value: str | int) -> str:
         return "yes" if value else "no"
     text = str(value)
     return text[:12] if len(text) == 64 else text
-
-
-class _Reader:
-    """Takes the parts of a profile, each of the kind it must be."""
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-
-    def part(self, content: Mapping[str, Any], name: str) -> dict[str, Any]:
-        value = content.get(name)
-        if not isinstance(value, dict):
-            raise self._wrong(name)
-        return value
-
-    def setting(self, content: Mapping[str, Any]) -> Setting:
-        kinds = {"str": str, "int": int, "bool": bool}
-        for each in fields(Setting):
-            if type(content.get(each.name)) is not kinds[str(each.type)]:
-                raise self._wrong(f"setting.{each.name}")
-        return Setting(**{each.name: content[each.name] for each in fields(Setting)})
-
-    def chosen(self, content: Mapping[str, Any], name: str) -> Chosen:
-        draft, longest, speedup = content.get("draft"), content.get("longest"), content.get("speedup")
-        if not isinstance(draft, str):
-            raise self._wrong(f"{name}.draft")
-        if type(longest) is not int or longest < 1:
-            raise self._wrong(f"{name}.longest")
-        if not isinstance(speedup, list) or len(speedup) != 3:
-            raise self._wrong(f"{name}.speedup")
-        most_rows = content.get("most_rows")
-        if most_rows is not None and (type(most_rows) is not int or most_rows < 1):
-            raise self._wrong(f"{name}.most_rows")
-        low, middle, high = (self._number(value, f"{name}.speedup") for value in speedup)
-        costs = None
-        if content.get("costs") is not None:
-            costs = self._costs(self.part(content, "costs"), f"{name}.costs")
-        temperature = self._number(content.get("temperature"), f"{name}.temperature")
-        chosen = Chosen(draft, longest, costs, temperature, (low, middle, high), most_rows)
-        try:
-            parsed = parse_draft(draft)
-        except DraftConfigError as error:
-            raise ProfileError(f"{self._file}: {name}.draft is not understood ({error})") from error
-        if (parsed is None) != (costs is None):
-            raise self._wrong(f"{name}.costs")
-        return chosen
-
-    def _costs(self, content: Mapping[str, Any], name: str) -> BatchCosts:
-        measured = content.get("measured")
-        if not isinstance(measured, list):
-            raise self._wrong(name)
-        try:
-            return BatchCosts(tuple(self._costs_of_size(each, name) for each in measured))
-        except DraftConfigError:
-            raise self._wrong(name) from None
-
-    def _costs_of_size(self, content: object, name: str) -> Costs:
-        if not isinstance(content, dict):
-            raise self._wrong(name)
-        numbers = {each.name: self._number(content.get(each.name), name) for each in fields(Costs)}
-        return Costs(rows=int(numbers.pop("rows")), **numbers)
-
-    def _number(self, value: object, name: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name)
-        try:
-            number = float(value)
-        except OverflowError:
-            raise self._wrong(name) from None
-        if not math.isfinite(number):
-            raise self._wrong(name)
-        return number
-
-    def _wrong(self, name: str) -> ProfileError:
-        return ProfileError(f"{self._file} is incomplete or corrupt ({name}); write it again with selfspec calibrate")

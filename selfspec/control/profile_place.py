@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -43,25 +43,13 @@ def find_profile(setting: Setting) -> Profile | None:
         profile = Profile.load(file)
         profile.check_setting(setting)
         return profile
-    near = [
-        f"{other.source} ({described(other.setting.differences(setting))})"
-        for other in _of_weights(setting, file.parent)
-    ]
+    near = []
+    for other in sorted(file.parent.glob(f"{setting.fingerprint[:16]}_*.json")):
+        with suppress(ProfileError):
+            near.append(f"{other} ({described(Profile.load(other).setting.differences(setting))})")
     if not near:
         return None
     raise ProfileError(
-        f"draft='auto' needs a calibration profile of these weights for {setting.device}, {setting.dtype}"
-        + (f", {setting.threads} CPU threads" if setting.threads else "")
-        + (", packed weights" if setting.packed else "")
-        + (", CPU kernels" if setting.kernels else "")
-        + f", and {file.parent} has none. There is one that does not fit: {'; '.join(near)}. "
-        f"Write one: {remedy(setting)}"
+        f"draft='auto' needs a calibration profile for here, and {file.parent} has none of these weights that fits: "
+        f"{'; '.join(near)}. Write one: {remedy(setting)}"
     )
-
-
-def _of_weights(setting: Setting, place: Path) -> Iterator[Profile]:
-    for file in sorted(place.glob(f"{setting.fingerprint[:16]}_*.json")):
-        try:
-            yield Profile.load(file)
-        except ProfileError:
-            continue

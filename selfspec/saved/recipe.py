@@ -10,13 +10,15 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict
+
 from selfspec.accept import RULES, Rule
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import parsed
 from selfspec.files.writing import whole
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
@@ -40,6 +42,8 @@ class Recipe:
         draft_length: tokens drafted each round; None: as many as pay.
         accept: name of the rule; None: the default one.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     draft: str
     draft_length: int | None
@@ -81,16 +85,12 @@ class Recipe:
             DraftConfigError: it is something else.
         """
         try:
-            found = parse_json(text)
-            recipe = cls(**found)
-            if not isinstance(recipe.draft, str):
-                raise TypeError(f"draft = {recipe.draft!r}")
-        except (ValueError, TypeError) as error:
+            return parsed(text, cls)
+        except ValueError as error:
             raise DraftConfigError(
                 f"the recipe in custom_generate/generate.py cannot be read ({error}); save the model again: "
                 "selfspec.wrap(model, ...).save_pretrained(folder)"
             ) from error
-        return recipe
 
     @property
     def drafter(self) -> Drafter | None:

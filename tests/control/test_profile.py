@@ -19,7 +19,7 @@ from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts
 from selfspec.control.draft_policy import DraftChoice
 from selfspec.control.profile_place import VARIABLE, default_file, find_profile, folder
-from selfspec.tools.calibrate import Setting
+from selfspec.control.setting import Setting
 
 
 @pytest.fixture

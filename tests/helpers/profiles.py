@@ -8,12 +8,13 @@ from transformers import PreTrainedModel
 
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.forecast import Forecast
+from selfspec.control.profile import Chosen, Profile
+from selfspec.control.setting import Setting
+from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.calibrate import Calibration, Chosen, Profile, Setting
-from selfspec.tools.calibrate.candidates import Prediction
 from selfspec.tools.calibrate.confirm import Confirmed
-from selfspec.tools.calibrate.run import Kind
+from selfspec.tools.calibrate.run import Calibration, Kind
 
 COSTS = Costs(draft=0.25, verify=1.1, widening=0.02, overhead=-0.01)
 GREEDY = Chosen("lookup+exit:2", 5, BatchCosts((COSTS, replace(COSTS, widening=0.2, rows=4))), 0.0, (1.5, 1.4, 1.6), 4)
@@ -37,7 +38,8 @@ def calibration_of(model: PreTrainedModel) -> Calibration:
         batch=1,
         lengths=(1, 4),
     )
-    predictions = [Prediction("exit:2", 0.75, COSTS, Forecast(3, 1.375))]
+    acceptance = {"exit:2": Acceptance([ExitFigures(positions=4, agreed=3.0, overlap={0.8: 3.0})])}
+    predictions = {"exit:2": Forecast(3, 1.375)}
     confirmed = [Confirmed("lookup+exit:2", estimate, 0.625, 2.5, 3), Confirmed("lookup", estimate, None, 1.0, 1)]
     plain = Chosen("none", 5, None, 0.8, (1.0, 1.0, 1.0))
     return Calibration(
@@ -46,11 +48,11 @@ def calibration_of(model: PreTrainedModel) -> Calibration:
         [replace(costs, batch=4, out_of_step=estimate)],
         Kind(
             0.0,
-            {},
+            acceptance,
             predictions,
             confirmed,
             {4: confirmed[0], 16: replace(confirmed[0], speedup=Estimate(0.75, 0.5, 1.0))},
             GREEDY,
         ),
-        Kind(0.8, {}, predictions, confirmed, {}, plain),
+        Kind(0.8, acceptance, predictions, confirmed, {}, plain),
     )

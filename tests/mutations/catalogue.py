@@ -1115,8 +1115,8 @@ CATALOGUE = (
     ),
     Mutation(
         "in other batches every draft costs what a look-up does",
-        "Candidate.costs_in",
-        "PLAIN if self.path is None else draft_name(self.path)",
+        "costs_of",
+        "PLAIN if path is None else draft_name(path)",
         "PLAIN",
         ("test_what_was_chosen_is_measured_in_batches_of_other_sizes",),
     ),

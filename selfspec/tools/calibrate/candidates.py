@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from selfspec.arguments import shown
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
 from selfspec.draft import Cascade, Drafter, EarlyExit, LowPrecision, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
-from selfspec.measure.acceptance import Acceptance
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.model.adapter import Adapter
 
@@ -22,44 +21,6 @@ from selfspec.model.adapter import Adapter
 _WORTH_CONFIRMING = 0.9
 _MOST_PATHS = 2
 _MOST_MEASURED = 6
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A draft to confirm by generating with it.
-
-    Attributes:
-        name: of the draft.
-        draft: proposes tokens.
-        path: of the model that it drafts along; None: it looks up.
-        costs: of its rounds.
-    """
-
-    name: str
-    draft: Drafter
-    path: LayerPathDrafter | None
-    costs: Costs
-
-    def costs_in(self, measured: MeasuredCosts) -> Costs:
-        """What was measured of its rounds elsewhere, its path among the drafts there."""
-        return measured.of(PLAIN if self.path is None else draft_name(self.path))
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the formula makes of a draft along a path of the model.
-
-    Attributes:
-        name: of the draft.
-        alpha: acceptance rate, teacher-forced on the model's own text.
-        costs: of its rounds.
-        best: the draft length that promises most, and what it promises.
-    """
-
-    name: str
-    alpha: float
-    costs: Costs
-    best: Forecast
 
 
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
@@ -72,15 +33,20 @@ def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[
     Raises:
         DraftConfigError: one is no draft along a path, does not fit the depth, or two have one name.
     """
-    drafts = _usual(depth) if drafters is None else list(drafters)
+    exits = range(1, depth)
+    usual: list[LayerPathDrafter] = [
+        *(EarlyExit(layer) for layer in exits),
+        *(LowPrecision(bits) for bits in (8, 4)),
+        *(LowPrecision(8, exit=layer) for layer in exits),
+    ]
     named: dict[str, LayerPathDrafter] = {}
-    for draft in drafts:
-        name = draft_name(draft)
+    for draft in usual if drafters is None else drafters:
         if not isinstance(draft, LayerPathDrafter):
             raise DraftConfigError(
-                f"draft {name} is no path of the model; look-ups and plain decoding are always considered, so name the "
-                "path alone: exit:E, head:FOLDER or skip:..."
+                f"draft {shown(draft)} is no path of the model; look-ups and plain decoding are always considered, so "
+                "name the path alone: exit:E, head:FOLDER or skip:..."
             )
+        name = draft_name(draft)
         if name in named:
             raise DraftConfigError(f"draft {name} is named more than once; name each draft once")
         draft.check(depth)
@@ -98,15 +64,6 @@ def fitting(
             draft.check_model(model, adapter)
             fit[name] = draft
     return fit
-
-
-def _usual(depth: int) -> list[LayerPathDrafter]:
-    exits = range(1, depth)
-    return [
-        *(EarlyExit(layer) for layer in exits),
-        *(LowPrecision(bits) for bits in (8, 4)),
-        *(LowPrecision(8, exit=layer) for layer in exits),
-    ]
 
 
 def to_measure(
@@ -134,7 +91,7 @@ def to_measure(
     return [draft for name, draft in drafters.items() if name in best]
 
 
-def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) -> list[Prediction]:
+def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) -> dict[str, Forecast]:
     """What the formula promises of each draft that was measured, most first.
 
     Args:
@@ -142,37 +99,32 @@ def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) ->
         costs: measured.
         longest: draft length up to which to look.
     """
-    predictions = [
-        Prediction(name, rates[name], costs.of(name), forecast(rates[name], costs.of(name), longest))
-        for name in costs.draft
-        if name != PLAIN
-    ]
-    return sorted(predictions, key=lambda each: each.best.speedup, reverse=True)
+    found = {name: forecast(rates[name], costs.of(name), longest) for name in costs.draft if name != PLAIN}
+    return dict(sorted(found.items(), key=lambda each: each[1].speedup, reverse=True))
 
 
-def to_confirm(
-    predictions: Iterable[Prediction], drafters: Mapping[str, LayerPathDrafter], costs: MeasuredCosts
-) -> list[Candidate]:
-    """Look-ups alone, and the best paths alone and behind look-ups.
+def to_confirm(predictions: Mapping[str, Forecast], drafters: Mapping[str, LayerPathDrafter]) -> dict[str, Drafter]:
+    """Look-ups alone, and the best paths alone and behind look-ups, by name.
 
     Args:
         predictions: most promising first.
         drafters: by name.
-        costs: measured.
     """
     look_up = PromptLookup()
-    candidates = [Candidate(draft_name(look_up), look_up, None, costs.of(PLAIN))]
-    worth = [each for each in predictions if each.best.speedup >= _WORTH_CONFIRMING]
-    for each in worth[:_MOST_PATHS]:
-        path = drafters[each.name]
-        cascade = Cascade(look_up, path)
-        candidates += [
-            Candidate(each.name, path, path, each.costs),
-            Candidate(draft_name(cascade), cascade, path, each.costs),
-        ]
-    return candidates
+    worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
+    candidates: list[Drafter] = [look_up]
+    for path in worth[:_MOST_PATHS]:
+        candidates += [path, Cascade(look_up, path)]
+    return {draft_name(draft): draft for draft in candidates}
 
 
-def rates_of(acceptance: Mapping[str, Acceptance], temperature: float) -> dict[str, float]:
-    """Acceptance rates at a temperature by name."""
-    return {name: each.alpha(temperature).value for name, each in acceptance.items()}
+def path_of(draft: Drafter) -> LayerPathDrafter | None:
+    """The path of the model that a candidate drafts along; None: it looks up."""
+    path = draft.path if isinstance(draft, Cascade) else draft
+    return path if isinstance(path, LayerPathDrafter) else None
+
+
+def costs_of(draft: Drafter, measured: MeasuredCosts) -> Costs:
+    """What was measured of a candidate's rounds."""
+    path = path_of(draft)
+    return measured.of(PLAIN if path is None else draft_name(path))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.api import SelfSpeculative
 from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
+from selfspec.draft import Drafter
 from selfspec.draft.named import PLAIN
+from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.progress import Watch
-from selfspec.tools.calibrate.candidates import Candidate
-from selfspec.tools.calibrate.settings import Settings
+from selfspec.tools.calibrate.candidates import costs_of
+from selfspec.tools.calibrate.measurements import Measurements
 
 # Arms that go on after the first timed turn, besides plain decoding.
 _KEPT = 3
@@ -45,26 +48,39 @@ class Confirmed:
     turns: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Arm:
-    """One way of decoding, and the seconds a token took, by prompt."""
+    """One way of decoding, and what its timed generations counted, by prompt and turn."""
 
     name: str
     spec: SelfSpeculative
-    seconds: list[list[float]]
-    stats: list[Stats] = field(default_factory=list)
+    turns: list[list[Stats]]
 
-    @property
-    def medians(self) -> list[float]:
-        return [statistics.median(turns) for turns in self.seconds]
+    def seconds(self, turns: int) -> list[float]:
+        """What a token took by prompt, prefill apart: the median of the first turns."""
+        return [statistics.median(map(_seconds_a_token, each[:turns])) for each in self.turns]
+
+    def beside(self, plain: _Arm) -> Confirmed:
+        """What it was worth, beside plain decoding in the turns that it took part in."""
+        counted = [stats for each in self.turns for stats in each]
+        judged, turns = sum(stats.judged for stats in counted), len(self.turns[0])
+        return Confirmed(
+            name=self.name,
+            speedup=Estimate.of_ratio(plain.seconds(turns), self.seconds(turns)),
+            acceptance_rate=sum(stats.accepted for stats in counted) / judged if judged else None,
+            mean_accepted_length=sum(stats.new_tokens for stats in counted)
+            / sum(stats.row_rounds for stats in counted),
+            turns=turns,
+        )
 
 
 def confirm(
     plain: SelfSpeculative,
-    candidates: Sequence[Candidate],
-    prompts: Sequence[Batch],
+    candidates: Mapping[str, Drafter],
+    costs: MeasuredCosts,
+    prompts: Sequence[Mapping[str, Any]],
     temperature: float,
-    settings: Settings,
+    asked: Measurements,
     told: Watch,
 ) -> list[Confirmed]:
     """Generate with each candidate and plainly, in turns.
@@ -73,10 +89,11 @@ def confirm(
 
     Args:
         plain: wraps the model without a draft.
-        candidates: with measured costs.
-        prompts: what is gone on with.
+        candidates: by name.
+        costs: of their rounds, measured in such batches.
+        prompts: batches of what is gone on with.
         temperature: 0 decodes greedily.
-        settings: how much.
+        asked: how much.
         told: of each generation.
 
     Returns:
@@ -84,45 +101,28 @@ def confirm(
     """
     reference = _Arm(PLAIN, plain, [[] for _ in prompts])
     arms = [
-        _Arm(
-            each.name, plain.drafting(each.draft, CostAware(settings.longest_draft, each.costs)), [[] for _ in prompts]
-        )
-        for each in candidates
+        _Arm(name, plain.drafting(draft, CostAware(asked.longest_draft, costs_of(draft, costs))), [[] for _ in prompts])
+        for name, draft in candidates.items()
     ]
     kept = min(len(arms), _KEPT)
-    told.begin(len(prompts) * ((_WARM_UPS + 1) * (1 + len(arms)) + (settings.repeats - 1) * (1 + kept)))
+    told.begin(len(prompts) * ((_WARM_UPS + 1) * (1 + len(arms)) + (asked.repeats - 1) * (1 + kept)))
     going = arms
-    for turn in range(-_WARM_UPS, settings.repeats):
+    for turn in range(-_WARM_UPS, asked.repeats):
         for number, prompt in enumerate(prompts):
             running = [reference, *going]
             start = (turn + number) % len(running)
             for arm in [*running[start:], *running[:start]]:
                 told.step(f"confirming {arm.name} at temperature {temperature:g}")
-                stats = _generated(arm.spec, prompt, temperature, settings, settings.seed + number)
+                stats = _generated(arm.spec, prompt, temperature, asked, asked.seed + number)
                 if turn >= 0:
-                    arm.seconds[number].append(_decoding(stats) / stats.new_tokens)
-                    arm.stats.append(stats)
+                    arm.turns[number].append(stats)
         if turn == 0:
-            going = sorted(arms, key=lambda arm: sum(arm.medians))[:_KEPT]
-    confirmed = [_confirmed(arm, reference) for arm in arms]
-    return sorted(confirmed, key=lambda each: each.speedup.value, reverse=True)
+            going = sorted(arms, key=lambda arm: sum(arm.seconds(1)))[:_KEPT]
+    return sorted((arm.beside(reference) for arm in arms), key=lambda each: each.speedup.value, reverse=True)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Prompts that are gone on with together.
-
-    Attributes:
-        ids: token ids, left-padded, `[batch, prompt]`.
-        mask: 1 for tokens and 0 for padding, the same shape.
-    """
-
-    ids: Tensor
-    mask: Tensor
-
-
-def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[Batch]:
-    """Prompts in batches.
+def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[str, Any]]:
+    """Prompts in batches, each as the keywords of a generation: ids, left-padded, and their mask.
 
     Where they do not fill the last one they come again, each a token shorter than before: rows that are the same would
     go on in step, as those of a real batch do not.
@@ -134,52 +134,27 @@ def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[Batch]
     """
     grouped = []
     for start in range(0, max(len(prompts), texts), rows):
-        times_and_prompts = [divmod(number, len(prompts)) for number in range(start, start + rows)]
-        group = [_shortened(prompts[number][0], times) for times, number in times_and_prompts]
-        longest = max(map(len, group))
-        ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in group])
-        mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in group])
-        grouped.append(Batch(ids, mask))
+        group = []
+        for times, number in (divmod(row, len(prompts)) for row in range(start, start + rows)):
+            prompt = prompts[number][0]
+            group.append(prompt[: max(1, len(prompt) - times)])
+        parts = {"input_ids": group, "attention_mask": [torch.ones_like(row) for row in group]}
+        padded = {name: pad_sequence(part, batch_first=True, padding_side="left") for name, part in parts.items()}
+        grouped.append(padded)
     return grouped
 
 
-def _shortened(prompt: Tensor, tokens: int) -> Tensor:
-    return prompt[: max(1, len(prompt) - tokens)]
-
-
-def generation_options(temperature: float, settings: Settings) -> dict[str, Any]:
+def generation_options(temperature: float, asked: Measurements) -> dict[str, Any]:
     """Keywords of a generation whose length nothing but the settings decides."""
-    options: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens,
-        "eos_token_id": None,
-        "do_sample": temperature > 0,
-    }
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0}
-    return options
+    sampled = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
+    return {"max_new_tokens": asked.max_new_tokens, "eos_token_id": None, "do_sample": temperature > 0, **sampled}
 
 
-def _generated(spec: SelfSpeculative, prompt: Batch, temperature: float, settings: Settings, seed: int) -> Stats:
-    options = generation_options(temperature, settings)
-    return spec.generate(prompt.ids, attention_mask=prompt.mask, seed=seed, **options).stats
+def _generated(
+    spec: SelfSpeculative, prompt: Mapping[str, Any], temperature: float, asked: Measurements, seed: int
+) -> Stats:
+    return spec.generate(**prompt, seed=seed, **generation_options(temperature, asked)).stats
 
 
-def _decoding(stats: Stats) -> float:
-    return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
-
-
-def _confirmed(arm: _Arm, plain: _Arm) -> Confirmed:
-    judged = sum(stats.judged for stats in arm.stats)
-    return Confirmed(
-        name=arm.name,
-        speedup=Estimate.of_ratio(_beside(plain, arm), arm.medians),
-        acceptance_rate=sum(stats.accepted for stats in arm.stats) / judged if judged else None,
-        mean_accepted_length=sum(stats.new_tokens for stats in arm.stats)
-        / sum(stats.row_rounds for stats in arm.stats),
-        turns=len(arm.seconds[0]),
-    )
-
-
-def _beside(plain: _Arm, arm: _Arm) -> list[float]:
-    """Plain decoding's seconds in those turns that the arm took part in."""
-    return [statistics.median(turns[: len(own)]) for turns, own in zip(plain.seconds, arm.seconds, strict=True)]
+def _seconds_a_token(stats: Stats) -> float:
+    return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill") / stats.new_tokens

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, TrainingError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import first_error
 from selfspec.files.writing import whole
 from selfspec.measure.own_text import own_text
 from selfspec.tools.train.settings import Course, Texts
@@ -28,34 +28,24 @@ _BATCH = 64
 _WRITTEN = 32
 
 
-class Blocks(Dataset[dict[str, Tensor]]):
-    """Blocks of token ids.
-
-    Args:
-        ids: `[blocks, length]`.
-    """
-
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return self.ids.shape[0]
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index]}
-
-
 @dataclass(frozen=True)
 class Split:
-    """A text in two parts that share no block.
+    """A text in two parts that share no block, both blocks of token ids `[blocks, length]`.
 
     Attributes:
         train: what is learnt from.
         held_out: what is measured on.
     """
 
-    train: Blocks
-    held_out: Blocks
+    train: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A line of JSONL."""
+
+    text: str
 
 
 def read_documents(file: Path) -> list[str]:
@@ -77,17 +67,17 @@ def read_documents(file: Path) -> list[str]:
         raise CorpusError(
             f"{file} cannot be read as text ({reason}); give UTF-8 text or JSONL, plain or as .gz"
         ) from error
-    name = file.name.removesuffix(".gz")
-    documents = list(_lines(file, text)) if name.endswith(".jsonl") else [text]
-    if not any(document.strip() for document in documents):
+    documents = list(_lines(file, text)) if file.name.removesuffix(".gz").endswith(".jsonl") else [text]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
         raise CorpusError(f"{file} holds no text")
-    return [document for document in documents if document.strip()]
+    return documents
 
 
 def packed(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int | None = None
-) -> Blocks:
-    """Documents as blocks without padding, each document behind the token that begins or ends one.
+) -> Tensor:
+    """Documents as blocks `[blocks, length]` without padding, each document behind the token that begins or ends one.
 
     Args:
         documents: in the order in which they are packed.
@@ -111,46 +101,27 @@ def packed(
     count = len(ids) // length if most is None else min(most, len(ids) // length)
     if count == 0:
         raise CorpusError(f"the text has {len(ids)} tokens, too few for one block of {length}; give more text")
-    return Blocks(torch.tensor(ids[: count * length]).view(count, length))
+    return torch.tensor(ids[: count * length]).view(count, length)
 
 
-def shuffled(documents: Sequence[str], seed: int) -> list[str]:
-    """The documents in an order that the seed decides."""
-    order = list(documents)
-    random.Random(seed).shuffle(order)
-    return order
-
-
-def split(blocks: Blocks, held_out: int) -> Split:
-    """The first blocks to measure on, the others to learn from.
-
-    Raises:
-        CorpusError: nothing would be left to learn from.
-    """
-    if len(blocks) <= held_out:
-        raise CorpusError(
-            f"the text fills {len(blocks)} blocks, and {held_out} are to be held out; give more text, shorter "
-            "sequences, or a held-out text of its own"
-        )
-    return Split(Blocks(blocks.ids[held_out:]), Blocks(blocks.ids[:held_out]))
-
-
-def spread(blocks: Blocks, most: int) -> Blocks:
+def spread(blocks: Tensor, most: int) -> Tensor:
     """At most `most` of the blocks, evenly spaced over all of them."""
     count = min(most, len(blocks))
-    return Blocks(blocks.ids[torch.arange(count) * len(blocks) // count])
+    return blocks[torch.arange(count) * len(blocks) // count]
 
 
-def all_documents(texts: Texts, seed: int) -> list[str]:
-    """The documents of all files to learn from, shuffled.
+def all_documents(files: Sequence[Path], seed: int) -> list[str]:
+    """The documents of all files to learn from, in an order that the seed decides.
 
     Raises:
         CorpusError: a file cannot be read.
         TrainingError: no file is given.
     """
-    if not texts.text:
+    if not files:
         raise TrainingError("no text to train on; give a file")
-    return shuffled([document for file in texts.text for document in read_documents(file)], seed)
+    documents = [document for file in files for document in read_documents(file)]
+    random.Random(seed).shuffle(documents)
+    return documents
 
 
 def given_text(
@@ -161,14 +132,29 @@ def given_text(
     Raises:
         CorpusError: the held-out file cannot be read, or there is too little text.
     """
-    wanted, length = course.blocks * processes, course.length
-    if texts.held_out is not None:
-        measured = spread(packed(read_documents(texts.held_out), tokenizer, length), texts.held_out_blocks)
-        return Split(packed(documents, tokenizer, length, wanted), measured)
-    return _held_out(packed(documents, tokenizer, length, wanted + texts.held_out_blocks), texts)
+    wanted, length = course.steps * course.batch * course.accumulate * processes, course.length
+    if texts.held_out is None:
+        return split(packed(documents, tokenizer, length, wanted + texts.held_out_blocks), texts.held_out_blocks)
+    measured = spread(packed(read_documents(texts.held_out), tokenizer, length), texts.held_out_blocks)
+    return Split(packed(documents, tokenizer, length, wanted), measured)
 
 
-def written_text(model: PreTrainedModel, beginnings: Blocks, course: Course, texts: Texts, kept: Path) -> Split:
+def split(blocks: Tensor, held_out: int) -> Split:
+    """The first blocks to measure on, but no more than a tenth, and the others to learn from.
+
+    Raises:
+        CorpusError: nothing would be left to learn from.
+    """
+    if len(blocks) < 2:
+        raise CorpusError(
+            "the text fills a single block, which is to be held out; give more text, shorter sequences, or a held-out "
+            "text of its own"
+        )
+    count = min(held_out, max(1, len(blocks) // 10))
+    return Split(blocks[count:], blocks[:count])
+
+
+def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, texts: Texts, kept: Path) -> Split:
     """Let a model continue beginnings at temperature 1, without top-k or top-p.
 
     What was written is kept batch by batch, so that an interrupted call resumes.
@@ -186,17 +172,12 @@ def written_text(model: PreTrainedModel, beginnings: Blocks, course: Course, tex
     """
     written = _read_written(kept) if kept.exists() else torch.empty(0, course.length, dtype=torch.long)
     for start in range(written.shape[0], len(beginnings), _WRITTEN):
-        ids = beginnings.ids[start : start + _WRITTEN].to(model.device)
+        ids = beginnings[start : start + _WRITTEN].to(model.device)
         more = own_text(model, ids, course.length - ids.shape[1], 1.0, course.seed + start)
         written = torch.cat([written, more.cpu()])
         with whole(kept) as draft:
             save_file({"ids": written}, draft)
-    return _held_out(Blocks(written), texts)
-
-
-def _held_out(blocks: Blocks, texts: Texts) -> Split:
-    # Of a short text, a tenth.
-    return split(blocks, min(texts.held_out_blocks, max(1, len(blocks) // 10)))
+    return split(written, texts.held_out_blocks)
 
 
 def _read_written(file: Path) -> Tensor:
@@ -209,14 +190,13 @@ def _read_written(file: Path) -> Tensor:
 
 
 def _lines(file: Path, text: str) -> Iterator[str]:
+    reader = TypeAdapter(_Record)
     # Not `splitlines`: a JSON string may hold other line separators than this.
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise CorpusError(f"line {number} of {file} is not JSON ({error})") from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise CorpusError(f'line {number} of {file} is no object with a string under "text"')
-        yield record["text"]
+        if line.strip():
+            try:
+                yield reader.validate_json(line, strict=True).text
+            except ValidationError as error:
+                raise CorpusError(
+                    f'line {number} of {file} is no JSON object with a string under "text" ({first_error(error)})'
+                ) from error

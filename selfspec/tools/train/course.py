@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,14 +17,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from selfspec.errors import TrainingError
 from selfspec.files.writing import writing
-from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.settings import Course
 
@@ -33,25 +30,11 @@ CHECKPOINTS = "checkpoints"
 KEPT = "what was finished is kept: make room and repeat the command to go on"
 """What messages say of a training whose disk is full."""
 
-_STATE = "trainer_state.json"
-
-
 Observer = Callable[[int, int, Mapping[str, float]], None]
 """Told of steps made, steps in all, and figures that are new."""
 
 
-@contextmanager
-def _log_level_kept() -> Iterator[None]:
-    """Undo what the Trainer does to transformers' log level, which is its whole process's."""
-    level = logging.get_verbosity()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
-@_log_level_kept()
-def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str, observe: Observer) -> list[Any]:
+def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: str, observe: Observer) -> list[Any]:
     """Train, from the newest whole checkpoint in `folder` if there is one.
 
     SIGINT and SIGTERM end training after the step under way, with a checkpoint. A process that was killed goes on
@@ -60,7 +43,7 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
     Args:
         lesson: what is learnt.
         course: how.
-        text: what from.
+        text: what from, blocks of token ids `[blocks, length]`.
         folder: where checkpoints go, into `checkpoints`.
         device: "auto" for what accelerate chooses, "cpu" to stay there.
         observe: told of every step.
@@ -74,20 +57,14 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
         KeyboardInterrupt: interrupted; a checkpoint was written.
     """
     stop = threading.Event()
-    trainer = _CourseTrainer(
-        lesson,
-        model=lesson.model,
-        args=_arguments(course, folder, device),
-        train_dataset=text,
-        eval_dataset=lesson.held_out,
-        callbacks=[_Watch(stop, observe), *_logs(course, folder)],
-    )
+    trainer = _CourseTrainer(lesson, course, text, folder, device)
+    trainer.add_callback(_Watch(trainer, stop, observe))
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
-    if checkpoint is not None and _state(checkpoint)["global_step"] >= course.steps:
+    if checkpoint and (done := _state(checkpoint)) and done.global_step >= course.steps:
         # The Trainer would make one more step.
         trainer.load_weights(checkpoint)
-        return list(_state(checkpoint)["log_history"])
+        return list(done.log_history)
     with writing(folder, KEPT), _interrupts(stop):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stop.is_set() and trainer.state.global_step < course.steps:
@@ -97,18 +74,27 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a training that was written to its end; None where there is none."""
-    found = sorted(
-        (folder / CHECKPOINTS).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[-1])
-    )
-    return next((path for path in reversed(found) if _whole(path)), None)
+    found = (folder / CHECKPOINTS).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    newest_first = sorted(found, key=lambda path: int(path.name.split("-")[-1]), reverse=True)
+    return next((path for path in newest_first if _state(path) is not None), None)
 
 
 class _CourseTrainer(Trainer):
-    def __init__(self, lesson: Lesson, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, lesson: Lesson, course: Course, text: Tensor, folder: Path, device: str) -> None:
+        super().__init__(
+            model=lesson.model,
+            args=_arguments(course, folder, device),
+            data_collator=lambda blocks: {"input_ids": torch.stack(blocks)},
+            train_dataset=text,
+            eval_dataset=lesson.held_out,
+        )
         self._lesson = lesson
         # The loss is a mean over tokens; the Trainer then divides it by the number of batches summed up.
         self.model_accepts_loss_kwargs = False
+        if course.tensorboard:
+            board = TensorBoardCallback()
+            board.logging_dir = str(folder / "tensorboard")
+            self.add_callback(board)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -150,39 +136,25 @@ class _CourseTrainer(Trainer):
 class _Watch(TrainerCallback):
     """Passes steps and figures on, and asks for an end with a checkpoint when told to stop."""
 
-    def __init__(self, stop: threading.Event, observe: Observer) -> None:
+    def __init__(self, trainer: Trainer, stop: threading.Event, observe: Observer) -> None:
+        self._accelerator = trainer.accelerator
         self._stop = stop
         self._observe = observe
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if state.is_world_process_zero:
             self._observe(state.global_step, state.max_steps, {})
-        if _told_anywhere(self._stop, args.device):
+        if self._stop.is_set():
+            self._accelerator.set_trigger()
+        # If any process was told to stop, all must end after the same step.
+        if self._accelerator.check_trigger():
             self._stop.set()
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, float)}
-        self._observe(state.global_step, state.max_steps, numbers)
-
-
-def _logs(course: Course, folder: Path) -> list[TrainerCallback]:
-    if not course.tensorboard:
-        return []
-    callback = TensorBoardCallback()
-    callback.logging_dir = str(folder / "tensorboard")
-    return [callback]
-
-
-def _told_anywhere(stop: threading.Event, device: torch.device) -> bool:
-    """Whether any process of the training was told to stop: all must end after the same step."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return stop.is_set()
-    told = torch.tensor(float(stop.is_set()), device=device)
-    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-    return bool(told)
+        if state.is_world_process_zero:
+            numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, float)}
+            self._observe(state.global_step, state.max_steps, numbers)
 
 
 def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
@@ -213,21 +185,16 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         use_cpu=device == "cpu",
-        log_level="error",
+        log_level_replica="passive",
     )
 
 
-def _whole(checkpoint: Path) -> bool:
-    # The Trainer writes its state last.
+def _state(checkpoint: Path) -> TrainerState | None:
+    """The Trainer's state, which it writes last; None of a checkpoint that was not written to its end."""
     try:
-        return _state(checkpoint).keys() >= {"global_step", "log_history"}
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def _state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    return state
+        return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
 
 
 @contextmanager

@@ -64,8 +64,8 @@ class ExitLesson(Lesson):
         self._loss = recipe.loss
         self._tokens = None
         if recipe.vocabulary is not None:
-            counted = most_frequent(text.train, recipe.vocabulary, base.get_output_embeddings().weight.shape[0])
-            self._tokens = torch.tensor(counted.tokens, device=base.device)
+            rows = base.get_output_embeddings().weight.shape[0]
+            self._tokens = most_frequent(text.train, recipe.vocabulary, rows).to(base.device)
         hidden: int = base.config.get_text_config(decoder=True).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from selfspec.errors import TrainingError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import check_output_folder, whole, writing
+from selfspec.files.writing import check_output_folder, write_json, writing
 from selfspec.tools.train.course import CHECKPOINTS, KEPT
 
 REPORT = "training.json"
@@ -60,16 +60,15 @@ class RunFolder:
         """
         self.check()
         wanted = json.loads(json.dumps(settings))
-        if (self.path / _BEGUN).exists():
-            begun = self._read().settings
-            changed = sorted(name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name))
-            if changed:
-                raise TrainingError(
-                    f"the training in {self.path} was begun with other settings ({', '.join(changed)}); repeat its "
-                    "command to go on with it, or give another folder with --to"
-                )
-            return
-        self._write(_Begun(wanted))
+        if not (self.path / _BEGUN).exists():
+            self._write(_Begun(wanted))
+        begun = self._read().settings
+        changed = sorted(name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name))
+        if changed:
+            raise TrainingError(
+                f"the training in {self.path} was begun with other settings ({', '.join(changed)}); repeat its "
+                "command to go on with it, or give another folder with --to"
+            )
 
     @property
     def before(self) -> dict[str, float] | None:
@@ -98,7 +97,7 @@ class RunFolder:
                 save(new)
                 for file in sorted(new.iterdir()):
                     os.replace(file, self.path / file.name)
-                _write_whole(self.path / REPORT, report)
+                write_json(self.path / REPORT, report, KEPT)
         except BaseException:
             # Half a result would take the room that the next try needs.
             shutil.rmtree(new, ignore_errors=True)
@@ -111,9 +110,4 @@ class RunFolder:
         return read_json(self.path / _BEGUN, _Begun, TrainingError, "give another folder with --to")
 
     def _write(self, begun: _Begun) -> None:
-        _write_whole(self.path / _BEGUN, asdict(begun))
-
-
-def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
-    with whole(file, KEPT) as draft:
-        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(self.path / _BEGUN, asdict(begun), KEPT)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from selfspec.measure.readout import Readout
 from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import LayerSkipRecipe
 
@@ -26,10 +25,10 @@ class LayerSkipLesson(Lesson):
     Args:
         base: the stock model, whose weights change, and its tokenizer.
         recipe: how exits are taught; None: not at all, plain training on the text, to compare with.
-        held_out: text to measure on.
+        held_out: text to measure on, `[blocks, length]`.
     """
 
-    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Blocks) -> None:
+    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Tensor) -> None:
         self.model: PreTrainedModel = base.model
         self._tokenizer = base.tokenizer
         self._adapter = find_adapter(base.model)

@@ -16,7 +16,6 @@ from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
-from selfspec.tools.train.corpus import Blocks
 
 # Blocks of held-out text read at once.
 _BATCH = 4
@@ -27,11 +26,11 @@ class Lesson(ABC):
 
     Attributes:
         model: the module that is trained; its weights alone are what a checkpoint holds.
-        held_out: text to measure on.
+        held_out: text to measure on, blocks of token ids `[blocks, length]`.
     """
 
     model: nn.Module
-    held_out: Blocks
+    held_out: Tensor
 
     @abstractmethod
     def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
@@ -69,7 +68,7 @@ class Lesson(ABC):
 
     def held_out_ids(self) -> Iterator[Tensor]:
         """The held-out text in batches `[batch, tokens]`, where the model is."""
-        return iter(self.held_out.ids.to(next(self.model.parameters()).device).split(_BATCH))
+        return iter(self.held_out.to(next(self.model.parameters()).device).split(_BATCH))
 
 
 class ExitMeter:

@@ -10,26 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import TrainingError
-from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.train.corpus import Blocks, all_documents, given_text, packed, written_text
+from selfspec.tools.train.corpus import all_documents, given_text, packed, written_text
 from selfspec.tools.train.course import CHECKPOINTS, Observer, train
 from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
-from selfspec.tools.train.settings import Training
+from selfspec.tools.train.settings import Course, Texts
 
 
-def run(training: Training, recipe: LayerSkipRecipe | ExitHeadRecipe | None, observe: Observer) -> dict[str, Any]:
+def run(
+    model: str,
+    texts: Texts,
+    course: Course,
+    recipe: LayerSkipRecipe | ExitHeadRecipe | None,
+    to: Path,
+    observe: Observer,
+    device: str = "auto",
+) -> dict[str, Any]:
     """Train what exits early: the model itself by the LayerSkip recipe, or heads for a base that stays as it is.
 
     Args:
-        training: model, text, and how long and how fast. The same call resumes an interrupted training in its folder.
+        model: folder or hub name of the base.
+        texts: what from.
+        course: how long, how fast and on how much at once.
         recipe: how exits are taught; None: plain training of the model, to compare with.
+        to: the folder that becomes the result. The same call resumes an interrupted training there.
         observe: told of every step.
+        device: as in `torch.device`, or "auto".
 
     Returns:
         The report, also in `training.json`: figures on the held-out text before and after, and the log.
@@ -41,36 +53,56 @@ def run(training: Training, recipe: LayerSkipRecipe | ExitHeadRecipe | None, obs
         StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
         KeyboardInterrupt: interrupted; repeat the call to resume.
     """
-    _require_packages(training)
+    _require_packages(course)
     # Only training needs the package, so it may be missing.
     from accelerate import PartialState
 
     # As `accelerate launch` or `torchrun` started them; mostly one.
-    processes = PartialState(cpu=training.device == "cpu")
-    course, folder = training.course, RunFolder(training.to)
+    processes, folder = PartialState(cpu=device == "cpu"), RunFolder(to)
     if processes.is_main_process:
         folder.check()
-    base = load_checkpoint(training.model, "auto", training.device)
-    dtype, model = base.model.dtype, base.model.float()
+    checkpoint = load_checkpoint(model, "auto", device)
+    dtype, base = checkpoint.model.dtype, checkpoint.model.float()
     if recipe is not None:
-        recipe.exits_of(len(find_adapter(model).decoder_layers(model)))
-    documents = all_documents(training.texts, course.seed)
+        recipe.exits_of(len(find_adapter(base).decoder_layers(base)))
+    documents = all_documents(texts.text, course.seed)
     settings = {
-        "source": training.described(),
-        "base": fingerprint(model),
+        # Names, not folders, so that a training may move.
+        "source": {
+            "model": model,
+            "text": [{"name": file.name, "bytes": file.stat().st_size} for file in texts.text],
+            "held_out": texts.held_out and texts.held_out.name,
+            "held_out_blocks": texts.held_out_blocks,
+        },
+        "base": fingerprint(base),
         "course": asdict(course),
         "recipe": recipe and asdict(recipe),
     }
     # The other processes of a distributed training find what the first one wrote.
     with processes.main_process_first():
-        lesson, text = _lesson(training, recipe, base, documents, processes.num_processes, folder, settings)
+        if isinstance(recipe, ExitHeadRecipe) and recipe.own_texts:
+            if not 1 <= recipe.beginning < course.length:
+                raise TrainingError(
+                    f"beginnings of {recipe.beginning} tokens leave nothing to write in {course.length}"
+                )
+            beginnings = packed(documents, checkpoint.tokenizer, recipe.beginning, recipe.own_texts)
+            # What the model writes is kept there.
+            folder.begin(settings)
+            text = written_text(base, beginnings, course, texts, to / CHECKPOINTS / "own_text.safetensors")
+        else:
+            text = given_text(documents, texts, course, checkpoint.tokenizer, processes.num_processes)
+        lesson: Lesson
+        if isinstance(recipe, ExitHeadRecipe):
+            lesson = ExitLesson(base, recipe, text, course.seed)
+        else:
+            lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         folder.begin(settings)
         if folder.before is None:
             folder.keep_before(lesson.measure())
     before = folder.before
     observe(0, course.steps, before or {})
     started = time.perf_counter()
-    log = train(lesson, course, text, folder.path, str(next(lesson.model.parameters()).device), observe)
+    log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), observe)
     seconds = time.perf_counter() - started
     # What is measured is what is saved.
     lesson.model.to(dtype).float()
@@ -87,38 +119,11 @@ def run(training: Training, recipe: LayerSkipRecipe | ExitHeadRecipe | None, obs
     return report
 
 
-def _lesson(
-    training: Training,
-    recipe: LayerSkipRecipe | ExitHeadRecipe | None,
-    base: Checkpoint,
-    documents: Sequence[str],
-    processes: int,
-    folder: RunFolder,
-    settings: Mapping[str, Any],
-) -> tuple[Lesson, Blocks]:
-    """What is learnt, and the text to learn it from."""
-    texts, course = training.texts, training.course
-    if not isinstance(recipe, ExitHeadRecipe):
-        text = given_text(documents, texts, course, base.tokenizer, processes)
-        return LayerSkipLesson(base, recipe, text.held_out), text.train
-    if recipe.own_texts:
-        if not 1 <= recipe.beginning < course.length:
-            raise TrainingError(f"beginnings of {recipe.beginning} tokens leave nothing to write in {course.length}")
-        beginnings = packed(documents, base.tokenizer, recipe.beginning, recipe.own_texts)
-        # What the model writes is kept there.
-        folder.begin(settings)
-        kept = folder.path / CHECKPOINTS / "own_text.safetensors"
-        text = written_text(base.model, beginnings, course, texts, kept)
-    else:
-        text = given_text(documents, texts, course, base.tokenizer, processes)
-    return ExitLesson(base.model, recipe, text, course.seed), text.train
-
-
-def _require_packages(training: Training) -> None:
+def _require_packages(course: Course) -> None:
     for package in ("accelerate", "matplotlib"):
         if find_spec(package) is None:
             raise TrainingError(f"training needs {package}; pip install 'selfspec[train]'")
-    if training.course.tensorboard and find_spec("tensorboard") is None:
+    if course.tensorboard and find_spec("tensorboard") is None:
         raise TrainingError("logs for TensorBoard need the package tensorboard; pip install tensorboard")
 
 

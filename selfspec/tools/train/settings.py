@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -64,11 +64,6 @@ class Course:
                 "rate must be positive, and warm-up and decay shares of the steps"
             )
 
-    @property
-    def blocks(self) -> int:
-        """Blocks that all steps of one device take together."""
-        return self.steps * self.batch * self.accumulate
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCourse(Course):
@@ -76,34 +71,6 @@ class HeadCourse(Course):
 
     learning_rate: LearningRate = 2e-3
     decay: Decay = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """One training.
-
-    Attributes:
-        model: folder or hub name of the base.
-        texts: what from.
-        course: how long, how fast and on how much at once.
-        to: the folder that becomes the result.
-        device: as in `torch.device`, or "auto".
-    """
-
-    model: str
-    texts: Texts
-    course: Course
-    to: Path
-    device: str = "auto"
-
-    def described(self) -> dict[str, Any]:
-        """What a report says of model and text: names, not folders, so that a training may move."""
-        return {
-            "model": self.model,
-            "text": [{"name": file.name, "bytes": file.stat().st_size} for file in self.texts.text],
-            "held_out": self.texts.held_out and self.texts.held_out.name,
-            "held_out_blocks": self.texts.held_out_blocks,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

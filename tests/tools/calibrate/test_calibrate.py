@@ -11,20 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec import BatchCosts, Costs, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec import BatchCosts, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
 from selfspec.decode.stats import Stats
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.progress import Unwatched
 from selfspec.model.registry import find_adapter
-from selfspec.tools.calibrate import Calibration, Settings, calibrate, candidates
+from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
 from selfspec.tools.calibrate import run as running
-from selfspec.tools.calibrate.candidates import Candidate, considered, fitting, predicted, to_confirm, to_measure
-from selfspec.tools.calibrate.confirm import Batch, Confirmed, batches
-from selfspec.tools.calibrate.run import choose
+from selfspec.tools.calibrate.candidates import considered, costs_of, fitting, predicted, to_confirm, to_measure
+from selfspec.tools.calibrate.confirm import Confirmed, batches
+from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.calibrate.run import Calibration, calibrate, choose
 
-SETTINGS = Settings(max_new_tokens=8, repeats=1, longest_draft=1)
+SETTINGS = Measurements(max_new_tokens=8, repeats=1, longest_draft=1)
 
 
 def _estimate(value: float) -> Estimate:
@@ -76,21 +77,23 @@ def test_a_model_that_is_quantised_is_not_quantised_again(llama: PreTrainedModel
 
 def test_predictions_are_the_formulas_and_in_order() -> None:
     rates = {"exit:1": 0.5, "exit:2": 0.8}
-    best, other = predicted(rates, _costs(exit_1=0.2, exit_2=0.3), longest=4)
-    assert (best.name, other.name) == ("exit:2", "exit:1")
+    found = predicted(rates, _costs(exit_1=0.2, exit_2=0.3), longest=4)
+    assert list(found) == ["exit:2", "exit:1"]
+    best = found["exit:2"]
     lengths = {gamma: (1 - 0.8 ** (gamma + 1)) / (1 - 0.8) / (gamma * 0.3 + 1) for gamma in range(1, 5)}
-    assert best.best.speedup == pytest.approx(max(lengths.values()))
-    assert lengths[best.best.draft_length] == max(lengths.values())
+    assert best.speedup == pytest.approx(max(lengths.values()))
+    assert lengths[best.draft_length] == max(lengths.values())
 
 
 def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
     costs = _costs(exit_1=0.2, exit_2=0.3, exit_3=0.4)
     drafters = considered(4, None)
     rates = {"exit:1": 0.9, "exit:2": 0.5, "exit:3": 0.95}
-    names = [each.name for each in to_confirm(predicted(rates, costs, 4), drafters, costs)]
-    assert names == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
+    found = to_confirm(predicted(rates, costs, 4), drafters)
+    assert list(found) == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
+    assert [costs_of(draft, costs).draft for draft in found.values()] == [0.0, 0.2, 0.2, 0.4, 0.4]
     useless = dict.fromkeys(rates, 0.0)
-    assert [each.name for each in to_confirm(predicted(useless, costs, 4), drafters, costs)] == ["lookup"]
+    assert list(to_confirm(predicted(useless, costs, 4), drafters)) == ["lookup"]
 
 
 def _confirmed(**speedups: float) -> list[Confirmed]:
@@ -100,38 +103,31 @@ def _confirmed(**speedups: float) -> list[Confirmed]:
 def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[int, float]) -> Any:
     """Confirms so in single rows, and so in batches of four rows or more."""
 
-    def confirm(plain: object, given: list[Candidate], grouped: list[Batch], temperature: float, *_: object) -> Any:
-        rows = grouped[0].ids.shape[0]
+    def confirm(_: object, given: Any, costs: MeasuredCosts, grouped: Any, temperature: float, *__: object) -> Any:
+        rows = grouped[0]["input_ids"].shape[0]
+        assert costs.batch == rows
         if rows < min(in_batches):
             return by_temperature[temperature]
-        (candidate,) = given
-        assert candidate.costs.rows == rows
-        return [replace(by_temperature[temperature][0], name=candidate.name, speedup=_estimate(in_batches[rows]))]
+        (name,) = given
+        return [replace(by_temperature[temperature][0], name=name, speedup=_estimate(in_batches[rows]))]
 
     return confirm
 
 
-def test_the_fastest_is_chosen_with_its_costs() -> None:
-    costs = _costs(exit_1=0.2, exit_2=0.3)
-    candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
-    chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), candidates, 0.8, SETTINGS)
-    assert (chosen.draft, chosen.speedup[0], chosen.temperature) == ("exit:1", 1.3, 0.8)
-    assert chosen.costs == BatchCosts((Costs(draft=0.2),))
-    assert chosen.longest == SETTINGS.longest_draft
+def test_the_fastest_is_chosen() -> None:
+    chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), 0.8, 1)
+    assert (chosen.draft, chosen.speedup[0], chosen.temperature, chosen.longest) == ("exit:1", 1.3, 0.8, 1)
 
 
 def test_plain_decoding_is_chosen_where_nothing_is_faster() -> None:
-    chosen = choose(_confirmed(lookup=0.99), [], 0.0, SETTINGS)
-    assert (chosen.draft, chosen.costs) == ("none", None)
+    assert choose(_confirmed(lookup=0.99), 0.0, 1).draft == "none"
 
 
 def test_a_gain_that_may_be_none_is_no_winner() -> None:
-    costs = _costs(exit_1=0.2, exit_2=0.3)
-    candidates = to_confirm(predicted({"exit:1": 0.9, "exit:2": 0.9}, costs, 4), considered(3, None), costs)
     unsure, sure = _confirmed(exit_1=1.4, exit_2=1.2)
     unsure = replace(unsure, speedup=replace(unsure.speedup, low=0.95))
-    assert choose([unsure, sure], candidates, 0.8, SETTINGS).draft == "exit:2"
-    assert choose([unsure], candidates, 0.8, SETTINGS).draft == "none"
+    assert choose([unsure, sure], 0.8, 1).draft == "exit:2"
+    assert choose([unsure], 0.8, 1).draft == "none"
 
 
 def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
@@ -141,13 +137,14 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
     planted = {"none": 1.0, "lookup": 2.0, "exit:1": 0.5, "lookup+exit:1": 0.8, "exit:3": 4.0, "lookup+exit:3": 0.9}
     costs = _costs(exit_1=0.1, exit_3=0.1)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
-    candidates = to_confirm(predictions, considered(4, None), costs)
+    candidates = to_confirm(predictions, considered(4, None))
+    ordered = list(candidates)
     plain = wrap(llama)
     names = {id(plain): "none"}
     calls: list[tuple[str, int]] = []
 
-    def generated(spec: Any, prompt: Any, temperature: float, settings: Settings, seed: int) -> Stats:
-        name = names.get(id(spec)) or candidates[len(names) - 1].name
+    def generated(spec: Any, prompt: Any, temperature: float, asked: Measurements, seed: int) -> Stats:
+        name = names[id(spec)]
         calls.append((name, seed))
         # A hiccup in one turn changes nothing.
         hiccup = 9.0 if len(calls) == 40 else 0.0
@@ -159,7 +156,7 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
 
     def noted(self: Any, *given: Any) -> Any:
         spec = drafting(self, *given)
-        names[id(spec)] = candidates[len(names) - 1].name
+        names[id(spec)] = ordered[len(names) - 1]
         kept.append(spec)
         return spec
 
@@ -167,7 +164,7 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
     monkeypatch.setattr(type(plain), "drafting", noted)
     monkeypatch.setattr(confirming, "_generated", generated)
     prompts = batches([tiny.prompt(4), tiny.prompt(6)], 1)
-    confirmed = confirming.confirm(plain, candidates, prompts, 0.0, replace(SETTINGS, repeats=3), Unwatched())
+    confirmed = confirming.confirm(plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3), Unwatched())
     assert confirmed[0].name == "exit:1"
     assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
         {name: 1 / seconds for name, seconds in planted.items() if name != "none"}
@@ -185,13 +182,13 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
 def test_batches_are_filled_up_and_padded_on_the_left() -> None:
     prompts = [tiny.prompt(2), tiny.prompt(4, seed=1), tiny.prompt(3, seed=2)]
     first, second = batches(prompts, 2)
-    assert first.ids[0].tolist() == [0, 0, *prompts[0][0].tolist()]
-    assert first.mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    assert second.ids[1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
-    assert second.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert first["input_ids"][0].tolist() == [0, 0, *prompts[0][0].tolist()]
+    assert first["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert second["input_ids"][1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
+    assert second["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
     more = batches(prompts, 2, texts=5)
     assert len(more) == 3
-    assert more[2].ids.tolist() == [prompts[1][0, :3].tolist(), [0, *prompts[2][0, :2].tolist()]]
+    assert more[2]["input_ids"].tolist() == [prompts[1][0, :3].tolist(), [0, *prompts[2][0, :2].tolist()]]
 
 
 @pytest.fixture(scope="module")
@@ -306,10 +303,10 @@ def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
 )
 def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
     with pytest.raises(PromptError):
-        calibrate(model, prompts, settings=SETTINGS)
+        calibrate(model, prompts, measurements=SETTINGS)
 
 
 @pytest.mark.parametrize("given", [{"repeats": 0}, {"temperature": 0.0}, {"batch": 0}, {"temperature": float("inf")}])
 def test_settings_out_of_range_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(DraftConfigError):
-        Settings(**given)
+        Measurements(**given)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.stories import checkpoint_folder
 from selfspec.errors import CorpusError
-from selfspec.tools.train.corpus import Blocks, packed, read_documents, shuffled, split, spread
+from selfspec.tools.train.corpus import all_documents, packed, read_documents, split, spread
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_documents_are_packed_without_gaps_each_behind_its_mark(tokenizer: PreTr
     parts = [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]
     stream = parts[0] + parts[1]
     blocks = packed(texts, tokenizer, 4)
-    assert blocks.ids.flatten().tolist() == stream[: len(stream) // 4 * 4]
-    assert packed(texts, tokenizer, 4, most=1).ids.tolist() == [stream[:4]]
+    assert blocks.flatten().tolist() == stream[: len(stream) // 4 * 4]
+    assert packed(texts, tokenizer, 4, most=1).tolist() == [stream[:4]]
 
 
 def test_too_little_text_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,19 +82,24 @@ def test_too_little_text_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_held_out_blocks_are_not_learnt_from() -> None:
-    both = split(Blocks(torch.arange(20).view(10, 2)), 3)
-    assert both.held_out.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert both.train.ids.flatten().tolist() == list(range(6, 20))
+    both = split(torch.arange(60).view(30, 2), 3)
+    assert both.held_out.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert both.train.flatten().tolist() == list(range(6, 60))
+    # Of a short text, a tenth.
+    assert len(split(torch.zeros(20, 2), 3).held_out) == 2
     with pytest.raises(CorpusError):
-        split(Blocks(torch.zeros(3, 2)), 3)
+        split(torch.zeros(1, 2), 3)
 
 
 def test_spread_takes_from_all_over() -> None:
-    assert spread(Blocks(torch.arange(10).view(10, 1)), 3).ids.flatten().tolist() == [0, 3, 6]
-    assert len(spread(Blocks(torch.arange(2).view(2, 1)), 3)) == 2
+    assert spread(torch.arange(10).view(10, 1), 3).flatten().tolist() == [0, 3, 6]
+    assert len(spread(torch.arange(2).view(2, 1), 3)) == 2
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_the_seed_decides_the_order(tmp_path: Path) -> None:
     documents = [str(number) for number in range(50)]
-    assert shuffled(documents, 1) == shuffled(documents, 1) != shuffled(documents, 2)
-    assert sorted(shuffled(documents, 1)) == sorted(documents)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, half in zip(files, (documents[:25], documents[25:]), strict=True):
+        file.write_bytes(_jsonl(*half))
+    assert all_documents(files, 1) == all_documents(files, 1) != all_documents(files, 2)
+    assert sorted(all_documents(files, 1)) == sorted(documents)

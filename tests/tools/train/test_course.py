@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from selfspec.errors import StorageError, TrainingError
-from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.settings import Course
@@ -29,7 +28,7 @@ class _Lesson(Lesson):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model = nn.Sequential(nn.Embedding(10, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.held_out = Blocks(torch.zeros(1, 4, dtype=torch.long))
+        self.held_out = torch.zeros(1, 4, dtype=torch.long)
         self.poison: int | None = None
 
     def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
@@ -37,7 +36,7 @@ class _Lesson(Lesson):
         return loss * torch.nan if step == self.poison else loss
 
     def evaluate(self) -> dict[str, float]:
-        return {"held_out_loss": float(self.model(self.held_out.ids).mean())}
+        return {"held_out_loss": float(self.model(self.held_out).mean())}
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
         raise AssertionError
@@ -46,8 +45,8 @@ class _Lesson(Lesson):
         return torch.cat([weight.detach().flatten() for weight in self.model.parameters()])
 
 
-def _text() -> Blocks:
-    return Blocks(torch.randint(10, (9, 4), generator=torch.Generator().manual_seed(0)))
+def _text() -> Tensor:
+    return torch.randint(10, (9, 4), generator=torch.Generator().manual_seed(0))
 
 
 def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:

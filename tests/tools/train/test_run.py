@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, StorageError, TrainingError
+from selfspec.tools.train.course import Observer
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.run import run
-from selfspec.tools.train.settings import Course, Texts, Training
+from selfspec.tools.train.settings import Course, Texts
 
 _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3)
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
 _RECIPE = LayerSkipRecipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
+
+Recipe = LayerSkipRecipe | ExitHeadRecipe | None
+Training = Callable[..., dict[str, Any]]
 
 
 def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:
@@ -45,15 +50,25 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def training(text: Path, tmp_path: Path) -> Training:
-    """The embedded model and its stories."""
-    texts = Texts(text=[text], held_out_blocks=4)
-    return Training(model=str(checkpoint_folder()), texts=texts, course=_COURSE, to=tmp_path / "result", device="cpu")
+def training(text: Path) -> Training:
+    """Trains the embedded model on its stories."""
+
+    def train(
+        recipe: Recipe,
+        to: Path,
+        observe: Observer = _ignore,
+        course: Course = _COURSE,
+        file: Path = text,
+    ) -> dict[str, Any]:
+        texts = Texts(text=[file], held_out_blocks=4)
+        return run(str(checkpoint_folder()), texts, course, recipe, to, observe, "cpu")
+
+    return train
 
 
 def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "heads"
-    report = run(replace(training, course=replace(_COURSE, steps=30), to=to), _HEADS, _ignore)
+    report = training(_HEADS, to, course=replace(_COURSE, steps=30))
     for exit_layer in _HEADS.exits:
         assert report["after"][f"alpha_{exit_layer}"] > report["before"][f"alpha_{exit_layer}"] + 0.02
     assert sorted(file.name for file in to.iterdir()) == [
@@ -83,9 +98,9 @@ def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Pat
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        run(replace(training, to=tmp_path / "broken"), plan, die)
-    run(replace(training, to=tmp_path / "broken"), plan, _ignore)
-    run(replace(training, to=tmp_path / "whole"), plan, _ignore)
+        training(plan, tmp_path / "broken", die)
+    training(plan, tmp_path / "broken")
+    training(plan, tmp_path / "whole")
     tensors = [load_file(tmp_path / name / "exit_head.safetensors") for name in ("broken", "whole")]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
@@ -94,7 +109,7 @@ def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Pat
 
 def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
-    report = run(replace(training, course=replace(_COURSE, steps=30, learning_rate=5e-4), to=to), _RECIPE, _ignore)
+    report = training(_RECIPE, to, course=replace(_COURSE, steps=30, learning_rate=5e-4))
     before, after = report["before"], report["after"]
     assert after["alpha_2"] > before["alpha_2"] + 0.05
     assert after["held_out_loss"] < before["held_out_loss"] + 0.5
@@ -111,26 +126,26 @@ def test_layerskip_gives_the_same_weights_after_an_interrupt(training: Training,
 
     recipe = replace(_RECIPE, dropout=0.3)
     with pytest.raises(MemoryError):
-        run(replace(training, to=tmp_path / "broken"), recipe, die)
-    run(replace(training, to=tmp_path / "broken"), recipe, _ignore)
-    run(replace(training, to=tmp_path / "whole"), recipe, _ignore)
+        training(recipe, tmp_path / "broken", die)
+    training(recipe, tmp_path / "broken")
+    training(recipe, tmp_path / "whole")
     tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("broken", "whole")]
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
 def test_nothing_is_overwritten(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
-    run(replace(training, course=replace(_COURSE, steps=1), to=to), None, _ignore)
+    training(None, to, course=replace(_COURSE, steps=1))
     content = {file: file.read_bytes() for file in to.iterdir()}
     with pytest.raises(TrainingError, match="finished training"):
-        run(replace(training, to=to), None, _ignore)
+        training(None, to)
     with pytest.raises(TrainingError, match="finished training"):
-        run(replace(training, to=to), _HEADS, _ignore)
+        training(_HEADS, to)
     assert {file: file.read_bytes() for file in to.iterdir()} == content
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainingError, match="not empty"):
-        run(replace(training, to=tmp_path / "other"), None, _ignore)
+        training(None, tmp_path / "other")
 
 
 def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Training, tmp_path: Path) -> None:
@@ -139,19 +154,19 @@ def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Tra
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        run(replace(training, to=tmp_path / "model"), None, die)
+        training(None, tmp_path / "model", die)
     with pytest.raises(TrainingError, match="other settings \\(course\\)"):
-        run(replace(training, course=replace(_COURSE, seed=1), to=tmp_path / "model"), None, _ignore)
+        training(None, tmp_path / "model", course=replace(_COURSE, seed=1))
 
 
 def test_wrong_settings_and_texts_are_refused_before_anything_is_written(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
     with pytest.raises(TrainingError, match="exit 9"):
-        run(replace(training, to=to), LayerSkipRecipe(exits=(9,)), _ignore)
+        training(LayerSkipRecipe(exits=(9,)), to)
     with pytest.raises(TrainingError, match="exit 5"):
-        run(replace(training, to=to), ExitHeadRecipe(exits=(5,)), _ignore)
+        training(ExitHeadRecipe(exits=(5,)), to)
     with pytest.raises(CorpusError):
-        run(replace(training, texts=Texts(text=[tmp_path / "none.txt"]), to=to), None, _ignore)
+        training(None, to, file=tmp_path / "none.txt")
     assert not to.exists()
 
 
@@ -161,13 +176,13 @@ def test_a_crash_while_saving_loses_nothing(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    run(replace(training, to=tmp_path / "whole"), _HEADS, _ignore)
+    training(_HEADS, tmp_path / "whole")
     with monkeypatch.context() as patched:
         patched.setattr("selfspec.tools.train.run.draw_curves", full)
         with pytest.raises(StorageError, match=r"no space.*repeat the command"):
-            run(replace(training, to=tmp_path / "broken"), _HEADS, _ignore)
+            training(_HEADS, tmp_path / "broken")
     assert not (tmp_path / "broken" / "unfinished").exists()
     assert not (tmp_path / "broken" / "exit_head.json").exists()
-    run(replace(training, to=tmp_path / "broken"), _HEADS, _ignore)
+    training(_HEADS, tmp_path / "broken")
     for name in ("exit_head.json", "exit_head.safetensors"):
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
