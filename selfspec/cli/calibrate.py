@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,10 @@ from selfspec.tools.calibrate.measurements import Measurements
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from selfspec.control.profile import Chosen
-    from selfspec.tools.calibrate.run import Calibration, Kind
+    from selfspec.control.profile import Chosen, Profile
+
+# Of these as many as were measured are shown.
+_WIDTHS = (1, 2, 4, 8)
 
 
 def calibrate(
@@ -74,13 +77,12 @@ def calibrate(
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         ids = [checkpoint.encode(text) for text in texts]
-        found = run(checkpoint.model, ids, drafters, measurements, watch=StepBar(progress))
+        profile = run(checkpoint.model, ids, drafters, measurements, watch=StepBar(progress))
     seconds = time.perf_counter() - started
-    profile = found.profile
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)
     if output == "text":
-        _print(model.model, found, seconds)
+        _print(model.model, profile, seconds)
         auto = "auto" if to is None else f"auto:{file}"
         use = f'--draft {auto}, or selfspec.wrap(model, draft="{auto}")'
         console().print("", f"Profile: {file}. Use it: {use}.", sep="\n", soft_wrap=True)
@@ -90,78 +92,62 @@ def calibrate(
     print_json({**content, "versions": versions()})
 
 
-def _print(model: str, found: Calibration, seconds: float) -> None:
-    out, setting = console(), found.profile.setting
+def _print(model: str, profile: Profile, seconds: float) -> None:
+    out, setting = console(), profile.setting
     threads = f", {setting.threads} threads" if setting.threads else ""
-    out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s")
-    out.print("", _costs(found), sep="\n")
-    if found.in_batches:
-        out.print("", _in_batches(found), "", sep="\n")
+    out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s", "", sep="\n")
+    out.print(_costs(profile.report))
     out.print(
-        "c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
-        f"({found.costs.step_seconds.value * 1000:.2f} ms in the first table), medians. out of step: a plain round "
-        "over rows at different places. alpha: acceptance rate, teacher-forced on the model's own text. speed-up: "
-        "by the formula, at the best draft length; below, measured in turns with plain decoding.",
+        "c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps of so many rows, "
+        "medians. out of step: a plain round over rows at different places. alpha: acceptance rate, teacher-forced on "
+        "the model's own text. speed-up: by the formula, at the best draft length; below, measured in turns with plain "
+        "decoding.",
         style="dim",
     )
-    for kind in (found.greedy, found.sampled):
-        title = f"temperature {kind.temperature:g}" if kind.temperature else "greedy"
-        out.print("", _confirmed(title, kind), sep="\n")
-        out.print(_sentence(kind.chosen), style="bold")
+    for kind, chosen in ((profile.report["greedy"], profile.greedy), (profile.report["sampled"], profile.sampled)):
+        out.print("", _confirmed(kind), _sentence(chosen), sep="\n")
 
 
-def _costs(found: Calibration) -> Table:
+def _costs(report: Mapping[str, Any]) -> Table:
+    """Costs of every draft, and of what was chosen in batches of other sizes; what the formula makes of the former."""
     from rich.table import Column
 
     from selfspec.draft.named import PLAIN
 
-    costs, kinds = found.costs, (found.greedy, found.sampled)
-    widths = sorted({width for name, by_width in costs.verify.items() if name != PLAIN for width in by_width})
-    columns = ["c", *(f"V({width})" for width in widths), "o"]
+    kinds = (report["greedy"], report["sampled"])
+    columns = ["rows", "plain step, ms", "c", *(f"V({width})" for width in _WIDTHS), "o", "out of step"]
     for kind in kinds:
-        columns += [f"alpha, T={kind.temperature:g}", "speed-up"]
+        columns += [f"alpha, T={kind['temperature']:g}", "speed-up"]
     table = figures_table(None, [Column("draft", no_wrap=True)], columns)
-    for name in costs.draft:
-        cells = [f"{costs.draft[name].value:.3f}"]
-        cells += [f"{costs.verify[name][width].value:.2f}" for width in widths]
-        cells.append(f"{costs.overhead[name].value:.3f}")
-        for kind in kinds:
-            if name in kind.predictions:
-                best, alpha = kind.predictions[name], kind.acceptance[name].alpha(kind.temperature)
-                cells += [f"{alpha.value:.3f}", f"{best.speedup:.2f} at {best.draft_length}"]
-        table.add_row("look-up" if name == PLAIN else name, *cells)
+    for costs in (report["costs"], *report["in_batches"]):
+        for name, c in costs["draft"].items():
+            cells = [str(costs["batch"]), f"{costs['step_seconds']['value'] * 1000:.2f}", f"{c['value']:.3f}"]
+            cells += [_value(costs["verify"][name].get(str(width))) for width in _WIDTHS]
+            cells += [f"{costs['overhead'][name]['value']:.3f}", _value(costs["out_of_step"])]
+            for kind in kinds if costs is report["costs"] else ():
+                if best := kind["predictions"].get(name):
+                    rates = kind["acceptance"][name]
+                    cells.append(_value(rates["alpha"].get(f"{kind['temperature']:g}", rates["agreement"])))
+                    cells.append(f"{best['speedup']:.2f} at {best['draft_length']}")
+            table.add_row("look-up" if name == PLAIN else name, *cells)
     return table
 
 
-def _in_batches(found: Calibration) -> Table:
-    """What was chosen, in batches of other sizes: c and V are all that differs much."""
-    from selfspec.draft.named import PLAIN
-
-    widths = sorted({width for costs in found.in_batches for width in costs.verify[PLAIN]})
-    names = [name for name in found.in_batches[0].draft if name != PLAIN]
-    columns = [*(f"c of {name}" for name in names), *(f"V({width})" for width in widths), "out of step"]
-    table = figures_table(None, [], ["rows", "plain step, ms", *columns])
-    for costs in found.in_batches:
-        cells = [str(costs.batch), f"{costs.step_seconds.value * 1000:.2f}"]
-        cells += [f"{costs.draft[name].value:.3f}" for name in names]
-        cells += [f"{costs.verify[PLAIN][width].value:.2f}" for width in widths]
-        table.add_row(*cells, "" if costs.out_of_step is None else f"{costs.out_of_step.value:.2f}")
-    return table
-
-
-def _confirmed(title: str, kind: Kind) -> Table:
+def _confirmed(kind: Mapping[str, Any]) -> Table:
     from rich.table import Column
 
+    title = f"temperature {kind['temperature']:g}" if kind["temperature"] else "greedy"
     columns = ("speed-up", "predicted", "acceptance rate", "tokens a pass")
     table = figures_table(None, [Column(title, no_wrap=True)], columns)
-    in_batches = {f"{each.name}, {rows} rows": each for rows, each in kind.in_batches.items()}
-    for name, each in ({each.name: each for each in kind.confirmed} | in_batches).items():
+    in_batches = {f"{each['name']}, {rows} rows": each for rows, each in kind["in_batches"].items()}
+    for name, each in ({each["name"]: each for each in kind["confirmed"]} | in_batches).items():
+        speedup, predicted = each["speedup"], kind["predictions"].get(name)
         table.add_row(
             name,
-            each.speedup.shown(2),
-            f"{kind.predictions[name].speedup:.2f}" if name in kind.predictions else "",
-            "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.2f}",
-            f"{each.mean_accepted_length:.2f}",
+            f"{speedup['value']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})",
+            f"{predicted['speedup']:.2f}" if predicted else "",
+            "-" if each["acceptance_rate"] is None else f"{each['acceptance_rate']:.2f}",
+            f"{each['mean_accepted_length']:.2f}",
         )
     return table
 
@@ -171,3 +157,7 @@ def _sentence(chosen: Chosen) -> str:
         return "No draft was faster than plain decoding."
     limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded without a draft."
     return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"
+
+
+def _value(estimate: Mapping[str, float] | None) -> str:
+    return f"{estimate['value']:.2f}" if estimate else ""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from selfspec.cli.options import Machine, Model, Output, OutputFormat, Threads, grouped, prepare_process
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console, figures_table, progress_bar
+from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts
-
-if TYPE_CHECKING:
-    from selfspec.tools.train.course import Observer
 
 train = typer.Typer(
     name="train",
@@ -127,7 +123,15 @@ def _train(
     from selfspec.tools.train.run import run
 
     _prepare(machine.threads)
-    with _progress() as observe:
+    with counting_bar("training") as count:
+
+        def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
+            count(step, steps)
+            said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "epoch")
+            if said:
+                # Where there is a bar, above it.
+                print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
+
         report = run(model_place(model), text, course, recipe, to, observe, machine.device)
     _show(report, to, output)
 
@@ -140,23 +144,6 @@ def _prepare(threads: int | None) -> None:
     logging.disable_progress_bar()
     # Subnormal numbers are many times slower than others on some processors.
     torch.set_flush_denormal(True)
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """An observer of the training: a bar with the time left, or a line for each figure where there is no bar."""
-    with progress_bar("training") as bar:
-        task = bar.add_task("", total=None)
-
-        def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
-            said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "epoch")
-            if bar.disable and said:
-                print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
-            bar.update(task, total=steps, completed=step)
-            if "loss" in figures:
-                bar.update(task, description=f"loss {figures['loss']:.3f}")
-
-        yield observe
 
 
 def _show(report: Mapping[str, Any], to: Path, output: OutputFormat) -> None:

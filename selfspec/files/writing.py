@@ -116,4 +116,4 @@ def _is_of_writing(error: Exception) -> bool:
     if isinstance(error, OSError | SafetensorError):
         return True
     text = str(error)
-    return any(words in text for words in (*_TORCH_WORDS, "embedded null"))
+    return any(words in text for words in (*_TORCH_WORDS, "embedded null", "not JSON compliant"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from helpers.profiles import calibration_of
+from helpers.profiles import calibrated
 from helpers.running import Invoke
 from selfspec import Profile
 from selfspec.control.profile_place import VARIABLE
@@ -66,11 +66,11 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
 def test_tables_say_what_was_found(
     invoke: Invoke, folder: str, tmp_path: Path, stories: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.tools.calibrate.run.calibrate", lambda *_given, **_options: calibration_of(stories))
+    monkeypatch.setattr("selfspec.tools.calibrate.run.calibrate", lambda *_given, **_options: calibrated(stories))
     file = tmp_path / "mine.json"
     ending = invoke("calibrate", folder, "--to", str(file))
     assert ending.status == 0, ending.stderr
-    for words in ("1.25", "0.750", "1.38", "1.25 (1.00-1.50)", "0.62", "2.50", f"auto:{file}"):
+    for words in ("1.25", "0.75", "1.38", "1.25 (1.00-1.50)", "0.75 (0.50-1.00)", "0.62", "2.50", f"auto:{file}"):
         assert words in ending.stdout
     assert "Chosen: lookup+exit:2, 1.50 times as fast as plain decoding." in ending.stdout
     assert "No draft was faster than plain decoding." in ending.stdout

@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "prompts.jsonl": lambda file: read_prompts(file, 4),
     "workload.jsonl": lambda file: parse_workloads(f"name={file}"),
     "text.jsonl": read_documents,
-    "run.json": lambda file: RunFolder(file.parent).before,
+    "run.json": lambda file: RunFolder(file.parent).begin({}),
     FILE: lambda file: ResultsFile(file.parent).check(),
     "points.parquet": lambda file: compare(file.parent, file.parent),
 }

@@ -20,7 +20,7 @@ from selfspec.draft import Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import PromptError
-from selfspec.measure.acceptance import Acceptance, teacher_forced
+from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.own_text import continued
 from selfspec.measure.progress import Unwatched, Watch
@@ -49,12 +49,12 @@ _TEXTS = 16
 
 
 @dataclass(frozen=True)
-class Kind:
+class _Kind:
     """What was found for one kind of decoding.
 
     Attributes:
         temperature: 0 is greedy decoding.
-        acceptance: of each draft on the model's own text at this temperature.
+        acceptance: of each draft on the model's own text at this temperature, ready for JSON.
         predictions: what the formula promises of each draft, most first.
         confirmed: what candidates were worth, fastest first.
         in_batches: what the fastest was worth in batches of more rows, by their number; none after one that lost.
@@ -62,40 +62,11 @@ class Kind:
     """
 
     temperature: float
-    acceptance: dict[str, Acceptance]
+    acceptance: dict[str, Any]
     predictions: dict[str, Forecast]
     confirmed: list[Confirmed]
-    in_batches: dict[int, Confirmed]
+    in_batches: dict[str, Confirmed]
     chosen: Chosen
-
-    def to_dict(self) -> dict[str, Any]:
-        """All but what was chosen, ready for JSON."""
-        return {
-            "temperature": self.temperature,
-            "acceptance": {name: each.to_dict() for name, each in self.acceptance.items()},
-            "predictions": {name: asdict(each) for name, each in self.predictions.items()},
-            "confirmed": [asdict(each) for each in self.confirmed],
-            "in_batches": {str(rows): asdict(each) for rows, each in self.in_batches.items()},
-        }
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What was measured, and the profile made of it.
-
-    Attributes:
-        profile: not written anywhere yet.
-        costs: of every draft.
-        in_batches: of what was chosen, in batches of other sizes.
-        greedy: what was found for greedy decoding.
-        sampled: what was found for sampling.
-    """
-
-    profile: Profile
-    costs: MeasuredCosts
-    in_batches: list[MeasuredCosts]
-    greedy: Kind
-    sampled: Kind
 
 
 def calibrate(
@@ -106,7 +77,7 @@ def calibrate(
     *,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
-) -> Calibration:
+) -> Profile:
     """Find the draft that decodes fastest here, greedily and sampling.
 
     Considered are plain decoding, look-ups, every exit, the model in 8 and in 4 bits, exits in 8 bits (or the drafts
@@ -120,6 +91,9 @@ def calibrate(
         measurements: how much is measured; None: the defaults.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
         watch: is told of each step, stage by stage.
+
+    Returns:
+        What was chosen, not written anywhere yet; its report has all that was measured.
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError, ProfileError, ExitHeadError: before any forward pass.
@@ -152,14 +126,15 @@ def calibrate(
         watch=told,
     )
     costs = measure(to_measure(model, found, named, rates), range(1, asked.longest_draft + 2), batch=asked.batch)
-    kinds: list[Kind] = []
+    kinds: list[_Kind] = []
     drafts: dict[str, Drafter] = {}
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
         candidates = to_confirm(predictions, named)
         confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, told)
         chosen = choose(confirmed, temperature, asked.longest_draft)
-        kinds.append(Kind(temperature, acceptance, predictions, confirmed, {}, chosen))
+        figures = {name: each.to_dict() for name, each in acceptance.items()}
+        kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
         drafts |= {name: draft for name, draft in candidates.items() if name == chosen.draft}
     paths = {draft_name(path): path for path in map(path_of, drafts.values()) if path is not None}
     in_batches: list[MeasuredCosts] = []
@@ -184,10 +159,10 @@ def calibrate(
         "settings": {**asdict(asked), "prompts": len(prompts)},
         "costs": costs.to_dict(),
         "in_batches": [each.to_dict() for each in in_batches],
-        "greedy": greedy.to_dict(),
-        "sampled": sampled.to_dict(),
+        "greedy": asdict(greedy),
+        "sampled": asdict(sampled),
     }
-    return Calibration(Profile(setting, greedy.chosen, sampled.chosen, report), costs, in_batches, greedy, sampled)
+    return Profile(setting, greedy.chosen, sampled.chosen, report)
 
 
 def choose(confirmed: Sequence[Confirmed], temperature: float, longest: int) -> Chosen:
@@ -206,25 +181,26 @@ def choose(confirmed: Sequence[Confirmed], temperature: float, longest: int) -> 
 
 
 def _in_batches(
-    kind: Kind,
+    kind: _Kind,
     draft: Drafter,
     by_rows: Sequence[MeasuredCosts],
     plain: SelfSpeculative,
     prompts: Sequence[Tensor],
     asked: Measurements,
     told: Watch,
-) -> Kind:
+) -> _Kind:
     """The same with the costs of what was chosen in all batches that were measured, and tried in the larger ones."""
-    tried: dict[int, Confirmed] = {}
+    tried: dict[str, Confirmed] = {}
     most_rows = None
     for measured in by_rows:
         rows = measured.batch
         if rows > asked.batch and most_rows is None:
             grouped = batches(prompts, rows, _TEXTS)
             candidates = {kind.chosen.draft: draft}
-            (tried[rows],) = confirm(plain, candidates, measured, grouped, kind.temperature, asked, told)
+            (found,) = confirm(plain, candidates, measured, grouped, kind.temperature, asked, told)
+            tried[str(rows)] = found
             # Where a gain is not sure, plain decoding is.
-            most_rows = rows - 1 if tried[rows].speedup.low <= 1 else None
+            most_rows = rows - 1 if found.speedup.low <= 1 else None
     costs = BatchCosts(tuple(costs_of(draft, each) for each in by_rows))
     return replace(kind, in_batches=tried, chosen=replace(kind.chosen, costs=costs, most_rows=most_rows))
 

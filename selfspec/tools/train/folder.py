@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,33 +50,35 @@ class RunFolder:
         if not (self.path / _BEGUN).exists() and self.path.exists() and any(self.path.iterdir()):
             raise TrainingError(f"{self.path} is not empty and holds no training; give another folder with --to")
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
+    def begin(self, settings: Mapping[str, Any], before: dict[str, float] | None = None) -> dict[str, float] | None:
         """Begin a training, or go on with the one that was begun here with the same settings.
+
+        Args:
+            settings: ready for JSON.
+            before: figures of the model as it is before training, to be kept; None: not measured yet.
+
+        Returns:
+            The figures that are kept, if any.
 
         Raises:
             TrainingError: the folder holds a finished training, one with other settings, or something else.
             StorageError: it cannot be written to.
         """
         self.check()
-        wanted = json.loads(json.dumps(settings))
-        if not (self.path / _BEGUN).exists():
-            self._write(_Begun(wanted))
-        begun = self._read().settings
-        changed = sorted(name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name))
+        file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)), before)
+        if not file.exists():
+            write_json(file, asdict(wanted), KEPT)
+        begun = read_json(file, _Begun, TrainingError, "give another folder with --to")
+        theirs, ours = begun.settings, wanted.settings
+        changed = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
         if changed:
             raise TrainingError(
                 f"the training in {self.path} was begun with other settings ({', '.join(changed)}); repeat its "
                 "command to go on with it, or give another folder with --to"
             )
-
-    @property
-    def before(self) -> dict[str, float] | None:
-        """Figures of the model as it was before training, if they were measured already."""
-        return self._read().before
-
-    def keep_before(self, figures: Mapping[str, float]) -> None:
-        """Keep the figures of the model as it was before training."""
-        self._write(replace(self._read(), before=dict(figures)))
+        if begun.before is None and before is not None:
+            write_json(file, asdict(wanted), KEPT)
+        return begun.before or before
 
     def finish(self, save: Callable[[Path], None], report: Mapping[str, Any]) -> None:
         """Put the result in place, the report last, and drop the checkpoints.
@@ -96,7 +97,7 @@ class RunFolder:
                 new.mkdir()
                 save(new)
                 for file in sorted(new.iterdir()):
-                    os.replace(file, self.path / file.name)
+                    file.replace(self.path / file.name)
                 write_json(self.path / REPORT, report, KEPT)
         except BaseException:
             # Half a result would take the room that the next try needs.
@@ -105,9 +106,3 @@ class RunFolder:
         shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         new.rmdir()
         (self.path / _BEGUN).unlink()
-
-    def _read(self) -> _Begun:
-        return read_json(self.path / _BEGUN, _Begun, TrainingError, "give another folder with --to")
-
-    def _write(self, begun: _Begun) -> None:
-        write_json(self.path / _BEGUN, asdict(begun), KEPT)

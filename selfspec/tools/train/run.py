@@ -96,11 +96,8 @@ def run(
             lesson = ExitLesson(base, recipe, text, course.seed)
         else:
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
-        folder.begin(settings)
-        if folder.before is None:
-            folder.keep_before(lesson.measure())
-    before = folder.before
-    observe(0, course.steps, before or {})
+        before = folder.begin(settings) or folder.begin(settings, lesson.measure()) or {}
+    observe(0, course.steps, before)
     started = time.perf_counter()
     log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), observe)
     seconds = time.perf_counter() - started
@@ -134,30 +131,18 @@ def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
         log: points of a training, each with its `step`.
         file: the PNG to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # Without pyplot, which keeps figures for the whole process and may ask for a display.
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     losses, exits = figure.subplots(1, 2)
-    for name, label in (("loss", "training"), ("held_out_loss", "held out, full model")):
-        _plot(losses, log, name, label)
     losses.set(xlabel="step", ylabel="nats a token", title="loss")
-    for name in sorted({name for point in log for name in point if name.startswith("agreement_")}, key=_number):
-        _plot(exits, log, name, f"exit {_number(name)}")
     exits.set(xlabel="step", ylabel="top-1 agreement", title="exits against the full model, held out")
-    for axes in (losses, exits):
-        if axes.lines:
-            axes.legend()
+    names = dict.fromkeys(name for point in log for name in point)
+    for axes, start in ((losses, "loss"), (losses, "held_out_loss"), (exits, "agreement_")):
+        for name in names:
+            if name.startswith(start):
+                steps, values = zip(*((point["step"], point[name]) for point in log if name in point), strict=True)
+                axes.plot(steps, values, marker="." if len(steps) < 50 else "", label=name)
+                axes.legend()
     figure.savefig(file, dpi=120)
-
-
-def _plot(axes: Any, log: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
-    points = {point["step"]: point[name] for point in log if name in point}
-    if points:
-        axes.plot(list(points), list(points.values()), marker="." if len(points) < 50 else "", label=label)
-
-
-def _number(name: str) -> int:
-    return int(name.rsplit("_", 1)[1])

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec import BatchCosts, DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec import DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
 from selfspec.decode.stats import Stats
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
@@ -23,7 +23,7 @@ from selfspec.tools.calibrate import run as running
 from selfspec.tools.calibrate.candidates import considered, costs_of, fitting, predicted, to_confirm, to_measure
 from selfspec.tools.calibrate.confirm import Confirmed, batches
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.calibrate.run import Calibration, calibrate, choose
+from selfspec.tools.calibrate.run import calibrate, choose
 
 SETTINGS = Measurements(max_new_tokens=8, repeats=1, longest_draft=1)
 
@@ -197,27 +197,28 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def found(model: PreTrainedModel) -> Calibration:
+def found(model: PreTrainedModel) -> Profile:
     return calibrate(model, [tiny.prompt(5)], [EarlyExit(3)], SETTINGS)
 
 
-def test_a_calibration_reports_all_it_measured(found: Calibration) -> None:
-    assert set(found.costs.draft) == {"none", "exit:3"}
-    for kind, temperature in ((found.greedy, 0.0), (found.sampled, 0.8)):
-        assert kind.temperature == temperature
-        assert set(kind.acceptance) == {"exit:3"}
-        assert kind.acceptance["exit:3"].positions == SETTINGS.max_new_tokens
-        assert {"lookup"} <= {each.name for each in kind.confirmed}
-        fastest = kind.confirmed[0]
-        assert kind.chosen.draft == (fastest.name if fastest.speedup.value > 1 else "none")
+def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
+    assert set(found.report["costs"]["draft"]) == {"none", "exit:3"}
+    for name, chosen, temperature in (("greedy", found.greedy, 0.0), ("sampled", found.sampled, 0.8)):
+        kind = found.report[name]
+        assert kind["temperature"] == chosen.temperature == temperature
+        assert set(kind["acceptance"]) == set(kind["predictions"]) == {"exit:3"}
+        assert kind["acceptance"]["exit:3"]["positions"] == SETTINGS.max_new_tokens
+        assert "lookup" in {each["name"] for each in kind["confirmed"]}
+        sure = [each for each in kind["confirmed"] if each["speedup"]["low"] > 1]
+        assert chosen.draft == (sure[0]["name"] if sure else "none")
 
 
 def test_its_profile_can_be_written_read_and_drafted_with(
-    found: Calibration, model: PreTrainedModel, tmp_path: Path
+    found: Profile, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    found.profile.save(tmp_path / "profile.json")
+    found.save(tmp_path / "profile.json")
     read = Profile.load(tmp_path / "profile.json")
-    assert read == found.profile
+    assert read == found
     assert set(read.report) == {"settings", "costs", "in_batches", "greedy", "sampled"}
     out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
     assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
@@ -232,16 +233,22 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
     monkeypatch.setattr(running, "confirm", _confirming(confirmed, {4: 1.1, 16: 1.1}))
     # A draft is to be promising whatever the clock says.
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
-    settings = replace(SETTINGS, batch=batch)
-    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], settings)
+    measured: list[MeasuredCosts] = []
+
+    def noted(*args: Any, **options: Any) -> MeasuredCosts:
+        measured.append(measure_costs(*args, **options))
+        return measured[-1]
+
+    monkeypatch.setattr(running, "measure_costs", noted)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], replace(SETTINGS, batch=batch))
     sizes = sorted({batch, 1, 4, 16})
-    assert [each.batch for each in found.in_batches] == [rows for rows in sizes if rows != batch]
-    assert [each.draft.keys() for each in found.in_batches] == [{"exit:3", "none"}] * len(found.in_batches)
-    for kind, name in ((found.greedy, "exit:3"), (found.sampled, "none")):
-        assert kind.chosen.costs is not None
-        measured = {costs.rows: costs for costs in kind.chosen.costs.measured}
-        assert list(measured) == sizes
-        assert measured == {each.batch: each.of(name) for each in (found.costs, *found.in_batches)}
+    assert [each["batch"] for each in found.report["in_batches"]] == [rows for rows in sizes if rows != batch]
+    assert [each.draft.keys() for each in measured] == [{"exit:3", "none"}] * len(sizes)
+    for chosen, name in ((found.greedy, "exit:3"), (found.sampled, "none")):
+        assert chosen.costs is not None
+        costs = {costs.rows: costs for costs in chosen.costs.measured}
+        assert list(costs) == sizes
+        assert costs == {each.batch: each.of(name) for each in measured}
 
 
 @pytest.mark.parametrize(
@@ -261,10 +268,10 @@ def test_batches_in_which_drafts_lose_are_decoded_plainly(
     monkeypatch.setattr(running, "confirm", _confirming(confirmed, in_batches))
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
-    assert list(found.greedy.in_batches) == tried
-    assert (found.greedy.chosen.draft, found.greedy.chosen.most_rows) == ("exit:3", most_rows)
-    assert (found.sampled.chosen.draft, found.sampled.in_batches) == ("none", {})
-    spec = wrap(model, draft=found.profile)
+    assert [int(rows) for rows in found.report["greedy"]["in_batches"]] == tried
+    assert (found.greedy.draft, found.greedy.most_rows) == ("exit:3", most_rows)
+    assert (found.sampled.draft, found.report["sampled"]["in_batches"]) == ("none", {})
+    spec = wrap(model, draft=found)
     for rows in (1, 3, 4, 15, 16):
         prompts = torch.cat([tiny.prompt(6, seed=seed) for seed in range(rows)])
         stats = spec.generate(prompts, max_new_tokens=4, do_sample=False, draft_length=1).stats
@@ -283,9 +290,9 @@ def test_batches_that_memory_has_no_room_for_are_left_out(
     monkeypatch.setattr(running, "confirm", _confirming(always, {4: 1.1}))
     monkeypatch.setattr(running, "measure_costs", short_of_memory)
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
-    assert [each.batch for each in found.in_batches] == [4]
-    assert found.greedy.chosen.costs is not None
-    assert [costs.rows for costs in found.greedy.chosen.costs.measured] == [1, 4]
+    assert [each["batch"] for each in found.report["in_batches"]] == [4]
+    assert found.greedy.costs is not None
+    assert [costs.rows for costs in found.greedy.costs.measured] == [1, 4]
 
 
 def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
@@ -294,8 +301,9 @@ def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
     monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
     adapter = replace(find_adapter(model), ragged="none")
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS, adapter=adapter)
-    assert found.in_batches == []
-    assert found.greedy.chosen.costs == BatchCosts((found.costs.of("none"),))
+    assert found.report["in_batches"] == []
+    assert found.greedy.costs is not None
+    assert [costs.rows for costs in found.greedy.costs.measured] == [1]
 
 
 @pytest.mark.parametrize(
