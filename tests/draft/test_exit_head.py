@@ -15,17 +15,17 @@ from helpers import tiny
 from selfspec.draft.exit_head import CONFIG, WEIGHTS
 from selfspec.errors import ExitHeadError
 from selfspec.model.fingerprint import fingerprint
-from selfspec.tools.train.exit_heads import ExitHeads, write_side_car
+from selfspec.tools.train.exit_heads import ExitHeads
 
 
 def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None = None) -> Path:
     """Heads of random weights for a tiny model, exits 1 and 2."""
     torch.manual_seed(1)
-    heads = ExitHeads(32, 16, (1, 2))
+    heads = ExitHeads(32, 16, (1, 2), tokens)
     for weight in heads.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     folder.mkdir()
-    write_side_car(heads, tokens, 2, fingerprint(model), torch.float32, {"alpha_2": 0.5}, folder)
+    heads.save(folder, torch.float32, fingerprint(model), 2, {"alpha_2": 0.5})
     return folder
 
 
@@ -55,7 +55,7 @@ def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
     ids = tiny.prompt(7)
     heads = ExitHeads(32, 16, (2,))
     (tmp_path / "new").mkdir()
-    write_side_car(heads, None, 2, fingerprint(model), torch.float32, {}, tmp_path / "new")
+    heads.save(tmp_path / "new", torch.float32, fingerprint(model), 2, {})
     drafters = (
         selfspec.EarlyExit(2),
         selfspec.ExitHead.from_pretrained(tmp_path / "new"),

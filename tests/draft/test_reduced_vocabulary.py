@@ -69,10 +69,10 @@ def test_samples_are_distributed_as_the_models_own(rule: str) -> None:
 
 def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
     from selfspec.model.fingerprint import fingerprint
-    from selfspec.tools.train.exit_heads import ExitHeads, write_side_car
+    from selfspec.tools.train.exit_heads import ExitHeads
 
     model = tiny.llama()
-    write_side_car(ExitHeads(32, 8, (2,)), None, 2, fingerprint(model), torch.float32, {}, tmp_path)
+    ExitHeads(32, 8, (2,)).save(tmp_path, torch.float32, fingerprint(model), 2, {})
     drafter = selfspec.ReducedVocabulary(selfspec.ExitHead.from_pretrained(tmp_path), _KEPT)
     rounds = [
         row.rows[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.draft.exit_head import CONFIG, FORMAT, WEIGHTS, ExitAdapter
+from selfspec.files.writing import write_json
 from selfspec.measure.readout import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
@@ -31,17 +30,53 @@ class ExitHeads(nn.Module):
         hidden: width of the model.
         rank: width of each adapter's MLP.
         exits: exit layers.
+        tokens: ids that can be drafted; None: all.
     """
 
-    def __init__(self, hidden: int, rank: int, exits: Sequence[int]) -> None:
+    tokens: Tensor | None
+
+    def __init__(self, hidden: int, rank: int, exits: Sequence[int], tokens: Tensor | None = None) -> None:
         super().__init__()
-        self.hidden = hidden
-        self.rank = rank
+        self.hidden, self.rank = hidden, rank
+        self.register_buffer("tokens", tokens)
         self.exits = nn.ModuleDict({str(exit_layer): ExitAdapter(hidden, rank) for exit_layer in exits})
 
     def forward(self, states: dict[int, Tensor]) -> dict[int, Tensor]:
         """Adapt the states `[batch, tokens, hidden]` of each exit."""
         return {exit_layer: self.exits[str(exit_layer)](entering) for exit_layer, entering in states.items()}
+
+    def kept(self, values: Tensor) -> Tensor:
+        """Those of values `[..., vocab]` whose tokens can be drafted."""
+        return values if self.tokens is None else values.index_select(-1, self.tokens)
+
+    def save(self, folder: Path, dtype: torch.dtype, base: str, default: int, validation: Mapping[str, float]) -> None:
+        """Write what `ExitHead.from_pretrained` reads.
+
+        Args:
+            folder: where; it exists.
+            dtype: what weights are saved in.
+            base: fingerprint of the base's weights.
+            default: the exit that is used when none is named.
+            validation: figures on held-out text.
+        """
+        content = save(
+            {
+                name: value.to("cpu", dtype if value.is_floating_point() else torch.int32).contiguous()
+                for name, value in self.state_dict().items()
+            }
+        )
+        config = {
+            "format": FORMAT,
+            "exits": [int(name) for name in self.exits],
+            "default": default,
+            "hidden": self.hidden,
+            "rank": self.rank,
+            "base": base,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "validation": dict(validation),
+        }
+        (folder / WEIGHTS).write_bytes(content)
+        write_json(folder / CONFIG, config)
 
 
 class ExitLesson(Lesson):
@@ -62,21 +97,21 @@ class ExitLesson(Lesson):
         self._exits = recipe.exits_of(len(self._adapter.decoder_layers(base)))
         self._readout = Readout(base, self._adapter)
         self._loss = recipe.loss
-        self._tokens = None
+        tokens = None
         if recipe.vocabulary is not None:
-            rows = base.get_output_embeddings().weight.shape[0]
-            self._tokens = most_frequent(text.train, recipe.vocabulary, rows).to(base.device)
+            tokens = most_frequent(text.train, recipe.vocabulary, base.get_output_embeddings().weight.shape[0])
         hidden: int = base.config.get_text_config(decoder=True).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: ExitHeads = ExitHeads(hidden, recipe.rank or 2 * hidden, self._exits).to(base.device)
+            heads = ExitHeads(hidden, recipe.rank or 2 * hidden, self._exits, tokens)
+        self.model: ExitHeads = heads.to(base.device)
 
     def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
         states, full = self._read(ids)
-        p = self._kept(full.softmax(-1))
+        p = self.model.kept(full.softmax(-1))
         loss = torch.zeros((), device=ids.device)
         for adapted in model(states).values():
-            log_q = self._kept(self._readout.logits(adapted).float()).log_softmax(-1)
+            log_q = self.model.kept(self._readout.logits(adapted).float()).log_softmax(-1)
             if self._loss != "tv":
                 loss = loss - (p * log_q).sum(-1).mean()
             if self._loss != "kl":
@@ -84,18 +119,18 @@ class ExitLesson(Lesson):
         return loss / len(self._exits)
 
     def evaluate(self) -> dict[str, float]:
-        heads = {layer: DraftHead(self.model.exits[str(layer)], self._tokens) for layer in self._exits}
+        heads = {layer: DraftHead(self.model.exits[str(layer)], self.model.tokens) for layer in self._exits}
         meter = ExitMeter(self._base, self._adapter, heads)
         for ids in self.held_out_ids():
             states, full = self._read(ids)
             for layer, adapted in self.model(states).items():
-                draft = self._kept(self._readout.logits(adapted))
+                draft = self.model.kept(self._readout.logits(adapted))
                 meter.add(full, layer, heads[layer].spread(draft, full.shape[-1]))
         return meter.named()
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
         best = max(self._exits, key=lambda exit_layer: figures[f"speedup_{exit_layer}"])
-        write_side_car(self.model, self._tokens, best, self._fingerprint, dtype, figures, folder)
+        self.model.save(folder, dtype, self._fingerprint, best, figures)
 
     @torch.no_grad()
     def _read(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
@@ -105,44 +140,3 @@ class ExitLesson(Lesson):
         with self._readout.recorded(self._exits) as states:
             full = self._base(input_ids=ids, use_cache=False).logits
         return states, full.float()
-
-    def _kept(self, values: Tensor) -> Tensor:
-        return values if self._tokens is None else values.index_select(-1, self._tokens.to(values.device))
-
-
-def write_side_car(
-    heads: ExitHeads,
-    tokens: Tensor | None,
-    default: int,
-    base: str,
-    dtype: torch.dtype,
-    validation: Mapping[str, float],
-    folder: Path,
-) -> None:
-    """Write what `ExitHead.from_pretrained` reads.
-
-    Args:
-        heads: trained.
-        tokens: ids that can be drafted; None: all.
-        default: the exit that is used when none is named.
-        base: fingerprint of the base's weights.
-        dtype: what the weights are saved in.
-        validation: figures on held-out text.
-        folder: where; it exists.
-    """
-    tensors = {name: value.to("cpu", dtype).contiguous() for name, value in heads.state_dict().items()}
-    if tokens is not None:
-        tensors["tokens"] = tokens.to("cpu", torch.int32)
-    content = save(tensors)
-    config: dict[str, Any] = {
-        "format": FORMAT,
-        "exits": [int(name) for name in heads.exits],
-        "default": default,
-        "hidden": heads.hidden,
-        "rank": heads.rank,
-        "base": base,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "validation": dict(validation),
-    }
-    (folder / WEIGHTS).write_bytes(content)
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
