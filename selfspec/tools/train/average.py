@@ -59,8 +59,7 @@ def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str
         "held_out": averaging.held_out and averaging.held_out.name,
         "held_out_blocks": averaging.held_out_blocks,
     }
-    folder.begin(settings)
-    before = lesson.measure() if lesson else {}
+    before = folder.begin(settings, lesson.measure() if lesson else {}) or {}
     with torch.no_grad():
         for weight, towards in zip(model.parameters(), other.parameters(), strict=True):
             weight.lerp_(towards.to(weight.dtype), averaging.base_share)

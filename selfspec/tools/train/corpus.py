@@ -170,7 +170,12 @@ def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, tex
         TrainingError: that file cannot be read.
         StorageError: it cannot be written.
     """
-    written = _read_written(kept) if kept.exists() else torch.empty(0, course.length, dtype=torch.long)
+    written = torch.empty(0, course.length, dtype=torch.long)
+    if kept.exists():
+        try:
+            written = load_file(kept)["ids"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise TrainingError(f"{kept} is corrupt ({error}); remove it to have the text written again") from error
     for start in range(written.shape[0], len(beginnings), _WRITTEN):
         ids = beginnings[start : start + _WRITTEN].to(model.device)
         more = own_text(model, ids, course.length - ids.shape[1], 1.0, course.seed + start)
@@ -178,15 +183,6 @@ def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, tex
         with whole(kept) as draft:
             save_file({"ids": written}, draft)
     return split(written, texts.held_out_blocks)
-
-
-def _read_written(file: Path) -> Tensor:
-    try:
-        return load_file(file)["ids"]
-    except (SafetensorError, OSError, KeyError) as error:
-        raise TrainingError(
-            f"{file} is truncated or corrupt ({error}); remove it to have the text written again"
-        ) from error
 
 
 def _lines(file: Path, text: str) -> Iterator[str]:

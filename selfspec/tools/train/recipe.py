@@ -29,17 +29,6 @@ def parse_exits(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in given.split(","))
 
 
-def check_exits(exits: Sequence[Any], depth: int) -> None:
-    """Refuse exits that a network of `depth` layers does not have.
-
-    Raises:
-        TrainingError: one is no integer in 1..depth-1.
-    """
-    for exit_layer in exits:
-        if type(exit_layer) is not int or not 1 <= exit_layer < depth:
-            raise TrainingError(f"exit {exit_layer!r} is out of range: this model has {depth} layers")
-
-
 Exits = Annotated[
     tuple[int, ...],
     typer.Option(parser=parse_exits, metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4.", show_default=False),
@@ -72,8 +61,7 @@ class ExitHeadRecipe:
         Raises:
             TrainingError: an exit is out of range.
         """
-        check_exits(self.exits, depth)
-        return tuple(dict.fromkeys(self.exits)) or tuple(sorted({max(1, depth // 4), max(1, depth // 3)}))
+        return _checked(self.exits, depth) or tuple(sorted({max(1, depth // 4), max(1, depth // 3)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +99,12 @@ class LayerSkipRecipe:
         Raises:
             TrainingError: an exit or another setting is out of range.
         """
-        check_exits(self.exits, depth)
+        exits = _checked(self.exits, depth)
         if not 0 <= self.dropout < 1:
             raise TrainingError(f"layer dropout {self.dropout} is no chance in 0..1 (1 excluded)")
         if self.rotation < 1 or not 0 <= self.exit_scale < math.inf:
             raise TrainingError(f"rotation {self.rotation} or exit scale {self.exit_scale} is out of range")
-        return tuple(sorted(set(self.exits))) or tuple(range(1, depth))
+        return tuple(sorted(exits)) or tuple(range(1, depth))
 
     def dropout_rates(self, depth: int, step: int, steps: int) -> list[float]:
         """Chance that a sample skips each layer in a step: p_l = S(t) (exp(l ln 2 / (N - 1)) - 1) p_max.
@@ -150,6 +138,14 @@ class LayerSkipRecipe:
         else:
             raw = [self.exit_scale for _ in active] + [1.0]
         return [weight / sum(raw) for weight in raw]
+
+
+def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:
+    """Exits that a network of `depth` layers has, each once."""
+    for exit_layer in exits:
+        if type(exit_layer) is not int or not 1 <= exit_layer < depth:
+            raise TrainingError(f"exit {exit_layer!r} is out of range: this model has {depth} layers")
+    return tuple(dict.fromkeys(exits))
 
 
 def _rising(place: int, places: int) -> float:
