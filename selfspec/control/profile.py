@@ -53,16 +53,6 @@ class Chosen:
     speedup: tuple[FiniteFloat, FiniteFloat, FiniteFloat]
     most_rows: PositiveInt | None = None
 
-    @property
-    def choice(self) -> DraftChoice:
-        """The draft, and the control with these costs.
-
-        Raises:
-            DraftConfigError: there is no such draft.
-            ExitHeadError: what it names on disk cannot be used.
-        """
-        return DraftChoice(parse_draft(self.draft), CostAware(self.longest), self.costs, self.most_rows)
-
 
 @dataclass(frozen=True)
 class _Content:
@@ -123,7 +113,8 @@ class Profile(DraftPolicy):
         write_json(file, asdict(_Content(5, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
-        return (self.greedy if greedy else self.sampled).choice
+        chosen = self.greedy if greedy else self.sampled
+        return DraftChoice(parse_draft(chosen.draft), CostAware(chosen.longest), chosen.costs, chosen.most_rows)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.check_setting(Setting.of(model))

@@ -26,10 +26,6 @@ _MOST_MEASURED = 6
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
     """Drafts along a path of the model, by name: those given, else every exit, exact and in 8 bits, and 8 and 4 bits.
 
-    Args:
-        depth: layers of the model.
-        drafters: given; None: the usual ones.
-
     Raises:
         DraftConfigError: one is no draft along a path, does not fit the depth, or two have one name.
     """
@@ -74,11 +70,7 @@ def to_measure(
 ) -> list[LayerPathDrafter]:
     """The drafts whose costs are worth measuring: all, or where they are many, those with the best estimates.
 
-    Args:
-        model: the stock model.
-        adapter: where its layers are.
-        drafters: by name.
-        acceptances: rates by name, one mapping for each kind of decoding.
+    The acceptance rates are by name, one mapping for each kind of decoding.
     """
     if len(drafters) <= _MOST_MEASURED:
         return list(drafters.values())
@@ -92,24 +84,13 @@ def to_measure(
 
 
 def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) -> dict[str, Forecast]:
-    """What the formula promises of each draft that was measured, most first.
-
-    Args:
-        rates: acceptance by name.
-        costs: measured.
-        longest: draft length up to which to look.
-    """
+    """What the formula promises of each draft that was measured, up to a length of `longest`, most first."""
     found = {name: forecast(rates[name], costs.of(name), longest) for name in costs.draft if name != PLAIN}
     return dict(sorted(found.items(), key=lambda each: each[1].speedup, reverse=True))
 
 
 def to_confirm(predictions: Mapping[str, Forecast], drafters: Mapping[str, LayerPathDrafter]) -> dict[str, Drafter]:
-    """Look-ups alone, and the best paths alone and behind look-ups, by name.
-
-    Args:
-        predictions: most promising first.
-        drafters: by name.
-    """
+    """Look-ups alone, and the best paths alone and behind look-ups, by name. The predictions are the best first."""
     look_up = PromptLookup()
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
     candidates: list[Drafter] = [look_up]

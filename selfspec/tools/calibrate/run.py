@@ -166,13 +166,7 @@ def calibrate(
 
 
 def choose(confirmed: Sequence[Confirmed], temperature: float, longest: int) -> Chosen:
-    """The fastest of those that are surely faster than plain decoding; plain decoding where none is.
-
-    Args:
-        confirmed: what candidates were worth.
-        temperature: they were confirmed at.
-        longest: draft length they were confirmed with, at most.
-    """
+    """The fastest of those that are surely faster than plain decoding; plain decoding where none is."""
     faster = [each for each in confirmed if each.speedup.low > 1]
     best = max(faster, key=lambda each: each.speedup.value, default=None)
     if best is None:

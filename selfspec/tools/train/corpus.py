@@ -79,11 +79,7 @@ def packed(
 ) -> Tensor:
     """Documents as blocks `[blocks, length]` without padding, each document behind the token that begins or ends one.
 
-    Args:
-        documents: in the order in which they are packed.
-        tokenizer: of the model.
-        length: tokens of a block.
-        most: blocks to stop after; None: pack all.
+    At `most` blocks it stops.
 
     Raises:
         CorpusError: there is not enough text for one block.
@@ -161,8 +157,8 @@ def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, tex
 
     Args:
         model: writes.
-        beginnings: token ids, `[texts, beginning]`.
-        course: names the tokens of a text, beginning included, and the seed.
+        beginnings: token ids, `[texts, beginning]`; the course's length counts them in.
+        course: names that length, and the seed.
         texts: names how much is measured on.
         kept: the file for what was written.
 

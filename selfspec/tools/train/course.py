@@ -63,7 +63,7 @@ def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: st
     checkpoint = latest_checkpoint(folder)
     if checkpoint and (done := _state(checkpoint)) and done.global_step >= course.steps:
         # The Trainer would make one more step.
-        trainer.load_weights(checkpoint)
+        trainer._load_from_checkpoint(str(checkpoint))
         return list(done.log_history)
     with writing(folder, KEPT), _interrupts(stop):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -111,10 +111,6 @@ class _CourseTrainer(Trainer):
         figures = self._lesson.measure()
         self.log(figures)
         return figures
-
-    def load_weights(self, checkpoint: Path) -> None:
-        """Load the weights of a checkpoint, and nothing else of it."""
-        self._load_from_checkpoint(str(checkpoint))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # A finite loss may still leave a step that is not.

@@ -28,11 +28,7 @@ class _Begun:
 
 
 class RunFolder:
-    """Where a training keeps its settings, its checkpoints and, in the end, its result.
-
-    Args:
-        path: the folder; it is made by `begin`.
-    """
+    """Where a training keeps its settings, its checkpoints and, in the end, its result; made by `begin`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,14 +51,13 @@ class RunFolder:
 
         Args:
             settings: ready for JSON.
-            before: figures of the model as it is before training, to be kept; None: not measured yet.
+            before: figures of the model as it is before training; None: not measured yet.
 
         Returns:
-            The figures that are kept, if any.
+            The figures of when it was begun, if they were measured.
 
         Raises:
-            TrainingError: the folder holds a finished training, one with other settings, or something else.
-            StorageError: it cannot be written to.
+            TrainingError, StorageError: as `check`; TrainingError also if it was begun with other settings.
         """
         self.check()
         file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)), before)

@@ -73,12 +73,7 @@ class LayerSkipLesson(Lesson):
 
 @contextmanager
 def layer_dropout(layers: Sequence[nn.Module], rates: Sequence[float]) -> Iterator[None]:
-    """Let each sample skip each layer with its chance inside the `with` block, drawn from torch's default generator.
-
-    Args:
-        layers: decoder layers, first to last.
-        rates: chance of each to be skipped by a sample.
-    """
+    """Let each sample skip each layer at its rate inside the `with` block, drawn from torch's default generator."""
     with ExitStack() as hooks:
         for layer, rate in zip(layers, rates, strict=True):
             if rate > 0:

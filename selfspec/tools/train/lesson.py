@@ -49,13 +49,7 @@ class Lesson(ABC):
 
     @abstractmethod
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
-        """Write the result into a folder that exists.
-
-        Args:
-            folder: where.
-            dtype: what weights are saved in.
-            figures: of the result, on the held-out text.
-        """
+        """Write the result, whose figures on the held-out text are known, into a folder that exists."""
 
     def measure(self) -> dict[str, float]:
         """Evaluate without gradients, in evaluation mode."""

@@ -125,12 +125,7 @@ def _require_packages(course: Course) -> None:
 
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw loss by step, and agreement of each exit with the full model, as a PNG.
-
-    Args:
-        log: points of a training, each with its `step`.
-        file: the PNG to write.
-    """
+    """Draw loss and the agreement of each exit with the full model by the `step` of each point, as a PNG."""
     from matplotlib.figure import Figure
 
     # Without pyplot, which keeps figures for the whole process and may ask for a display.

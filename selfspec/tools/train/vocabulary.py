@@ -16,12 +16,7 @@ from selfspec.tools.train.corpus import packed, read_documents
 
 
 def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:
-    """The `size` most frequent of some token ids, ascending; among equals, smaller ones.
-
-    Args:
-        ids: of any shape.
-        size: how many to keep.
-        vocabulary: tokens that the model has.
+    """The `size` most frequent of token ids, ascending, in a model with `vocabulary` of them; among equals the smaller.
 
     Raises:
         TrainingError: `size` is not in 1..vocabulary.
@@ -33,16 +28,9 @@ def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:
 
 
 def count_vocabulary(model: str, text: Sequence[Path], size: int, to: Path) -> float:
-    """Count the tokens of a text, and write the most frequent ones as JSON.
+    """Count the tokens of a text, write the `size` most frequent ones as JSON, and return their share of the text.
 
-    Args:
-        model: folder or hub name; only its configuration and tokenizer are read.
-        text: files.
-        size: tokens to keep.
-        to: the file to write.
-
-    Returns:
-        The share of the text that they make up.
+    Only the configuration and the tokenizer of the model are read.
 
     Raises:
         TrainingError: the file exists already, or `size` is out of range.
