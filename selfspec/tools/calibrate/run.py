@@ -135,7 +135,8 @@ def calibrate(
         chosen = choose(confirmed, temperature, asked.longest_draft)
         figures = {name: each.to_dict() for name, each in acceptance.items()}
         kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
-        drafts |= {name: draft for name, draft in candidates.items() if name == chosen.draft}
+        if chosen.draft in candidates:
+            drafts[chosen.draft] = candidates[chosen.draft]
     paths = {draft_name(path): path for path in map(path_of, drafts.values()) if path is not None}
     in_batches: list[MeasuredCosts] = []
     # None of these where nothing drafts, or where rows cannot be told apart.
