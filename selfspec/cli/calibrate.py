@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,59 +96,60 @@ def _print(model: str, profile: Profile, seconds: float) -> None:
     out, setting = console(), profile.setting
     threads = f", {setting.threads} threads" if setting.threads else ""
     out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s", "", sep="\n")
-    out.print(_costs(profile.report))
+    out.print(_costs([profile.report["costs"], *profile.report["in_batches"]]))
     out.print(
-        "c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps of so many rows, "
-        "medians. out of step: a plain round over rows at different places. alpha: acceptance rate, teacher-forced on "
-        "the model's own text. speed-up: by the formula, at the best draft length; below, measured in turns with plain "
-        "decoding.",
+        "step: a plain one. c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
+        "of so many rows, medians. out of step: a plain round over rows at different places. alpha: acceptance rate, "
+        "teacher-forced on the model's own text. predicted: by the formula, at the best draft length. speed-up: "
+        "measured, in turns with plain decoding.",
         style="dim",
     )
     for kind, chosen in ((profile.report["greedy"], profile.greedy), (profile.report["sampled"], profile.sampled)):
-        out.print("", _confirmed(kind), _sentence(chosen), sep="\n")
+        out.print("", _found(kind), _sentence(chosen), sep="\n")
 
 
-def _costs(report: Mapping[str, Any]) -> Table:
-    """Costs of every draft, and of what was chosen in batches of other sizes; what the formula makes of the former."""
+def _costs(measured: Sequence[Mapping[str, Any]]) -> Table:
+    """Costs of every draft, and of what was chosen in batches of other sizes."""
     from rich.table import Column
 
     from selfspec.draft.named import PLAIN
 
-    kinds = (report["greedy"], report["sampled"])
-    columns = ["rows", "plain step, ms", "c", *(f"V({width})" for width in _WIDTHS), "o", "out of step"]
-    for kind in kinds:
-        columns += [f"alpha, T={kind['temperature']:g}", "speed-up"]
+    columns = ["rows", "step, ms", "c", *(f"V({width})" for width in _WIDTHS), "o", "out of step"]
     table = figures_table(None, [Column("draft", no_wrap=True)], columns)
-    for costs in (report["costs"], *report["in_batches"]):
+    for costs in measured:
         for name, c in costs["draft"].items():
-            cells = [str(costs["batch"]), f"{costs['step_seconds']['value'] * 1000:.2f}", f"{c['value']:.3f}"]
-            cells += [_value(costs["verify"][name].get(str(width))) for width in _WIDTHS]
-            cells += [f"{costs['overhead'][name]['value']:.3f}", _value(costs["out_of_step"])]
-            for kind in kinds if costs is report["costs"] else ():
-                if best := kind["predictions"].get(name):
-                    rates = kind["acceptance"][name]
-                    cells.append(_value(rates["alpha"].get(f"{kind['temperature']:g}", rates["agreement"])))
-                    cells.append(f"{best['speedup']:.2f} at {best['draft_length']}")
-            table.add_row("look-up" if name == PLAIN else name, *cells)
+            table.add_row(
+                "look-up" if name == PLAIN else name,
+                str(costs["batch"]),
+                f"{costs['step_seconds']['value'] * 1000:.2f}",
+                f"{c['value']:.3f}",
+                *(_value(costs["verify"][name].get(str(width))) for width in _WIDTHS),
+                _value(costs["overhead"][name]),
+                _value(costs["out_of_step"]),
+            )
     return table
 
 
-def _confirmed(kind: Mapping[str, Any]) -> Table:
+def _found(kind: Mapping[str, Any]) -> Table:
+    """What the formula promises of every draft, and what the candidates were worth."""
     from rich.table import Column
 
     title = f"temperature {kind['temperature']:g}" if kind["temperature"] else "greedy"
-    columns = ("speed-up", "predicted", "acceptance rate", "tokens a pass")
+    columns = ("alpha", "predicted", "speed-up", "accepted", "tokens a pass")
     table = figures_table(None, [Column(title, no_wrap=True)], columns)
-    in_batches = {f"{each['name']}, {rows} rows": each for rows, each in kind["in_batches"].items()}
-    for name, each in ({each["name"]: each for each in kind["confirmed"]} | in_batches).items():
-        speedup, predicted = each["speedup"], kind["predictions"].get(name)
-        table.add_row(
-            name,
-            f"{speedup['value']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})",
-            f"{predicted['speedup']:.2f}" if predicted else "",
-            "-" if each["acceptance_rate"] is None else f"{each['acceptance_rate']:.2f}",
-            f"{each['mean_accepted_length']:.2f}",
-        )
+    confirmed = {each["name"]: each for each in kind["confirmed"]}
+    confirmed |= {f"chosen, {rows} rows": each for rows, each in kind["in_batches"].items()}
+    for name in dict.fromkeys([*confirmed, *kind["predictions"]]):
+        cells = ["", ""]
+        if best := kind["predictions"].get(name):
+            rates = kind["acceptance"][name]
+            alpha = rates["alpha"].get(f"{kind['temperature']:g}", rates["agreement"])
+            cells = [_value(alpha), f"{best['speedup']:.2f} at {best['draft_length']}"]
+        if each := confirmed.get(name):
+            speedup, rate = each["speedup"], each["acceptance_rate"]
+            cells.append(f"{speedup['value']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})")
+            cells += ["-" if rate is None else f"{rate:.2f}", f"{each['mean_accepted_length']:.2f}"]
+        table.add_row(name, *cells)
     return table
 
 
