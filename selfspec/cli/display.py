@@ -53,12 +53,14 @@ class DraftDisplay:
     def __init__(self, stream: TextStream, out: IO[str]) -> None:
         self._stream = stream
         self._console = Console(file=out, highlight=False, markup=False, soft_wrap=True)
-        self._write("accepted draft", _ACCEPTED)
-        self._write(" | ", Style())
-        self._write("the target's own", _OWN)
-        self._write(" | ", Style())
-        self._write("rejected draft", _REJECTED)
-        self._write("\n\n", Style())
+        legend = (
+            ("accepted draft", _ACCEPTED),
+            " | ",
+            ("the target's own", _OWN),
+            " | ",
+            ("rejected draft", _REJECTED),
+        )
+        self._console.print(Text.assemble(*legend), end="\n\n")
 
     def show(self, committed: RowRound) -> None:
         """Write a round: what was accepted, what was rejected, and then the target's own token."""

@@ -13,6 +13,7 @@ import typer
 from selfspec.cli.options import DraftLength, ModelOptions, Output, read_draft
 from selfspec.cli.outcome import FailedRunError, print_json
 from selfspec.cli.terminal import by_depth, console, require_colours, two_digits
+from selfspec.cli.text_stream import TextStream, continuation
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -143,13 +144,13 @@ def generate(
         require_colours(sys.stdout)
 
     import torch
-    from transformers import GenerationConfig
 
     from selfspec.accept import find_rule
     from selfspec.api import wrap
     from selfspec.decode.option_values import Scope, check_values
     from selfspec.draft import Drafter
     from selfspec.environment import versions
+    from selfspec.measure.stock import bare
 
     sampling = sampling.seeded()
     options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}
@@ -160,23 +161,24 @@ def generate(
         drafter.check(depth)
 
     checkpoint = model.load()
-    spec = wrap(checkpoint.model, draft=drafter, draft_length=draft_length, accept=rule)
-    given = spec.model.generation_config
     # The sampling defaults of the checkpoint are dropped: the options alone say how to sample.
-    spec.model.generation_config = GenerationConfig(
-        bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
-    )
+    spec = wrap(bare(checkpoint.model), draft=drafter, draft_length=draft_length, accept=rule)
     ids = checkpoint.encode(text)
     generation = spec.stream(ids, seed=sampling.seed, tokenizer=checkpoint.tokenizer, **options)
     rounds: list[RowRound] = []
     ended_by = _show_rounds(generation, _display(shown, checkpoint, ids), rounds)
+    prompt_ids: list[int] = ids[0].tolist()
+    new_ids = [token for row in rounds for token in row.tokens]
     if not generation.lossless:
         print(f"note: --accept {accept} is not lossless; this text is not the model's own", file=sys.stderr)
     if shown.stats:
         _print_stats(generation.stats)
     result = {
         "prompt": text,
-        **_texts(checkpoint, ids, rounds),
+        "prompt_token_ids": prompt_ids,
+        "token_ids": new_ids,
+        "sequence": prompt_ids + new_ids,
+        "text": continuation(checkpoint.tokenizer, prompt_ids, new_ids),
         "settings": {
             "model": model.model,
             "draft": draft.strip(),
@@ -213,36 +215,26 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
     """
     if text is not None and file is not None:
         raise PromptError("give the prompt once: --prompt or --prompt-file")
-    if text is not None:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise PromptError(f"--prompt is not UTF-8 text ({error}); convert it first") from error
-        return text
-    if file is not None:
-        try:
-            return _decoded(file.read_bytes(), str(file))
-        except OSError as error:
-            raise PromptError(f"--prompt-file {file} cannot be read: {error.strerror or error}") from error
-    if sys.stdin is None or sys.stdin.isatty():
+    if text is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise PromptError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
-    return _decoded(sys.stdin.buffer.read(), "standard input")
-
-
-def _decoded(content: bytes, source: str) -> str:
+    source = "--prompt" if text is not None else "standard input" if file is None else str(file)
     try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
+        if text is not None:
+            text.encode("utf-8")
+            return text
+        content = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        found = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeError as error:
         raise PromptError(f"{source} is not UTF-8 text ({error}); convert it first") from error
-    text = text.removesuffix("\n").removesuffix("\r")
-    if not text:
+    except OSError as error:
+        raise PromptError(f"{source} cannot be read: {error.strerror or error}") from error
+    if not found:
         raise PromptError(f"{source} is empty; give some text, or --prompt '' to start from the bos token alone")
-    return text
+    return found
 
 
 def _display(shown: Shown, checkpoint: Checkpoint, prompt: Tensor) -> PlainDisplay | DraftDisplay | None:
     from selfspec.cli.display import DraftDisplay, PlainDisplay
-    from selfspec.cli.text_stream import TextStream
 
     if shown.output == "json":
         return None
@@ -254,7 +246,7 @@ def _show_rounds(
     generation: Generation, display: PlainDisplay | DraftDisplay | None, rounds: list[RowRound]
 ) -> KeyboardInterrupt | NonFiniteLogitsError | None:
     """Show each round as it comes and keep it in `rounds`; return what ended the run early, if anything."""
-    ended_by: KeyboardInterrupt | NonFiniteLogitsError | None = None
+    ended_by = None
     try:
         for committed in generation:
             rounds.append(committed.rows[0])
@@ -266,19 +258,6 @@ def _show_rounds(
     if display is not None:
         display.finish()
     return ended_by
-
-
-def _texts(checkpoint: Checkpoint, prompt: Tensor, rounds: list[RowRound]) -> dict[str, Any]:
-    from selfspec.cli.text_stream import continuation
-
-    prompt_ids: list[int] = prompt[0].tolist()
-    new_ids = [token for committed in rounds for token in committed.tokens]
-    return {
-        "prompt_token_ids": prompt_ids,
-        "token_ids": new_ids,
-        "sequence": prompt_ids + new_ids,
-        "text": continuation(checkpoint.tokenizer, prompt_ids, new_ids),
-    }
 
 
 def _print_stats(stats: Stats) -> None:

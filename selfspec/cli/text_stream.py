@@ -53,8 +53,7 @@ class TextStream:
         return other._fresh().removeprefix(self._fresh())
 
     def _fresh(self) -> str:
-        known = self._decoded(self._ids[self._context : self._given])
-        return self._decoded(self._ids[self._context :])[len(known) :]
+        return continuation(self._tokenizer, self._ids[self._context : self._given], self._ids[self._given :])
 
     def _give(self, fresh: str) -> str:
         # Without any text the old context stays: it alone tells that a text has begun.
@@ -67,17 +66,14 @@ class TextStream:
         name = "" if latest is None else self._tokenizer.convert_ids_to_tokens(latest)
         return isinstance(name, str) and _BYTE_TOKEN.fullmatch(name) is not None
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return decoded(self._tokenizer, ids)
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of `ids`, special tokens left out, spaces as they are."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
-
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text of `new` after `prompt`: cut from the whole, since a text decoded alone may lose its first space."""
-    return decoded(tokenizer, [*prompt, *new])[len(decoded(tokenizer, prompt)) :]
+    """The text of `new` after `prompt`, without special tokens.
+
+    It is cut from the whole, since a text decoded alone may lose its first space.
+    """
+    known, whole = (
+        str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for ids in (prompt, [*prompt, *new])
+    )
+    return whole[len(known) :]

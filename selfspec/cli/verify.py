@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.verify import Report
-    from selfspec.tools.verify.comparison import ComparedTexts, Divergence
+    from selfspec.tools.verify.comparison import Comparison, Divergence
 
 _STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
 _WRONG = "bold red"
@@ -96,7 +96,7 @@ def verify(
         print_json(found)
     else:
         _print_report(model.model, checkpoint.tokenizer, report, seconds)
-    if not report.verdict.exact:
+    if not report.exact:
         raise typer.Exit(FAILED)
 
 
@@ -137,6 +137,7 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
     from rich.text import Text
 
     out, settings, bound = console(), report.settings, report.bound
+    measured = bound.to_dict()
     out.print(
         f"{name}: {report.model} with {report.depth} layers, {report.dtype}, {report.device}; {report.prompts} "
         f"prompts, {settings.max_new_tokens} new tokens, draft length {settings.draft_length}, seed {settings.seed}; "
@@ -146,8 +147,8 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
     out.print(
         f"Rounding: passes of the model itself over 1 and over {' or '.join(map(str, bound.widths))} tokens differ by "
         f"up to {bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of "
-        f"positions: {bound.quantile:.1e} and {bound.gap_quantile:.1e}). A gap of up to {bound.near_tie:.1e} is a "
-        f"near-tie; {bound.close_calls} of {len(bound.gaps)} are.",
+        f"positions: {measured['logits_quantile_99']:.1e} and {measured['gap_change_quantile_99']:.1e}). A gap of up "
+        f"to {bound.near_tie:.1e} is a near-tie; {bound.close_calls} of {len(bound.gaps)} are.",
         style="dim",
     )
     out.print("", _sampled(report), sep="\n")
@@ -162,9 +163,9 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
         if len(report.divergences) > _MOST_LISTED:
             out.print(f"and {len(report.divergences) - _MOST_LISTED} more; --output json lists all", style="dim")
         out.print()
-    for failure in report.verdict.failures:
+    for failure in report.failures:
         out.print(Text(f"- {failure}", style="red"))
-    out.print(Text(report.verdict.sentence, style=_STYLES[str(report.verdict.exactness)]))
+    out.print(Text(report.sentence, style=_STYLES[str(report.exactness)]))
 
 
 def _greedy(report: Report) -> Table:
@@ -177,8 +178,8 @@ def _greedy(report: Report) -> Table:
         table.add_row(
             draft.name,
             _equal_texts(draft.free_running, bound),
-            _share(forced.positions - len(forced.divergences), forced.positions, forced.divergences, bound),
-            Text(f"{forced.off:.1e}", style=_WRONG if forced.off > bound.most_off else ""),
+            _share(forced.equal_tokens, forced.tokens, forced.divergences, bound),
+            Text(f"{draft.logits_off:.1e}", style=_WRONG if draft.logits_off > bound.most_off else ""),
             f"{draft.stats.mean_accepted_length:.2f}",
         )
     return table
@@ -231,7 +232,7 @@ def _divergences(tokenizer: PreTrainedTokenizerBase, report: Report) -> Table:
     return table
 
 
-def _equal_texts(by_rule: Mapping[str, ComparedTexts], bound: Bound) -> Text:
+def _equal_texts(by_rule: Mapping[str, Comparison], bound: Bound) -> Text:
     compared = by_rule.values()
     divergences = [divergence for each in compared for divergence in each.divergences]
     return _share(sum(each.equal_texts for each in compared), sum(each.texts for each in compared), divergences, bound)

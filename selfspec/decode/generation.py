@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from selfspec.accept import Rule
-from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.transfer import can_store, check_kinds, is_callers, store_past
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
@@ -52,15 +52,14 @@ class Generation(Iterator[Round]):
     ) -> None:
         device = _device(model, request)
         rows = request.input_ids.shape[0]
-        cache = SharedCache(
-            depth=len(adapter.decoder_layers(model)),
+        cache = SharedCache.of_model(
+            model,
+            adapter,
             batch=rows,
             limit=max(request.lengths) + request.stopping.max_new_tokens,
             # No draft is deeper than what remains to be generated, whatever the controller allows.
             slack=control.most.within(request.stopping.max_new_tokens).nodes,
             device=device,
-            aligned="right" if adapter.ragged == "padding" else "left",
-            recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
             bucket=1 if programs is None else programs.bucket,
         )
         if seed is None:

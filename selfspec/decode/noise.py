@@ -116,15 +116,24 @@ class Noise:
         Returns:
             `[rows, places]`.
         """
+        return (weights.double() / self.exponentials(positions, weights.shape[-1])).argmax(-1)
+
+    def exponentials(self, positions: Tensor, vocabulary: int) -> Tensor:
+        """The noise of `choose`: independent unit exponentials, `[rows, places, vocab]`, float64.
+
+        Args:
+            positions: of the tokens to choose, `[rows or 1, places]`.
+            vocabulary: number of all tokens.
+        """
         keys = torch.from_numpy(self._keys)
         if not self._on_host:
             keys = keys.pin_memory().to(self._device, non_blocking=True)
         key = _mixed(keys[:, None] + _GOLDEN * (positions + 1))
-        tokens = torch.arange(1, weights.shape[-1] + 1, device=weights.device)
+        tokens = torch.arange(1, vocabulary + 1, device=self._device)
         bits = _mixed(key[..., None] + _GOLDEN * tokens)
         # The upper 53 bits make a double in (0, 1).
         uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
-        return (weights.double() / -uniform.log()).argmax(-1)
+        return -uniform.log()
 
     def _uniform(self, purpose: int, first: int, count: int) -> Tensor:
         """`uniform`; a purpose has a second number for each place, under its own number and that of all purposes."""

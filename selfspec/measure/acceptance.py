@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.estimate import Estimate
@@ -19,11 +19,11 @@ from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.readout import Readout
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.runner import ModelRunner
 
 TEMPERATURES = (0.8, 1.0)
-# Logits of so many values are read at a time: 64 MiB in float32.
+# Logits of so many values are compared at a time: 64 MiB in float32.
 _VALUES = 2**24
 
 
@@ -51,9 +51,13 @@ class ExitFigures:
         """
         self.positions += full.shape[0]
         self.agreed += float((full.argmax(-1) == draft.argmax(-1)).sum())
+        size = max(1, _VALUES // full.shape[-1])
         for temperature in temperatures:
-            p, q = (full.float() / temperature).softmax(-1), (draft.float() / temperature).softmax(-1)
-            self.overlap[temperature] = self.overlap.get(temperature, 0.0) + float(torch.minimum(p, q).sum())
+            overlap = 0.0
+            for logits in zip(full.split(size), draft.split(size), strict=True):
+                p, q = ((each.float() / temperature).softmax(-1) for each in logits)
+                overlap += float(torch.minimum(p, q).sum())
+            self.overlap[temperature] = self.overlap.get(temperature, 0.0) + overlap
 
     @property
     def agreement(self) -> float:
@@ -142,81 +146,36 @@ def teacher_forced(
         raise PromptError("no text to measure acceptance on: give at least one sequence")
     if any(not temperature > 0 for temperature in temperatures):
         raise DraftConfigError(f"temperatures must be above 0, got {list(temperatures)}; agreement is that of 0")
-    reader = _Reader(model, adapter, drafters)
+    readout, substitutes = Readout(model, adapter), Substitutes()
+    for drafter in drafters.values():
+        drafter.check(readout.depth)
+        drafter.check_model(model, adapter)
+    exits = {name: left for name, each in drafters.items() if (left := each.leaves_at(readout.depth)) is not None}
     told = watch or Unwatched()
     told.begin(len(texts))
     measured = {name: Acceptance() for name in drafters}
     for text in texts:
         told.step("acceptance of every exit")
-        counted = {name: ExitFigures() for name in drafters}
-        for chunk in reader.read(text):
-            counted[chunk.name].add(chunk.full, chunk.draft, tuple(temperatures))
-        for name, figures in counted.items():
+        ids = text.ids.to(model.device)
+        # The logits at a position are those of the token after it.
+        judged = slice(text.prompt - 1, -1)
+        with readout.recorded(sorted({left.layer for left in exits.values()})) as states:
+            full = model(input_ids=ids, use_cache=False).logits[0, judged]
+        for name, drafter in drafters.items():
+            left = exits.get(name)
+            # Some models keep several streams of states, which their own norm alone does not make one.
+            if left is not None and states[left.layer].ndim == 3:
+                head = left.head or DraftHead()
+                draft = head.alone(readout.logits(head.adapted(states[left.layer][:, judged])))[0]
+            else:
+                cache = SharedCache.of_model(model, adapter, batch=1, limit=ids.shape[1])
+                cache.reserve(ids.shape[1])
+                runner = ModelRunner(model, adapter, cache, substitutes)
+                draft = runner.logits(drafter.path(readout.depth), ids, head=drafter.head).logits[0, judged]
+            figures = ExitFigures()
+            figures.add(full, draft, tuple(temperatures))
             measured[name].sequences.append(figures)
     return measured
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Logits of some positions, `[positions, vocab]` both."""
-
-    name: str
-    full: Tensor
-    draft: Tensor
-
-
-class _Reader:
-    """What target and drafts say at the positions of a text."""
-
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, drafters: Mapping[str, LayerPathDrafter]) -> None:
-        self._model, self._adapter, self._drafters = model, adapter, drafters
-        self._readout = Readout(model, adapter)
-        for drafter in drafters.values():
-            drafter.check(self._readout.depth)
-            drafter.check_model(model, adapter)
-        paths = {name: drafter.path(self._readout.depth) for name, drafter in drafters.items()}
-        self._exits = {name: layer for name, path in paths.items() if (layer := _exit_layer(path)) is not None}
-
-    def read(self, text: Continuation) -> Iterator[_Chunk]:
-        """Chunk by chunk and draft by draft. The logits at a position are those of the token after it."""
-        ids = text.ids.to(self._model.device)
-        judged = slice(text.prompt - 1, ids.shape[1] - 1)
-        with self._readout.recorded(sorted(set(self._exits.values()))) as states:
-            full = self._model(input_ids=ids, use_cache=False).logits[0, judged]
-        # Some models keep several streams of states, which their own norm alone does not make one.
-        read_off = {name for name, layer in self._exits.items() if states[layer].ndim == 3}
-        whole = {name: self._passed(name, ids)[judged] for name in self._drafters if name not in read_off}
-        size = max(1, _VALUES // full.shape[-1])
-        for start in range(0, full.shape[0], size):
-            chunk = slice(start, start + size)
-            for name in self._drafters:
-                if name in whole:
-                    draft = whole[name][chunk]
-                else:
-                    draft = self._left(name, states[self._exits[name]][:, judged][:, chunk])
-                yield _Chunk(name, full[chunk].float(), draft.float())
-
-    def _left(self, name: str, states: Tensor) -> Tensor:
-        """Logits of an exit, `[positions, vocab]`, from the states there, `[1, positions, hidden]`."""
-        head = self._drafters[name].head or DraftHead()
-        logits = self._readout.logits(head.adapted(states))[0]
-        return logits if head.tokens is None else head.spread(logits[:, head.tokens], logits.shape[-1])
-
-    def _passed(self, name: str, ids: Tensor) -> Tensor:
-        """Logits of a path over a whole text, `[tokens, vocab]`."""
-        cache = SharedCache(
-            depth=self._readout.depth,
-            batch=1,
-            limit=ids.shape[1],
-            slack=0,
-            device=ids.device,
-            aligned="right" if self._adapter.ragged == "padding" else "left",
-            recurrent=recurrent_layers(self._model.config) if self._adapter.recurrent else {},
-        )
-        cache.reserve(ids.shape[1])
-        drafter = self._drafters[name]
-        passes = ModelRunner(self._model, self._adapter, cache)
-        return passes.logits(drafter.path(self._readout.depth), ids, head=drafter.head).logits[0]
 
 
 def _as_text(sequence: Tensor | Continuation) -> Continuation:
@@ -227,11 +186,3 @@ def _as_text(sequence: Tensor | Continuation) -> Continuation:
             f"{list(text.ids.shape)}"
         )
     return text
-
-
-def _exit_layer(path: LayerPath) -> int | None:
-    """The exit layer of a path that leaves early; None of any other."""
-    end = path.resume_point
-    if end is None or end.part is not Part.ATTENTION:
-        return None
-    return end.layer if path == LayerPath.up_to(path.depth, Sublayer(end.layer, Part.ATTENTION)) else None

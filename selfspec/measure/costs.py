@@ -86,13 +86,7 @@ class MeasuredCosts:
         widening = max(slope, 0.0)
         # Nor does one over a single token cost next to nothing, as a steep line through wider ones may say.
         verify = max(intercept + slope, min(values) / 2) if slope > 0 else statistics.mean(values)
-        costs = Costs(
-            self.draft[name].value,
-            verify,
-            widening,
-            self.overhead[name].value,
-            rows=self.batch,
-        )
+        costs = Costs(self.draft[name].value, verify, widening, self.overhead[name].value, rows=self.batch)
         # Rows at different places are not the faster ones; where it looks so, it is noise.
         return costs if self.out_of_step is None else replace(costs, out_of_step=max(self.out_of_step.value, 1.0))
 
@@ -166,12 +160,10 @@ def measure_costs(
     }
     draft[PLAIN] = Estimate(0.0, 0.0, 0.0)
     verify = {
-        name: {
-            width: Estimate.of_median([each.verify[name][width] / each.unit for each in samples]) for width in by_width
-        }
+        name: {m: Estimate.of_median([each.verify[name][m] / each.unit for each in samples]) for m in by_width}
         for name, by_width in samples[0].verify.items()
     }
-    verify[PLAIN] = {**verify[PLAIN], 1: Estimate.of_median([1.0])}
+    verify[PLAIN][1] = Estimate.of_median([1.0])
     step_seconds = Estimate.of_median([sample.plain for sample in samples])
     overhead = {}
     for name, drafter in {PLAIN: Given(), **named}.items():
@@ -194,23 +186,10 @@ def measure_costs(
 
 
 class _Bench:
-    """Real generations of one model, timed round by round.
-
-    Args:
-        base: wraps the model.
-        prompt: `[batch, context]`.
-        temperature: 0 decodes greedily.
-        clock: seconds.
-        warm_up: rounds of each generation that are not timed.
-    """
+    """Real generations that go on from `[batch, context]` tokens, timed round by round after `warm_up` rounds."""
 
     def __init__(
-        self,
-        base: SelfSpeculative,
-        prompt: Tensor,
-        temperature: float,
-        clock: Callable[[], float],
-        warm_up: int,
+        self, base: SelfSpeculative, prompt: Tensor, temperature: float, clock: Callable[[], float], warm_up: int
     ) -> None:
         self.prompt = prompt
         self.timer = Timer(clock, prompt.device)
@@ -229,7 +208,8 @@ class _Bench:
         for _ in range(rounds):
             told.step("draft steps and target passes")
             seconds = self.timer.of(lambda: next(generation))
-            samples.append(probe.sample.with_round(seconds))
+            probe.sample.plain = seconds - probe.sample.probing
+            samples.append(probe.sample)
         generation.close()
         return samples[self._warm_up :]
 
@@ -253,13 +233,8 @@ class _Bench:
     def rest(self, drafter: Drafter, length: int, passes: float) -> float:
         """Seconds of a round beside draft and target pass (judging, committing) that the formula has not counted yet.
 
-        V counts target passes, and the formula's unit is a whole plain round: so it has counted a plain round's rest
-        V times. Plain rounds are run in turns with those that draft.
-
-        Args:
-            drafter: what drafts.
-            length: of its drafts.
-            passes: V of the round.
+        V (`passes`) counts target passes, and the formula's unit is a whole plain round: so it has counted a plain
+        round's rest V times. Plain rounds are run in turns with those that draft.
         """
         # Room for whole drafts to the last round.
         room = _ROUNDS * (length + 1) + 1

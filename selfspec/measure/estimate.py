@@ -46,11 +46,9 @@ class Estimate:
         if not samples:
             raise ValueError("no samples to take the median of")
         ordered, number = sorted(samples), len(samples)
-        rank = 1
-        while 2 * (rank + 1) <= number + 1 and _confidence(number, rank + 1) >= LEVEL:
-            rank += 1
-        median, confidence = statistics.median(ordered), _confidence(number, rank)
-        return cls(median, ordered[rank - 1], ordered[number - rank], confidence)
+        ranks = [each for each in range(1, (number + 1) // 2 + 1) if _confidence(number, each) >= LEVEL]
+        rank = max(ranks, default=1)
+        return cls(statistics.median(ordered), ordered[rank - 1], ordered[number - rank], _confidence(number, rank))
 
     @classmethod
     def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float], draws: int = 1000, seed: int = 0) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
@@ -19,7 +19,7 @@ from selfspec.measure.timing import Timer
 from selfspec.model.adapter import Adapter
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
     """What was timed before one round, in seconds, and the round.
 
@@ -28,7 +28,7 @@ class Sample:
         draft: of each draft by draft length.
         verify: target passes of each draft by the tokens they verify; `none`: from tokens on.
         probing: all of that.
-        plain: the round itself, which decodes plainly.
+        plain: the round itself, which decodes plainly; whoever times it fills it in.
     """
 
     units: list[float] = field(default_factory=list)
@@ -36,10 +36,6 @@ class Sample:
     verify: Mapping[str, dict[int, float]] = field(default_factory=dict)
     probing: float = 0.0
     plain: float = 0.0
-
-    def with_round(self, seconds: float) -> Sample:
-        """The same with the round, which took so long with the probing inside."""
-        return replace(self, plain=seconds - self.probing)
 
     @property
     def unit(self) -> float:
@@ -101,8 +97,7 @@ class Probe(Drafter):
         began = self._timer.now()
         for job in [*jobs[start:], *jobs[:start]]:
             self._time(batch, *job)
-        probing = self._timer.now() - began
-        self.sample = replace(self.sample, probing=probing)
+        self.sample.probing = self._timer.now() - began
         return batch.no_draft()
 
     def _time(self, batch: Batch, name: str, length: int) -> None:

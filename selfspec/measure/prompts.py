@@ -74,15 +74,20 @@ class Workload:
         Raises:
             PromptError: no text has a token.
         """
-        rows = max(number // batch, 1) * batch
-        chosen = [index * len(self.texts) // rows for index in range(rows)]
-        if rows > len(self.texts):
-            chosen = [index % len(self.texts) for index in range(rows)]
-        begin = _begin(tokenizer)
+        rows, texts = max(number // batch, 1) * batch, len(self.texts)
+        first: list[int] = tokenizer("a").input_ids[:1]
+        begin = first if first == [tokenizer.bos_token_id] else []
         ids = [_token_ids(tokenizer, text, context) for text in self.texts]
         if not any(ids):
             raise PromptError(f"the texts of workload {self.name!r} have no tokens; give others")
-        made = [begin + _filled(ids, index, context - len(begin)) for index in chosen]
+        made, wanted = [], context - len(begin)
+        for row in range(rows):
+            place = row % texts if rows > texts else row * texts // rows
+            tokens: list[int] = []
+            while len(tokens) < wanted:
+                tokens = ids[place % texts] + tokens
+                place -= 1
+            made.append(begin + tokens[len(tokens) - wanted :])
         return list(torch.tensor(made).split(batch))
 
 
@@ -118,16 +123,24 @@ def parse_workloads(given: str) -> list[Workload]:
         raise PromptError(f"workload {given!r} is not understood; write NAME=FILE, e.g. code=humaneval.jsonl")
     field, selected, value = selection.partition("=")
     lines = _lines(Path(file))
-    if not field:
-        return [_workload(name, file, lines)]
-    if selected:
-        return [_workload(name, file, [line for line in lines if str(line.get(field)) == value])]
-    values = dict.fromkeys(str(line[field]) for line in lines if field in line)
-    if not values:
-        raise PromptError(f"no line of {file} has a field {field!r}")
-    return [
-        _workload(f"{name}/{each}", file, [line for line in lines if str(line.get(field)) == each]) for each in values
-    ]
+    if not field or selected:
+        chosen = {name: [line for line in lines if not field or str(line.get(field)) == value]}
+    else:
+        chosen = {}
+        for line in lines:
+            if field in line:
+                chosen.setdefault(f"{name}/{line[field]}", []).append(line)
+        if not chosen:
+            raise PromptError(f"no line of {file} has a field {field!r}")
+    found = []
+    for each, said in chosen.items():
+        texts = tuple(text for text in map(_text, said) if text is not None)
+        if not texts:
+            raise PromptError(
+                f"workload {each!r}: no line of {file} that was asked for has any of {', '.join(_FIELDS)}"
+            )
+        found.append(Workload(each, texts))
+    return found
 
 
 def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
@@ -164,24 +177,15 @@ def _read(file: Path) -> str:
 def _lines(file: Path, most: int | None = None) -> list[dict[str, Any]]:
     # Not `splitlines`: a JSON string may hold other line separators than this.
     lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
-    return [_line(file, number, line) for number, line in lines[:most]]
-
-
-def _line(file: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        found = parse_json(line)
-    except ValueError as error:
-        raise PromptError(f"line {number} of {file} is no JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise PromptError(f"line {number} of {file} is no JSON object")
+    found = []
+    for number, line in lines[:most]:
+        try:
+            found.append(parse_json(line))
+        except ValueError as error:
+            raise PromptError(f"line {number} of {file} is no JSON ({error})") from error
+        if not isinstance(found[-1], dict):
+            raise PromptError(f"line {number} of {file} is no JSON object")
     return found
-
-
-def _workload(name: str, file: str, lines: Sequence[dict[str, Any]]) -> Workload:
-    texts = tuple(text for text in map(_text, lines) if text is not None)
-    if not texts:
-        raise PromptError(f"workload {name!r}: no line of {file} that was asked for has any of {', '.join(_FIELDS)}")
-    return Workload(name, texts)
 
 
 def _text(line: dict[str, Any]) -> Text | None:
@@ -193,22 +197,8 @@ def _text(line: dict[str, Any]) -> Text | None:
     return None
 
 
-def _begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    first: list[int] = tokenizer("a").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: Text, context: int) -> list[int]:
     # Long documents need not be read whole.
     part = text.text[: 16 * context] if text.whole else text.text
     ids: list[int] = tokenizer(part, add_special_tokens=False).input_ids
     return ids[:context] if text.whole else ids
-
-
-def _filled(texts: Sequence[list[int]], index: int, context: int) -> list[int]:
-    tokens: list[int] = []
-    place = index
-    while len(tokens) < context:
-        tokens = texts[place % len(texts)] + tokens
-        place -= 1
-    return tokens[len(tokens) - context :]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.layer_call import hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
@@ -35,21 +37,15 @@ class Readout:
         """The states `[batch, tokens, hidden]` at each exit, filled in as passes run inside the `with` block."""
         states: dict[int, Tensor] = {}
 
-        def recorder(exit_layer: int) -> Any:
-            def record(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                states[exit_layer] = args[0] if args else kwargs["hidden_states"]
+        def record(exit_layer: int, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[exit_layer] = hidden_states(args, kwargs)
 
-            return record
-
-        hooks = [
-            self._layers[exit_layer].register_forward_pre_hook(recorder(exit_layer), with_kwargs=True)
-            for exit_layer in exits
-        ]
-        try:
+        with ExitStack() as hooks:
+            for each in exits:
+                hooks.enter_context(
+                    self._layers[each].register_forward_pre_hook(partial(record, each), with_kwargs=True)
+                )
             yield states
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def logits(self, states: Tensor) -> Tensor:
         """The model's own norm and head, and whatever it does to logits, over states of any layer.
@@ -60,7 +56,7 @@ class Readout:
         Returns:
             `[batch, tokens, vocab]`.
         """
-        tokens = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+        tokens = torch.zeros(states.shape[-3:-1], dtype=torch.long, device=states.device)
         self._head.enter(ExactStates(states))
         logits: Tensor = self._head.module(input_ids=tokens, use_cache=False).logits
         self._head.enter(None)

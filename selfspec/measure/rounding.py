@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,32 +23,50 @@ _MOST_CLOSE_CALLS = 0.5
 _TF32_EPS = 2.0**-10
 
 
-@dataclass(frozen=True)
 class Bound:
     """What rounding explains, as measured on this model, device and dtype; all in logits.
 
-    The model's passes over one token are compared with its passes over several, on the reference texts. At each
-    position the largest difference over the vocabulary counts.
+    The model's passes over one token are compared with its passes over several, on reference texts. At each position
+    the largest difference over the vocabulary counts.
+
+    Args:
+        widths: tokens of a pass to compare with one.
 
     Attributes:
-        widths: tokens of a pass that were compared with one.
-        positions: compared.
-        largest: the largest difference of any logit.
-        quantile: the 0.99 quantile over positions of the largest difference.
-        gap_largest: the largest change of the gap between the two likeliest tokens.
-        gap_quantile: its 0.99 quantile.
+        widths: as given.
         rounding: what rounding the largest logit once may change. The bound is never taken to be less.
-        gaps: the gap between the two likeliest tokens at each position of the reference texts.
+        moved: the largest difference of any logit, at each position compared.
+        gap_moved: the change of the gap between the two likeliest tokens there.
+        gaps: that gap itself, at each position of the texts.
     """
 
-    widths: tuple[int, ...]
-    positions: int
-    largest: float
-    quantile: float
-    gap_largest: float
-    gap_quantile: float
-    rounding: float
-    gaps: tuple[float, ...]
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        self.widths = widths
+        self.rounding = 0.0
+        self.moved, self.gap_moved, self.gaps = torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def measure(self, model: PreTrainedModel, reference: Reference) -> None:
+        """Take a text into account."""
+        single = reference.logits.float()
+        likeliest = single.topk(2, -1).indices
+        gap = _gap(single, likeliest)
+        self.gaps = torch.cat([self.gaps, gap.cpu()])
+        largest = single.nan_to_num(0, 0, 0).abs().max().item()
+        self.rounding = max(self.rounding, _precision(reference.logits) * largest)
+        for width in self.widths:
+            several = blockwise_logits(model, reference.prompt, reference.tokens, width).float()
+            self.moved = torch.cat([self.moved, largest_difference(several, single).cpu()])
+            self.gap_moved = torch.cat([self.gap_moved, (_gap(several, likeliest) - gap).abs().cpu()])
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of any logit."""
+        return self.moved.max().item()
+
+    @property
+    def gap_largest(self) -> float:
+        """The largest change of the gap between the two likeliest tokens."""
+        return self.gap_moved.max().item()
 
     @property
     def near_tie(self) -> float:
@@ -64,7 +81,7 @@ class Bound:
     @property
     def close_calls(self) -> int:
         """Positions of the reference texts at which the two likeliest tokens are nearly tied."""
-        return sum(gap <= self.near_tie for gap in self.gaps)
+        return int((self.gaps.double() <= self.near_tie).sum())
 
     @property
     def is_rounding(self) -> bool:
@@ -76,59 +93,17 @@ class Bound:
         """All of it, ready for JSON."""
         return {
             "widths": list(self.widths),
-            "positions": self.positions,
+            "positions": len(self.moved),
             "logits_largest": self.largest,
-            "logits_quantile_99": self.quantile,
+            "logits_quantile_99": self.moved.quantile(_QUANTILE).item(),
             "gap_change_largest": self.gap_largest,
-            "gap_change_quantile_99": self.gap_quantile,
+            "gap_change_quantile_99": self.gap_moved.quantile(_QUANTILE).item(),
             "rounding": self.rounding,
             "near_tie": self.near_tie,
             "most_off": self.most_off,
             "close_calls": self.close_calls,
             "reference_positions": len(self.gaps),
         }
-
-
-@dataclass
-class RoundingMeter:
-    """Measures one reference text after the other.
-
-    Attributes:
-        widths: tokens of a pass to compare with one.
-    """
-
-    widths: tuple[int, ...]
-    _moved: list[Tensor] = field(default_factory=list)
-    _gap_moved: list[Tensor] = field(default_factory=list)
-    _gaps: list[Tensor] = field(default_factory=list)
-    _rounding: float = 0.0
-
-    def measure(self, model: PreTrainedModel, reference: Reference) -> None:
-        """Take a text into account."""
-        single = reference.logits.float()
-        likeliest = single.topk(2, -1).indices
-        gap = _gap(single, likeliest)
-        self._gaps.append(gap)
-        largest = single.nan_to_num(0, 0, 0).abs().max().item()
-        self._rounding = max(self._rounding, _precision(reference.logits) * largest)
-        for width in self.widths:
-            several = blockwise_logits(model, reference.prompt, reference.tokens, width).float()
-            self._moved.append(largest_difference(several, single))
-            self._gap_moved.append((_gap(several, likeliest) - gap).abs())
-
-    def bound(self) -> Bound:
-        """What was measured over all texts."""
-        moved, gap_moved = torch.cat(self._moved), torch.cat(self._gap_moved)
-        return Bound(
-            widths=self.widths,
-            positions=len(moved),
-            largest=moved.max().item(),
-            quantile=moved.quantile(_QUANTILE).item(),
-            gap_largest=gap_moved.max().item(),
-            gap_quantile=gap_moved.quantile(_QUANTILE).item(),
-            rounding=self._rounding,
-            gaps=tuple(torch.cat(self._gaps).tolist()),
-        )
 
 
 def widths_of(draft_length: int) -> tuple[int, ...]:

@@ -224,6 +224,17 @@ def test_a_choice_depends_on_its_place_alone() -> None:
         assert torch.equal(alone, block[:, index : index + 1])
 
 
+@pytest.mark.parametrize(("times", "turned"), [(0.999, False), (1.001, True)])
+def test_exponentials_say_how_much_more_a_token_would_need_to_be_chosen(times: float, turned: bool) -> None:
+    noise, positions = Noise(5, range(4), CPU), torch.arange(30)[None]
+    logits = torch.randn(4, 30, 7, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    best = (logits - noise.exponentials(positions, 7).log()).topk(2, -1)
+    gap, other = best.values[..., :1] - best.values[..., 1:], best.indices[..., 1:]
+    raised = logits.scatter_add(-1, other, times * gap)
+    chosen = noise.choose(raised.exp(), positions)
+    assert torch.equal(chosen, best.indices[..., 1 if turned else 0])
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(2, 20), st.integers(0, 2**32))
 def test_alike_distributions_choose_alike_as_often_as_is_known(vocab: int, seed: int) -> None:

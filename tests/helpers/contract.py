@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers.bench import Bench
 from helpers.snapshot import Snapshot
-from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.adapter import Adapter
@@ -127,15 +127,7 @@ def _replace(module: nn.Module, by: str) -> Any:
 
 
 def _cache(subject: Subject) -> SharedCache:
-    return SharedCache(
-        subject.depth,
-        subject.batch,
-        limit=PAST + BLOCK + 1,
-        slack=BLOCK,
-        device=torch.device("cpu"),
-        aligned="right" if subject.adapter.ragged == "padding" else "left",
-        recurrent=recurrent_layers(subject.model.config) if subject.adapter.recurrent else {},
-    )
+    return SharedCache.of_model(subject.model, subject.adapter, subject.batch, limit=PAST + BLOCK + 1, slack=BLOCK)
 
 
 def bench_of(subject: Subject) -> Bench:

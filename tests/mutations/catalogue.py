@@ -359,7 +359,7 @@ CATALOGUE = (
     ),
     Mutation(
         "all rows of a coupled generation draw with the same noise",
-        "Noise.choose",
+        "Noise.exponentials",
         "keys[:, None]",
         "keys[:1, None]",
         (_ROWS,),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -21,43 +21,25 @@ from transformers.masking_utils import (
 )
 
 
-class ExactContext(Cache):
-    """Keeps what the first pass leaves; every later pass sees that before its own keys and values.
+def exact_context(depth: int) -> Cache:
+    """Return a cache that keeps what the first pass leaves; every later pass sees that before its own.
+
+    Positions and masks of all passes must be given.
 
     Args:
         depth: number of layers.
     """
-
-    def __init__(self, depth: int) -> None:
-        super().__init__(layers=[_ContextLayer() for _ in range(depth)])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are always given."""
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0: masks of later passes are always given."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Of the first pass, which sees itself alone."""
-        return query_length, 0
+    return Cache(layers=[_ContextLayer() for _ in range(depth)])
 
 
-class _ContextLayer(CacheLayerMixin):
-    is_sliding = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states, value_states
-        self.is_initialized = True
-
+class _ContextLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys and values, `[batch, heads, tokens, head_dim]`: those of the text, then the pass's own.
 
         The rows of a later pass may be several times those of the text.
         """
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
         times = key_states.shape[0] // self.keys.shape[0]
         return (
@@ -65,14 +47,9 @@ class _ContextLayer(CacheLayerMixin):
             torch.cat([self.values.repeat(times, 1, 1, 1), value_states], 2),
         )
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
     def get_seq_length(self) -> int:
+        """0: nothing counts on from the text."""
         return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def draft_masks(config: PreTrainedConfig, length: int, reach: int, dtype: torch.dtype, device: torch.device) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +12,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.measure.teacher_forced.context import ExactContext, draft_masks
+from selfspec.measure.readout import Readout
+from selfspec.measure.teacher_forced.context import draft_masks, exact_context
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.layer_call import hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.view import replaced, view_with_layers
+from selfspec.runtime.pass_function import model_inputs
+from selfspec.runtime.runner import takes_positions
 
 Parts = frozenset[Part]
 """The sublayers of one layer that a path runs."""
@@ -36,20 +39,20 @@ def parts_run(path: LayerPath) -> tuple[Parts, ...]:
 
 
 @dataclass(frozen=True)
-class _View:
-    """A view of the model that runs (parts of) one layer on given states.
+class _Watched:
+    """A view of the model that keeps what enters and leaves some of its layers.
 
     Attributes:
-        gated: the view.
-        left: holds what the layer gave in the last pass.
+        module: the view.
+        seen: what entered and left each of these layers in the last pass.
     """
 
-    gated: GatedModel
-    left: list[Tensor]
+    module: nn.Module
+    seen: dict[int, tuple[Tensor, Tensor]]
 
 
 class LayerViews:
-    """Views of a model's single layers and of its head, made once for each.
+    """Views of a model's single layers, made once for each, and its norm and head.
 
     Args:
         model: the stock causal LM. It is neither changed nor copied.
@@ -67,67 +70,28 @@ class LayerViews:
             )
         self.model = model
         self.adapter = adapter
-        self.depth = len(adapter.decoder_layers(model))
-        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-        self._layers: dict[tuple[int, Parts], _View] = {}
-        self._heads: dict[tuple[int, DraftHead | None], GatedModel] = {}
+        self.readout = Readout(model, adapter)
+        self.depth = self.readout.depth
+        self.takes_positions = takes_positions(model)
+        self._layers: dict[tuple[int, Parts], tuple[GatedModel, _Watched]] = {}
 
-    @property
-    def base(self) -> str:
-        """The attribute of the model that holds all but its head."""
-        return self.adapter.path(self.model)[0]
-
-    def layer(self, index: int, parts: Parts) -> _View:
-        """Return a view that runs some parts of one layer and passes through all others."""
+    def layer(self, index: int, parts: Parts) -> tuple[GatedModel, _Watched]:
+        """Return what runs some parts of one layer and passes through all others, and its view."""
         if (index, parts) not in self._layers:
             runs = {Sublayer(index, part) for part in parts}
             first = Sublayer(index, Part.ATTENTION)
             left_out = [each for each in sublayers(self.depth) if each >= first and each not in runs]
             gated = GatedModel(self.model, self.adapter, LayerPath.without(self.depth, left_out).resumed_at(first))
-            left: list[Tensor] = []
-            gated.module = self._recording(gated.module, {index: left})
-            self._layers[index, parts] = _View(gated, left)
+            self._layers[index, parts] = gated, self.watched(gated.module, [index])
         return self._layers[index, parts]
 
-    def head(self, layer: int, head: DraftHead | None) -> GatedModel:
-        """Return a view that reads states entering a layer: with a draft's own head, or the model's norm and head."""
-        if (layer, head) not in self._heads:
-            first = Sublayer(layer, Part.ATTENTION)
-            gated = GatedModel(self.model, self.adapter, LayerPath.up_to(self.depth, first).resumed_at(first))
-            if head is not None:
-                head.install(gated.module, self.model, self.adapter.decoder_layers(gated.module)[layer])
-            self._heads[layer, head] = gated
-        return self._heads[layer, head]
-
-    def recording_all(self) -> _Recorded:
-        """Return a view of the whole model that keeps what every layer gives."""
-        outputs: list[list[Tensor]] = [[] for _ in range(self.depth)]
-        inputs: list[Tensor] = []
-        module = self._recording(self.model, dict(enumerate(outputs)), inputs)
-        return _Recorded(module, inputs, outputs)
-
-    def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Return the arguments that all passes share."""
-        placed = {"position_ids": positions} if self._takes_positions else {}
-        return {**placed, "input_ids": ids, "return_dict": True}
-
-    def _recording(
-        self, module: nn.Module, into: dict[int, list[Tensor]], entering: list[Tensor] | None = None
-    ) -> nn.Module:
-        layers: list[nn.Module] = [
-            replaced(layer, partial(_record, layer, into[index], entering if index == 0 else None))
-            if index in into
-            else layer
-            for index, layer in enumerate(self.adapter.decoder_layers(module))
-        ]
-        return view_with_layers(module, self.adapter.path(self.model), layers)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    module: nn.Module
-    inputs: list[Tensor]
-    outputs: list[list[Tensor]]
+    def watched(self, module: nn.Module, layers: Sequence[int]) -> _Watched:
+        """Return a view of the model, or of a view of it, that keeps what enters and leaves some layers."""
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+        found = self.adapter.decoder_layers(module)
+        for index in layers:
+            found[index] = replaced(found[index], partial(_watched, found[index], index, seen))
+        return _Watched(view_with_layers(module, self.adapter.path(self.model), found), seen)
 
 
 class TeacherForcedText:
@@ -153,17 +117,18 @@ class TeacherForcedText:
         self.reach = reach
         self.passes = 0
         length = ids.shape[1]
-        positions = torch.arange(length, device=ids.device)[None]
-        self._context = ExactContext(views.depth)
-        recorded = views.recording_all()
-        output = recorded.module(
-            **views.inputs(ids, positions), past_key_values=self._context, use_cache=True, attention_mask=None
-        )
-        self.states = [recorded.inputs[0], *(outputs[0] for outputs in recorded.outputs)]
-        self.logits: Tensor = output.logits[:, first - 1 : -1]
+        self._context = exact_context(views.depth)
+        self._masks: Any = None
+        whole = views.watched(views.model, range(views.depth))
+        self.logits: Tensor = whole.module(**self._inputs(ids)).logits[:, first - 1 : -1]
+        self.states = [whole.seen[0][0], *(whole.seen[layer][1] for layer in range(views.depth))]
         config = views.model.config.get_text_config(decoder=True)
         self._masks = draft_masks(config, length, reach, self.states[0].dtype, ids.device)
-        self._inputs = views.inputs(ids.repeat(1, reach), positions.repeat(1, reach))
+
+    def _inputs(self, ids: Tensor, copies: int = 1) -> dict[str, Any]:
+        positions = torch.arange(self._ids.shape[1], device=ids.device).repeat(copies)[None]
+        inputs = model_inputs(ids, positions if self._views.takes_positions else None, self._masks)
+        return {**inputs, "past_key_values": self._context}
 
     @property
     def drafted(self) -> int:
@@ -188,43 +153,31 @@ class TeacherForcedText:
         """
         if not parts:
             return hidden
-        view = self._views.layer(layer, parts)
+        gated, view = self._views.layer(layer, parts)
         times = hidden.shape[-3] // self._ids.shape[0]
-        inputs = {**self._inputs, "input_ids": self._inputs["input_ids"].repeat(times, 1)}
-        view.gated.enter(ExactStates(hidden))
-        base = view.gated.module.get_submodule(self._views.base)
-        base(**inputs, past_key_values=self._context, use_cache=True, attention_mask=self._masks)
-        view.gated.leave()
+        gated.enter(ExactStates(hidden))
+        base = view.module.get_submodule(self._views.adapter.path(self._views.model)[0])
+        base(**self._inputs(self._ids.repeat(times, self.reach), self.reach))
+        gated.leave()
         self.passes += hidden.shape[-2] * times * self._ids.shape[0]
-        return view.left.pop()
+        return view.seen.pop(layer)[1]
 
     @torch.no_grad()
-    def read(self, hidden: Tensor, layer: int | None = None, head: DraftHead | None = None) -> Tensor:
+    def read(self, hidden: Tensor, head: DraftHead | None = None) -> Tensor:
         """Return the logits of every drafted token.
 
         Args:
             hidden: states of draft steps, `[texts, reach * tokens, hidden]`.
-            layer: where they would have entered; None: behind the last.
             head: what reads them; None: the model's own norm and head.
 
         Returns:
             `[reach, texts, drafted tokens, vocab]`; -inf at tokens the head cannot draft. In copy k the first k of the
             drafted tokens mean nothing.
         """
-        length = self._ids.shape[1]
-        copies = hidden.unflatten(-2, (self.reach, length))[..., self.first - 1 : -1, :].flatten(-3, -2)
-        # Only an adapter depends on where the states enter.
-        entered = 0 if layer is None or head is None or head.adapter is None else layer
-        view = self._views.head(entered, head)
-        view.enter(ExactStates(copies))
-        ids = self._inputs["input_ids"][:, : copies.shape[-2]]
-        positions = torch.zeros(1, ids.shape[1], dtype=torch.long, device=ids.device)
-        logits = view.module(**self._views.inputs(ids, positions), use_cache=False).logits
-        view.leave()
-        if head is not None:
-            logits = head.spread(logits, self._views.model.get_output_embeddings().weight.shape[0])
-        apart: Tensor = logits.unflatten(1, (self.reach, self.drafted)).transpose(0, 1)
-        return apart
+        copies = hidden.unflatten(-2, (self.reach, -1))[..., self.first - 1 : -1, :].flatten(-4, -3)
+        reading = head or DraftHead()
+        logits = reading.alone(self._views.readout.logits(reading.adapted(copies)))
+        return logits.unflatten(0, (-1, self.reach)).transpose(0, 1)
 
     def check(self) -> None:
         """Check that this architecture can be judged: the whole network, read as a draft, must say what the model says.
@@ -238,8 +191,7 @@ class TeacherForcedText:
         said = self.read(hidden)
         off = max(
             (said[copy, :, copy:] - self.logits[:, copy:]).abs().max().item()
-            for copy in range(self.reach)
-            if copy < self.drafted
+            for copy in range(min(self.reach, self.drafted))
         )
         if not off <= _ROUNDING.get(said.dtype, 1e-2) * max(1.0, self.logits.abs().max().item()):
             raise UnsupportedModelError(
@@ -248,11 +200,9 @@ class TeacherForcedText:
             )
 
 
-def _record(
-    layer: Callable[..., Any], into: list[Tensor], entering: list[Tensor] | None, *args: Any, **kwargs: Any
+def _watched(
+    layer: Callable[..., Any], index: int, seen: dict[int, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
 ) -> Any:
-    if entering is not None:
-        entering.append(args[0] if args else kwargs["hidden_states"])
     output = layer(*args, **kwargs)
-    into.append(output[0] if isinstance(output, tuple) else output)
+    seen[index] = (hidden_states(args, kwargs), output[0] if isinstance(output, tuple) else output)
     return output

@@ -9,9 +9,9 @@ from itertools import groupby
 from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.measure.teacher_forced.passes import NOTHING, WHOLE, Parts, TeacherForcedText, parts_run
+from selfspec.measure.teacher_forced.passes import WHOLE, Parts, TeacherForcedText, parts_run
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import LayerPath
+from selfspec.model.layer_path import LayerPath, Part
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class DraftPath:
                 "drafts in fewer bits cannot be teacher-forced; leave them out, or measure them with selfspec bench"
             )
 
-    @property
-    def exit_layer(self) -> int:
-        """The layer behind the last that runs."""
-        return max((layer + 1 for layer, parts in enumerate(parts_run(self.path)) if parts), default=0)
-
 
 def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tuple[int, Tensor]]:
     """Read a text along many draft paths, in an order that shares the most work.
@@ -54,14 +49,14 @@ def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tu
     Yields:
         The number of a path, and its logits of every drafted token as `TeacherForcedText.read` gives them.
     """
-    ways = sorted((tuple(map(_order, parts_run(each.path))), number) for number, each in enumerate(paths))
+    ways = sorted((tuple(map(sorted, parts_run(each.path))), number) for number, each in enumerate(paths))
     yield from _visit(text, paths, ways, 0, None)
 
 
 def _visit(
     text: TeacherForcedText,
     paths: Sequence[DraftPath],
-    ways: Sequence[tuple[tuple[tuple[int, ...], ...], int]],
+    ways: Sequence[tuple[tuple[list[Part], ...], int]],
     layer: int,
     hidden: Tensor | None,
 ) -> Iterator[tuple[int, Tensor]]:
@@ -69,21 +64,12 @@ def _visit(
     if layer == paths[ways[0][1]].path.depth:
         last = text.exact(layer) if hidden is None else hidden
         for _, number in ways:
-            each = paths[number]
             # An exit head reads behind the last layer that runs; nothing after that changed the states.
-            yield number, text.read(last, each.exit_layer, each.head)
+            yield number, text.read(last, paths[number].head)
         return
     for way, group in groupby(ways, key=lambda each: each[0][layer]):
-        parts: Parts = frozenset(part for part in WHOLE if part in way)
-        states: Tensor | None
-        if parts == WHOLE and hidden is None:
-            states = None
-        elif parts == NOTHING and hidden is not None:
-            states = hidden
-        else:
+        parts: Parts = frozenset(way)
+        states = None
+        if hidden is not None or parts != WHOLE:
             states = text.run(layer, parts, text.exact(layer) if hidden is None else hidden)
         yield from _visit(text, paths, list(group), layer + 1, states)
-
-
-def _order(parts: Parts) -> tuple[int, ...]:
-    return tuple(sorted(parts))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.measure.rounding import RoundingMeter, tie_gap, widths_of
+from selfspec.measure.rounding import Bound, tie_gap, widths_of
 from selfspec.measure.stock import bare, read_reference, stepwise_logits
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -84,12 +84,12 @@ def compare(model: PreTrainedModel, pairs: Sequence[Pair]) -> TextAgreement:
     whole = all(len(pair.expected) == len(pair.found) for pair in parted)
     if not parted or not whole or model.dtype not in _HALF:
         return TextAgreement(len(pairs), equal)
-    meter = RoundingMeter(widths_of(_BLOCK))
+    bound = Bound(widths_of(_BLOCK))
     stock = bare(model)
     stock.generation_config.eos_token_id = None
     for pair in parted:
-        meter.measure(model, read_reference(stock, pair.prompt, len(pair.expected)))
-    return TextAgreement(len(pairs), equal, max(_gap(model, pair) for pair in parted), meter.bound().near_tie)
+        bound.measure(model, read_reference(stock, pair.prompt, len(pair.expected)))
+    return TextAgreement(len(pairs), equal, max(_gap(model, pair) for pair in parted), bound.near_tie)
 
 
 def _gap(model: PreTrainedModel, pair: Pair) -> float:

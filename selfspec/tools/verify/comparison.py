@@ -8,10 +8,7 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
-
-from selfspec.measure.rounding import Bound, largest_difference, tie_gap
-from selfspec.measure.stock import Reference
+from selfspec.measure.rounding import Bound
 
 
 class Check(StrEnum):
@@ -58,38 +55,43 @@ class Divergence:
 
 
 @dataclass
-class ComparedTexts:
-    """Texts compared with the model's own, each until it parts, if it does.
+class Comparison:
+    """Texts compared with the model's own.
 
     Attributes:
         check: what is compared.
         draft: which draft.
-        rule: which acceptance rule.
+        rule: which acceptance rule; None where nothing is accepted or rejected.
         texts: how many.
         tokens: compared, of all texts.
-        divergences: at most one for each text.
+        divergences: where they part.
     """
 
     check: Check
     draft: str
-    rule: str
+    rule: str | None = None
     texts: int = 0
     tokens: int = 0
     divergences: list[Divergence] = field(default_factory=list)
 
     @property
     def equal_texts(self) -> int:
-        """Texts without any difference."""
+        """Texts without any difference, where each is compared until it parts."""
         return self.texts - len(self.divergences)
 
+    @property
+    def equal_tokens(self) -> int:
+        """Tokens that are the model's own."""
+        return self.tokens - len(self.divergences)
+
     def add(self, prompt: int, expected: Sequence[int], found: Sequence[int], gap: Callable[[int], float]) -> None:
-        """Compare one more text, token by token.
+        """Compare one more text, token by token: until it parts, or where the text is forced, to the end.
 
         Args:
             prompt: index of the prompt.
             expected: the model's own new tokens.
             found: those to compare.
-            gap: asked for the gap at the index where they part, if both have a token there.
+            gap: asked for the gap at an index where they differ, if both have a token there.
         """
         self.texts += 1
         for position, (own, other) in enumerate(zip_longest(expected, found)):
@@ -99,48 +101,9 @@ class ComparedTexts:
                 self.divergences.append(
                     Divergence(self.check, self.draft, self.rule, prompt, position, own, other, tie)
                 )
-                return
+                if self.check is not Check.TEACHER_FORCED:
+                    return
 
     def to_dict(self) -> dict[str, int]:
         """Counts, ready for JSON. Divergences are listed by the report."""
         return {"texts": self.texts, "equal_texts": self.equal_texts, "tokens": self.tokens}
-
-
-@dataclass
-class ForcedTexts:
-    """The model's own texts, read through selfspec's passes.
-
-    Attributes:
-        draft: which draft.
-        positions: compared.
-        divergences: positions whose likeliest token is not the text's.
-        off: the largest difference of any logit from the stock model's one-token passes.
-    """
-
-    draft: str
-    positions: int = 0
-    divergences: list[Divergence] = field(default_factory=list)
-    off: float = 0.0
-
-    def add(self, prompt: int, reference: Reference, logits: Tensor) -> None:
-        """Compare one more text.
-
-        Args:
-            prompt: index of the prompt.
-            reference: the text.
-            logits: of its new tokens by selfspec's passes, `[new tokens, vocab]`.
-        """
-        self.positions += len(reference.tokens)
-        logits = logits.float()
-        self.off = max(self.off, largest_difference(logits, reference.logits.float()).max().item())
-        for position, (own, other) in enumerate(zip(reference.tokens, logits.argmax(-1).tolist(), strict=True)):
-            if own != other:
-                tie = tie_gap(reference.logits[position], own, other)
-                self.divergences.append(
-                    Divergence(Check.TEACHER_FORCED, self.draft, None, prompt, position, own, other, tie)
-                )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Counts, ready for JSON. Divergences are listed by the report."""
-        equal = self.positions - len(self.divergences)
-        return {"positions": self.positions, "equal_positions": equal, "logits_off": self.off}

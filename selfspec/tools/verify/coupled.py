@@ -2,58 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from selfspec.api import SelfSpeculative
 from selfspec.decode.noise import Noise
 from selfspec.measure.progress import Watch
 from selfspec.measure.stock import stepwise_logits
-from selfspec.tools.verify.comparison import Check, ComparedTexts
-from selfspec.tools.verify.drafts import DraftUnderTest
+from selfspec.tools.verify.comparison import Check, Comparison
 from selfspec.tools.verify.settings import Settings
-
-# Enough halvings to find a gap of any size to the last bit that matters.
-_WIDEST_GAP = 1000.0
-_HALVINGS = 60
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """All prompts as one, left-padded: rows then advance by different amounts.
-
-    Attributes:
-        input_ids: `[prompts, longest]`.
-        mask: 1 for tokens, 0 for padding, of the same shape.
-    """
-
-    input_ids: Tensor
-    mask: Tensor
-
-    @classmethod
-    def of(cls, prompts: Sequence[Tensor]) -> _Batch:
-        longest = max(prompt.shape[1] for prompt in prompts)
-        padded = [torch.nn.functional.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
-        masks = [torch.nn.functional.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
-        return cls(torch.cat(padded), torch.cat(masks))
+from selfspec.tools.verify.texts import sampled_texts
 
 
 def check_coupled(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
-    tested: Sequence[DraftUnderTest],
+    tested: Mapping[str, SelfSpeculative],
     settings: Settings,
     watch: Watch,
-) -> dict[str, dict[str, ComparedTexts]]:
+) -> dict[str, dict[str, Comparison]]:
     """Sample from all prompts, each `[1, prompt]`, in one batch, plainly and with every draft, and compare.
 
     Args:
         model: the stock model.
         prompts: where the texts begin.
-        tested: what samples, plain decoding first.
+        tested: what samples, by draft, plain decoding first.
         settings: rules, lengths and seed.
         watch: is told of the steps.
 
@@ -63,65 +41,32 @@ def check_coupled(
     Raises:
         NonFiniteLogitsError: logits became NaN or infinite.
     """
-    batch = _Batch.of(prompts)
-    plain, *drafting = tested
-    agreed: dict[str, dict[str, ComparedTexts]] = {each.name: {} for each in drafting}
+    rows = [prompt[0] for prompt in prompts]
+    # Of different lengths, so that rows advance by different amounts.
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    compared: dict[str, dict[str, Comparison]] = {name: {} for name in tested}
     for rule in settings.coupled_rules:
-        watch.step(f"{rule} sampling: plain decoding")
-        expected = _sampled(plain, batch, rule, settings)
-        for each in drafting:
-            watch.step(f"{rule} sampling: {each.name}")
-            found = _sampled(each, batch, rule, settings)
-            compared = agreed[each.name][rule] = ComparedTexts(Check.COUPLED, each.name, rule)
-            for row, (own, other) in enumerate(zip(expected, found, strict=True)):
-
-                def gap(index: int, row: int = row, own: list[int] = own, other: list[int] = other) -> float:
-                    return _gap(model, prompts[row], row, own[: index + 1], other[index], settings.seed)
-
-                compared.add(row, own, other, gap)
-    return agreed
+        texts = {}
+        for name, spec in tested.items():
+            watch.step(f"{rule} sampling: {name}")
+            texts[name] = sampled_texts(spec, ids, rule, settings.max_new_tokens, seed=settings.seed, mask=mask)
+        plain, *drafting = texts.items()
+        for name, found in drafting:
+            compared[name][rule] = comparison = Comparison(Check.COUPLED, name, rule)
+            for row, (own, other) in enumerate(zip(plain[1], found, strict=True)):
+                comparison.add(row, own, other, partial(_gap, model, prompts[row], row, own, other, settings.seed))
+    return compared
 
 
-def _sampled(tested: DraftUnderTest, batch: _Batch, rule: str, settings: Settings) -> list[list[int]]:
-    output = tested.spec.generate(
-        batch.input_ids,
-        batch.mask,
-        max_new_tokens=settings.max_new_tokens,
-        do_sample=True,
-        # At temperature 1 gaps are in logits, and no filter takes a token away.
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        seed=settings.seed,
-        accept=rule,
-    )
-    start = batch.input_ids.shape[1]
-    return [new[:length] for new, length in zip(output.sequences[:, start:].tolist(), output.lengths, strict=True)]
+def _gap(
+    model: PreTrainedModel, prompt: Tensor, row: int, own: Sequence[int], other: Sequence[int], seed: int, index: int
+) -> float:
+    """What a logit would have to rise by, for the noise of the place to choose the other of the tokens at an index.
 
-
-def _gap(model: PreTrainedModel, prompt: Tensor, row: int, own: list[int], other: int, seed: int) -> float:
-    """What the logit of one of two tokens would have to rise by, for the noise of the place to choose the other.
-
-    Args:
-        model: the stock model, whose one-token passes say how likely the two are.
-        prompt: `[1, prompt]`.
-        row: of the batch, which the noise depends on.
-        own: new tokens up to the one in question.
-        other: the token in its place.
-        seed: of the noise.
+    How likely they are is what the stock model's one-token passes say. The noise is that of a row of the batch.
     """
-    p = stepwise_logits(model, prompt, own)[-1].float().softmax(-1).double()
-    noise = Noise(seed, [row], prompt.device)
-    position = torch.tensor([[prompt.shape[1] + len(own) - 1]], device=prompt.device)
-
-    def other_wins(raised: float) -> bool:
-        weights = torch.zeros(1, 1, len(p), dtype=p.dtype, device=p.device)
-        weights[0, 0, own[-1]] = p[own[-1]] * torch.tensor(-raised / 2).double().exp()
-        weights[0, 0, other] = p[other] * torch.tensor(raised / 2).double().exp()
-        return int(noise.choose(weights, position).item()) == other
-
-    low, high = -_WIDEST_GAP, _WIDEST_GAP
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if other_wins(middle) else (middle, high)
-    return abs(high)
+    logits = stepwise_logits(model, prompt, own[: index + 1])[-1].double()
+    position = torch.tensor([[prompt.shape[1] + index]], device=prompt.device)
+    race = logits - Noise(seed, [row], prompt.device).exponentials(position, len(logits))[0, 0].log()
+    return abs((race[own[index]] - race[other[index]]).item())

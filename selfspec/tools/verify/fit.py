@@ -6,15 +6,16 @@ Pearson's chi-square against a distribution known up to rounding, and Holm's pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from selfspec.api import SelfSpeculative
 from selfspec.measure.progress import Watch
-from selfspec.tools.verify.drafts import DraftUnderTest
 from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place
 from selfspec.tools.verify.settings import Settings
+from selfspec.tools.verify.texts import sampled_texts
 
 # Rounding may move a probability twice as far as it was seen to; the statistic has squares.
 _SAFETY = 4
@@ -50,88 +51,64 @@ class Fit:
     p_value: float
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A test to be made: what draws, under which rule, and which of the places it draws at."""
+def check_fits(
+    tested: Mapping[str, SelfSpeculative], places: Sequence[Place], settings: Settings, watch: Watch
+) -> list[Fit]:
+    """Test what every draft draws under every rule, at the places in turn.
 
-    tested: DraftUnderTest
-    rule: str
-    turn: int
-
-
-def check_fits(trials: Sequence[Trial], places: Sequence[Place], settings: Settings, watch: Watch) -> tuple[Fit, ...]:
-    """Draw what each trial draws, at the places in turn, and test it.
+    Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
 
     Args:
-        trials: a step each.
+        tested: what draws, by draft.
         places: where.
         settings: rules, samples and seed.
-        watch: is told of the steps.
+        watch: is told of the steps, one for each test.
 
     Raises:
         NonFiniteLogitsError: logits became NaN or infinite.
     """
-    seeds = torch.Generator().manual_seed(settings.seed)
-    fits = []
-    for trial in trials:
-        watch.step(f"sampling, {trial.rule}: {trial.tested.name}")
-        fits.append(_fit(trial, places[trial.turn % len(places)], settings.samples, seeds))
-    return tuple(fits)
-
-
-def trials_of(tested: Sequence[DraftUnderTest], settings: Settings) -> list[Trial]:
-    """Every draft under every rule.
-
-    Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
-    """
     plain, *drafting = tested
-    own = [
-        Trial(each, rule, row + column)
-        for row, each in enumerate(drafting)
+    trials = [
+        (draft, rule, row + column)
+        for row, draft in enumerate(drafting)
         for column, rule in enumerate(settings.sampled_rules)
     ]
-    return [*own, *(Trial(plain, rule, turn) for turn, rule in enumerate(settings.coupled_rules))]
+    trials += [(plain, rule, turn) for turn, rule in enumerate(settings.coupled_rules)]
+    seeds = torch.Generator().manual_seed(settings.seed)
+    samples, fits = settings.samples, []
+    for draft, rule, turn in trials:
+        watch.step(f"sampling, {rule}: {draft}")
+        place = places[turn % len(places)]
+        counts = _drawn(tested[draft], rule, place, samples, seeds)
+        observed = [counts[outcome] for outcome in place.cells]
+        expected = [samples * probability for probability in (*place.cells.values(), place.rest)]
+        statistic = chi_square([*observed, samples - sum(observed)], expected)
+        degrees, noncentrality = len(place.cells), _SAFETY * samples * place.discrepancy
+        fits.append(
+            Fit(
+                draft=draft,
+                rule=rule,
+                prefix=place.prefix,
+                temperature=place.temperature,
+                samples=samples,
+                cells=len(place.cells),
+                statistic=statistic,
+                degrees=degrees,
+                noncentrality=noncentrality,
+                p_value=chi_square_tail(statistic, degrees, noncentrality),
+            )
+        )
+    return fits
 
 
-def _fit(trial: Trial, place: Place, samples: int, seeds: torch.Generator) -> Fit:
-    counts = _drawn(trial, place, samples, seeds)
-    observed = [counts[outcome] for outcome in place.cells]
-    expected = [samples * probability for probability in (*place.cells.values(), place.rest)]
-    statistic = chi_square([*observed, samples - sum(observed)], expected)
-    noncentrality = _SAFETY * samples * place.discrepancy
-    return Fit(
-        draft=trial.tested.name,
-        rule=trial.rule,
-        prefix=place.prefix,
-        temperature=place.temperature,
-        samples=samples,
-        cells=len(place.cells),
-        statistic=statistic,
-        degrees=len(place.cells),
-        noncentrality=noncentrality,
-        p_value=chi_square_tail(statistic, len(place.cells), noncentrality),
-    )
-
-
-def _drawn(trial: Trial, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:
-    model = trial.tested.spec.model
-    prefix = torch.tensor([place.prefix], device=model.device)
-    at_once = max(_SCORES_AT_ONCE // (NEW_TOKENS * model.get_input_embeddings().num_embeddings), 1)
+def _drawn(spec: SelfSpeculative, rule: str, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:
+    prefix = torch.tensor([place.prefix], device=spec.model.device)
+    at_once = max(_SCORES_AT_ONCE // (NEW_TOKENS * spec.model.get_input_embeddings().num_embeddings), 1)
     counts: Counter[Outcome] = Counter()
     while counts.total() < samples:
-        rows = min(at_once, samples - counts.total())
-        output = trial.tested.spec.generate(
-            prefix.expand(rows, -1),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=True,
-            temperature=place.temperature,
-            top_k=0,
-            top_p=1.0,
-            seed=int(torch.randint(2**62, (), generator=seeds)),
-            accept=trial.rule,
-        )
-        new = output.sequences[:, prefix.shape[1] :].tolist()
-        counts.update(tuple(row[:length]) for row, length in zip(new, output.lengths, strict=True))
+        rows = prefix.expand(min(at_once, samples - counts.total()), -1)
+        seed = int(torch.randint(2**62, (), generator=seeds))
+        counts.update(map(tuple, sampled_texts(spec, rows, rule, NEW_TOKENS, temperature=place.temperature, seed=seed)))
     return counts
 
 

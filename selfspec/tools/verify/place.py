@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,11 +49,6 @@ class Place:
     cells: dict[Outcome, float]
     rest: float
     discrepancy: float
-
-    @property
-    def entropy(self) -> float:
-        """Of the outcome, in nats, with all others as one."""
-        return -sum(p * math.log(p) for p in (*self.cells.values(), self.rest) if p > 0)
 
 
 @torch.no_grad()
@@ -105,65 +100,47 @@ def _cells(
 ) -> dict[tuple[int, ...], dict[Outcome, float]]:
     """Outcomes of at least the probability `smallest` after each prefix, by passes over one token after the other.
 
-    Args:
-        model: the stock model.
-        prefixes: `[number, tokens]`, no two of them equal.
-        temperature: of the sampling.
-        smallest: a probability.
+    Prefixes are `[number, tokens]`, and no two of them equal.
     """
     ends = end_tokens(model)
     found: dict[tuple[int, ...], dict[Outcome, float]] = {tuple(prefix): {} for prefix in prefixes.tolist()}
-    branches = [_Branch(prefix, (), 1.0) for prefix in found]
+    # Outcomes that are not yet whole, each with its prefix, and their probabilities.
+    branches: list[tuple[tuple[int, ...], Outcome]] = [(prefix, ()) for prefix in found]
+    mass = torch.ones(len(branches), dtype=torch.double, device=prefixes.device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     if prefixes.shape[1] > 1:
         model(prefixes[:, :-1], past_key_values=cache, use_cache=True)
     token = prefixes[:, -1:]
     for length in range(1, NEW_TOKENS + 1):
         logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1].float()
-        mass = torch.tensor([[branch.mass] for branch in branches], dtype=torch.double, device=logits.device)
-        joint = mass * (logits / temperature).softmax(-1).double()
-        longer, rows = [], []
-        places = (joint >= smallest).nonzero()
-        for (row, choice), probability in zip(places.tolist(), joint[*places.T].tolist(), strict=True):
-            grown = _Branch(branches[row].prefix, (*branches[row].outcome, choice), probability)
+        joint = mass[:, None] * (logits / temperature).softmax(-1).double()
+        rows, choices = (joint >= smallest).nonzero(as_tuple=True)
+        mass, longer, kept = joint[rows, choices], [], []
+        places = zip(rows.tolist(), choices.tolist(), mass.tolist(), strict=True)
+        for number, (row, choice, probability) in enumerate(places):
+            prefix, outcome = branches[row][0], (*branches[row][1], choice)
             if length == NEW_TOKENS or choice in ends:
-                found[grown.prefix][grown.outcome] = grown.mass
+                found[prefix][outcome] = probability
             else:
-                longer.append(grown)
-                rows.append(row)
-        branches = longer
-        if not branches:
+                longer.append((prefix, outcome))
+                kept.append(number)
+        if not kept:
             break
-        cache.batch_select_indices(torch.tensor(rows, device=logits.device))
-        token = torch.tensor([[branch.outcome[-1]] for branch in branches], device=logits.device)
+        branches, mass, token = longer, mass[kept], choices[kept][:, None]
+        cache.batch_select_indices(rows[kept])
     return found
 
 
 def _variety(cells: Mapping[Outcome, float]) -> float:
     """The least entropy of any of the tokens given those before it, in nats: what every one of them is tested by."""
-    joint = [_entropy(_shortened(cells, length)) for length in range(NEW_TOKENS + 1)]
+    joint = []
+    for length in range(NEW_TOKENS + 1):
+        masses: defaultdict[Outcome, float] = defaultdict(float)
+        for outcome, mass in cells.items():
+            masses[outcome[:length]] += mass
+        shares = torch.tensor(list(masses.values()), dtype=torch.double)
+        joint.append(torch.special.entr(shares / shares.sum()).sum().item())
     return min(longer - shorter for shorter, longer in pairwise(joint))
-
-
-def _shortened(cells: Mapping[Outcome, float], length: int) -> list[float]:
-    masses: dict[Outcome, float] = {}
-    for outcome, mass in cells.items():
-        masses[outcome[:length]] = masses.get(outcome[:length], 0.0) + mass
-    return list(masses.values())
-
-
-def _entropy(masses: Sequence[float]) -> float:
-    total = sum(masses)
-    return sum(mass / total * math.log(total / mass) for mass in masses)
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """An outcome that is not yet whole, and its probability."""
-
-    prefix: tuple[int, ...]
-    outcome: Outcome
-    mass: float
 
 
 def _probabilities_at_once(
@@ -173,12 +150,12 @@ def _probabilities_at_once(
     probabilities = []
     start = len(prefix) - 1
     width = start + NEW_TOKENS
-    for chunk in range(0, len(outcomes), _rows(model, width)):
-        part = outcomes[chunk : chunk + _rows(model, width)]
+    for first in range(0, len(outcomes), _rows(model, width)):
+        part = outcomes[first : first + _rows(model, width)]
         # What follows an outcome that ended early is not looked at.
         texts = [[*prefix, *outcome, *[outcome[-1]] * NEW_TOKENS][: width + 1] for outcome in part]
         read = torch.tensor(texts, device=model.device)
         p = (model(read[:, :-1]).logits[:, start:].float() / temperature).softmax(-1).double()
         chosen: Tensor = p.gather(-1, read[:, start + 1 :, None])[..., 0]
-        probabilities += [chosen[row, : len(outcome)].prod().item() for row, outcome in enumerate(part)]
+        probabilities += [row[: len(outcome)].prod().item() for row, outcome in zip(chosen, part, strict=True)]
     return probabilities

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
 from selfspec.model.adapter import Adapter
@@ -47,15 +47,7 @@ def draft_logits(
     depth = len(found.decoder_layers(model))
     path = draft.path(depth)
     draft.check_model(model, found)
-    cache = SharedCache(
-        depth=depth,
-        batch=ids.shape[0],
-        limit=ids.shape[1] + 1,
-        slack=block,
-        device=ids.device,
-        aligned="right" if found.ragged == "padding" else "left",
-        recurrent=recurrent_layers(model.config) if found.recurrent else {},
-    )
+    cache = SharedCache.of_model(model, found, ids.shape[0], ids.shape[1] + 1, slack=block, device=ids.device)
     passes = ModelRunner(model, found, cache)
     past = ids.shape[1] - block
     passes.states(LayerPath.full(depth), ids[:, :past])

@@ -12,7 +12,7 @@ from typing import Any
 from selfspec.accept import find_rule
 from selfspec.decode.stats import Stats
 from selfspec.measure.rounding import Bound
-from selfspec.tools.verify.comparison import ComparedTexts, Divergence, ForcedTexts
+from selfspec.tools.verify.comparison import Comparison, Divergence
 from selfspec.tools.verify.fit import Fit, holm_rejects
 from selfspec.tools.verify.settings import Settings
 
@@ -25,26 +25,6 @@ class Exactness(StrEnum):
     NOT_EXACT = "NOT EXACT"
 
 
-@dataclass(frozen=True)
-class Conclusion:
-    """The verdict of a verification.
-
-    Attributes:
-        exactness: whether the output is the model's own.
-        sentence: the verdict in one line.
-        failures: what failed, a line each; empty unless the output is not exact.
-    """
-
-    exactness: Exactness
-    sentence: str
-    failures: tuple[str, ...]
-
-    @property
-    def exact(self) -> bool:
-        """Whether the output is the model's own, up to rounding."""
-        return self.exactness is not Exactness.NOT_EXACT
-
-
 @dataclass
 class DraftReport:
     """What was found of one draft.
@@ -52,6 +32,7 @@ class DraftReport:
     Attributes:
         name: of the draft; `none` is plain decoding.
         forced: the texts of `model.generate` read through selfspec's passes.
+        logits_off: the largest difference of any logit there from the stock model's one-token passes.
         free_running: greedy texts against `model.generate`'s, by acceptance rule.
         stats: of these generations together.
         coupled: coupled sampling against plain decoding, by rule; empty for plain decoding.
@@ -59,25 +40,30 @@ class DraftReport:
     """
 
     name: str
-    forced: ForcedTexts
-    free_running: dict[str, ComparedTexts] = field(default_factory=dict)
+    forced: Comparison
+    logits_off: float = 0.0
+    free_running: dict[str, Comparison] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
-    coupled: dict[str, ComparedTexts] = field(default_factory=dict)
-    fits: tuple[Fit, ...] = ()
+    coupled: dict[str, Comparison] = field(default_factory=dict)
+    fits: list[Fit] = field(default_factory=list)
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """Of all checks."""
-        texts = (*self.free_running.values(), *self.coupled.values())
-        return (*(divergence for each in texts for divergence in each.divergences), *self.forced.divergences)
+        texts = (*self.free_running.values(), *self.coupled.values(), self.forced)
+        return tuple(divergence for each in texts for divergence in each.divergences)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it but the divergences, ready for JSON."""
-        stats = self.stats.to_dict()
+        stats, forced = self.stats.to_dict(), self.forced
         return {
             "draft": self.name,
             "free_running": {rule: compared.to_dict() for rule, compared in self.free_running.items()},
-            "teacher_forced": self.forced.to_dict(),
+            "teacher_forced": {
+                "positions": forced.tokens,
+                "equal_positions": forced.equal_tokens,
+                "logits_off": self.logits_off,
+            },
             "acceptance": {
                 name: stats[name] for name in ("judged", "accepted", "acceptance_rate", "mean_accepted_length")
             },
@@ -127,28 +113,40 @@ class Report:
         return tuple(fit for fit, rejected in zip(self.fits, rejects, strict=True) if rejected)
 
     @cached_property
-    def verdict(self) -> Conclusion:
+    def failures(self) -> tuple[str, ...]:
+        """What failed, a line each; empty unless the output is not exact."""
+        return tuple(_failures(self))
+
+    @property
+    def exactness(self) -> Exactness:
         """Whether the output is the model's own."""
-        failures = tuple(_failures(self))
-        if failures:
-            more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
-            return Conclusion(Exactness.NOT_EXACT, f"NOT EXACT: {failures[0]}{more}", failures)
+        if self.failures:
+            return Exactness.NOT_EXACT
+        return Exactness.WITHIN_ROUNDING if self.divergences else Exactness.EXACT
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output is the model's own, up to rounding."""
+        return not self.failures
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        if self.failures:
+            more = f", and {len(self.failures) - 1} more" if len(self.failures) > 1 else ""
+            return f"{self.exactness}: {self.failures[0]}{more}"
         if not self.divergences:
             tokens = sum(compared.tokens for draft in self.drafts for compared in draft.free_running.values())
-            equal = f"EXACT: all {tokens} greedy tokens are the model's own"
-            return Conclusion(Exactness.EXACT, f"{equal}{_sampled(self)}", ())
+            return f"{self.exactness}: all {tokens} greedy tokens are the model's own{_sampled(self)}"
         widest = max(divergence.gap or 0.0 for divergence in self.divergences)
         number = len(self.divergences)
-        return Conclusion(
-            Exactness.WITHIN_ROUNDING,
-            f"EXACT WITHIN ROUNDING: {number} divergence{'s' * (number > 1)}, all at near-ties: gaps of at most "
-            f"{widest:.2g}, and rounding closes gaps of up to {self.bound.near_tie:.2g}{_sampled(self)}",
-            (),
+        return (
+            f"{self.exactness}: {number} divergence{'s' * (number > 1)}, all at near-ties: gaps of at most "
+            f"{widest:.2g}, and rounding closes gaps of up to {self.bound.near_tie:.2g}{_sampled(self)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        verdict = self.verdict
         return {
             "model": {"class": self.model, "dtype": self.dtype, "device": self.device, "layers": self.depth},
             "settings": {**asdict(self.settings), "prompts": self.prompts},
@@ -157,10 +155,10 @@ class Report:
             "divergences": [divergence.to_dict(self.bound) for divergence in self.divergences],
             "smallest_p_value": min((fit.p_value for fit in self.fits), default=None),
             "lossless": self.settings.lossless,
-            "exact": verdict.exact,
-            "verdict": str(verdict.exactness),
-            "sentence": verdict.sentence,
-            "failures": list(verdict.failures),
+            "exact": self.exact,
+            "verdict": str(self.exactness),
+            "sentence": self.sentence,
+            "failures": list(self.failures),
         }
 
 
@@ -181,7 +179,7 @@ def _failures(report: Report) -> Iterator[str]:
         more = f", and {len(others)} more" if others else ""
         yield f"{draft}: {check} token {first.position + 1} of prompt {first.prompt + 1} {_how(first, bound)}{more}"
     for each in report.drafts:
-        off = each.forced.off
+        off = each.logits_off
         if off > bound.most_off:
             yield f"{each.name}: logits are off by {off:.2g}, and rounding moves them by {bound.largest:.2g}"
     for fit in report.rejected:

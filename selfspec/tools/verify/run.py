@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.api import wrap
+from selfspec.api import SelfSpeculative, wrap
 from selfspec.decode.stats import Stats
-from selfspec.draft import Drafter
+from selfspec.draft import Drafter, EarlyExit, LayerSkip
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import draft_name
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.progress import Unwatched, Watch
-from selfspec.measure.rounding import RoundingMeter, tie_gap, widths_of
+from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths_of
 from selfspec.measure.stock import Reference, bare, read_reference
 from selfspec.model.adapter import Adapter
+from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.tools.verify.comparison import Check, ComparedTexts, ForcedTexts
+from selfspec.tools.verify.comparison import Check, Comparison
 from selfspec.tools.verify.coupled import check_coupled
-from selfspec.tools.verify.drafts import DraftUnderTest, default_drafts
-from selfspec.tools.verify.fit import check_fits, trials_of
-from selfspec.tools.verify.forced import forced_logits
+from selfspec.tools.verify.fit import check_fits
 from selfspec.tools.verify.place import choose_places
 from selfspec.tools.verify.report import DraftReport, Report
 from selfspec.tools.verify.settings import Settings
+from selfspec.tools.verify.texts import forced_logits
+
+
+def default_drafts(depth: int) -> tuple[Drafter, ...]:
+    """A spread over the kinds of draft path, for a network of `depth` layers.
+
+    Early exits at half of the depth and at the last layer but one, one whole layer left out, the attention of one
+    layer, the MLP of one layer. In a shallow network some of these are the same path, or none; each is named once.
+    """
+    spread: list[LayerPathDrafter] = [EarlyExit(layer) for layer in (depth // 2, depth - 1) if layer >= 1]
+    if depth > 1:
+        spread.append(LayerSkip(layers=[depth // 2]))
+    spread += [LayerSkip(attention=[depth // 3]), LayerSkip(mlp=[2 * depth // 3])]
+    chosen: dict[LayerPath, Drafter] = {}
+    for drafter in spread:
+        chosen.setdefault(drafter.path(depth), drafter)
+    return tuple(chosen.values())
 
 
 def verify(
@@ -61,35 +78,34 @@ def verify(
     found = adapter or find_adapter(model)
     depth = len(found.decoder_layers(model))
     stock = bare(model)
-    tested = [
-        DraftUnderTest(
-            draft_name(drafter), drafter, wrap(stock, drafter, draft_length=chosen.draft_length, adapter=found)
-        )
-        for drafter in (None, *(default_drafts(depth) if drafts is None else drafts))
-    ]
+    tested: dict[str, SelfSpeculative] = {}
+    for drafter in (None, *(default_drafts(depth) if drafts is None else drafts)):
+        name = draft_name(drafter)
+        if name in tested:
+            raise DraftConfigError(f"draft {name} is named more than once; name each draft once")
+        tested[name] = wrap(stock, drafter, draft_length=chosen.draft_length, adapter=found)
     _check(tested, prompts, chosen)
 
-    trials = trials_of(tested, chosen)
-    told.begin(len(prompts) * (1 + len(tested)) + len(chosen.coupled_rules) * len(tested) + 1 + len(trials))
-    reports = {each.name: DraftReport(each.name, ForcedTexts(each.name)) for each in tested}
-    meter = RoundingMeter(widths_of(chosen.draft_length))
+    coupled, fits = len(chosen.coupled_rules), (len(tested) - 1) * len(chosen.sampled_rules)
+    told.begin(len(prompts) * (1 + len(tested)) + coupled * len(tested) + 1 + fits + coupled)
+    reports = {name: DraftReport(name, Comparison(Check.TEACHER_FORCED, name)) for name in tested}
+    bound = Bound(widths_of(chosen.draft_length))
     texts = []
     for number, prompt in enumerate(prompts):
         where = f"prompt {number + 1} of {len(prompts)}"
         told.step(f"greedy, {where}: the model itself")
         reference = read_reference(stock, prompt, chosen.max_new_tokens)
         texts.append((*prompt[0].tolist(), *reference.tokens))
-        meter.measure(stock, reference)
-        for each in tested:
-            told.step(f"greedy, {where}: {each.name}")
-            _check_greedy(each, reference, number, chosen, reports[each.name])
-    for name, coupled in check_coupled(stock, prompts, tested, chosen, told).items():
-        reports[name].coupled = coupled
+        bound.measure(stock, reference)
+        for name, spec in tested.items():
+            told.step(f"greedy, {where}: {name}")
+            _check_greedy(spec, reference, number, chosen, reports[name])
+    for name, compared in check_coupled(stock, prompts, tested, chosen, told).items():
+        reports[name].coupled = compared
     told.step("looking for places to sample at")
     places = choose_places(stock, texts, chosen.samples)
-    fits = check_fits(trials, places, chosen, told)
-    for report in reports.values():
-        report.fits = tuple(each for each in fits if each.draft == report.name)
+    for fit in check_fits(tested, places, chosen, told):
+        reports[fit.draft].fits.append(fit)
     return Report(
         model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -97,44 +113,39 @@ def verify(
         depth=depth,
         prompts=len(prompts),
         settings=chosen,
-        bound=meter.bound(),
+        bound=bound,
         drafts=tuple(reports.values()),
     )
 
 
 def _check_greedy(
-    tested: DraftUnderTest, reference: Reference, number: int, settings: Settings, report: DraftReport
+    spec: SelfSpeculative, reference: Reference, number: int, settings: Settings, report: DraftReport
 ) -> None:
     """Decode the prompt of a reference text greedily, then read the text itself, and compare both with it."""
     prompt, expected = reference.prompt, reference.tokens
+
+    def compare(comparison: Comparison, found: list[int]) -> None:
+        comparison.add(number, expected, found, lambda at: tie_gap(reference.logits[at], expected[at], found[at]))
+
     # Without drafts there is nothing that a rule could judge.
-    for rule in settings.greedy_rules if tested.drafter else settings.greedy_rules[:1]:
-        output = tested.spec.generate(prompt, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
-        found: list[int] = output.sequences[0, prompt.shape[1] :].tolist()
-
-        def gap(index: int, found: list[int] = found) -> float:
-            return tie_gap(reference.logits[index], expected[index], found[index])
-
-        compared = report.free_running.setdefault(rule, ComparedTexts(Check.FREE_RUNNING, tested.name, rule))
-        compared.add(number, expected, found, gap)
+    for rule in settings.greedy_rules if spec.draft is not None else settings.greedy_rules[:1]:
+        output = spec.generate(prompt, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
+        comparison = report.free_running.setdefault(rule, Comparison(Check.FREE_RUNNING, report.name, rule))
+        compare(comparison, output.sequences[0, prompt.shape[1] :].tolist())
         report.stats = Stats.together([report.stats, output.stats])
-    logits = forced_logits(
-        tested.spec.model, tested.spec.adapter, tested.drafter, settings.draft_length, prompt, expected
-    )
-    report.forced.add(number, reference, logits)
+    logits = forced_logits(spec, prompt, expected)
+    off = largest_difference(logits, reference.logits.float()).max().item()
+    report.logits_off = max(report.logits_off, off)
+    compare(report.forced, logits.argmax(-1).tolist())
 
 
-def _check(tested: Sequence[DraftUnderTest], prompts: Sequence[Tensor], settings: Settings) -> None:
+def _check(tested: Mapping[str, SelfSpeculative], prompts: Sequence[Tensor], settings: Settings) -> None:
     if len(tested) == 1:
         raise DraftConfigError("name at least one draft to verify; plain decoding is verified beside it")
-    names = [each.name for each in tested]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise DraftConfigError(f"draft {min(twice)} is named more than once; name each draft once")
     if not prompts:
         raise PromptError("no prompt: give at least one, each of shape [1, prompt]")
     for prompt in prompts:
         if prompt.ndim != 2 or prompt.shape[0] != 1:
             raise PromptError(f"each prompt must be of shape [1, prompt], got {list(prompt.shape)}")
         # Reads and refuses the request; a generation runs only as it is iterated over.
-        tested[0].spec.stream(prompt, max_new_tokens=settings.max_new_tokens, do_sample=False)
+        next(iter(tested.values())).stream(prompt, max_new_tokens=settings.max_new_tokens, do_sample=False)

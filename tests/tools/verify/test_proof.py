@@ -55,8 +55,8 @@ def verified(
     report = verify(model, prompts, drafts, settings)
     # What is said in JSON is what is.
     said = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert said["verdict"] == report.verdict.exactness
-    assert said["exact"] == report.verdict.exact == (not said["failures"])
+    assert said["verdict"] == report.exactness
+    assert said["exact"] == report.exact == (not said["failures"])
     assert len(said["divergences"]) == len(report.divergences)
     assert len(said["drafts"]) == len(drafts) + 1
     return report
@@ -66,15 +66,15 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     before = Snapshot(stories)
     report = verified(stories, prompts)
     before.assert_same(stories)
-    assert report.verdict.exactness is Exactness.EXACT
-    assert report.verdict.sentence.startswith("EXACT: all 96 greedy tokens are the model's own, 64 coupled tokens")
-    assert report.verdict.failures == ()
+    assert report.exactness is Exactness.EXACT
+    assert report.sentence.startswith("EXACT: all 96 greedy tokens are the model's own, 64 coupled tokens")
+    assert report.failures == ()
     assert (report.dtype, report.device, report.depth, report.prompts) == ("float32", "cpu", 5, 2)
     assert [draft.name for draft in report.drafts] == ["none", "skip:attn=1", "exit:4"]
     for draft in report.drafts:
         assert draft.free_running["token"].equal_texts == 2
-        assert draft.forced.positions == 32
-        assert draft.forced.off <= report.bound.most_off
+        assert draft.forced.tokens == 32
+        assert draft.logits_off <= report.bound.most_off
     # Draft tokens were accepted and rejected, so both were verified.
     assert all(0 < draft.stats.accepted < draft.stats.judged for draft in report.drafts[1:])
     tests = [(fit.draft, fit.rule) for fit in report.fits]
@@ -89,10 +89,10 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
 def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=dtype)
     report = verified(model, prompts, TEXTS, DRAFTS[:1])
-    assert report.verdict.exact
+    assert report.exact
     assert report.dtype == str(dtype).removeprefix("torch.")
     if dtype is torch.float64:
-        assert report.verdict.exactness is Exactness.EXACT
+        assert report.exactness is Exactness.EXACT
     else:
         assert 1e-3 < report.bound.largest < 1
         assert all(divergence.is_near_tie(report.bound) for divergence in report.divergences)
@@ -117,13 +117,13 @@ def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
         "skip:attn=1",
         "skip:mlp=2",
     ]
-    assert report.verdict.exactness is Exactness.EXACT
+    assert report.exactness is Exactness.EXACT
 
 
 def test_generation_defaults_of_the_model_play_no_part(llama: PreTrainedModel) -> None:
     llama.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=3, min_p=0.2, do_sample=True, num_beams=3)
     report = verified(llama, [tiny.prompt(5)], TEXTS, [selfspec.EarlyExit(2)])
-    assert report.verdict.exactness is Exactness.EXACT
+    assert report.exactness is Exactness.EXACT
 
 
 def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
@@ -132,11 +132,11 @@ def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -
     copied.generation_config = GenerationConfig(eos_token_id=426, pad_token_id=0)
     report = verified(copied, prompts, TEXTS, DRAFTS[:1])
     assert report.drafts[0].free_running["token"].tokens < 2 * TEXTS.max_new_tokens
-    assert report.verdict.exactness is Exactness.EXACT
+    assert report.exactness is Exactness.EXACT
 
 
 def failed(report: Report, part: str) -> bool:
-    return any(part in failure for failure in report.verdict.failures)
+    return any(part in failure for failure in report.failures)
 
 
 def recovered_from_p(self: object, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
@@ -155,9 +155,9 @@ def test_a_residual_from_p_shows(
 ) -> None:
     monkeypatch.setattr(broken, "recovery_probs", recovered_from_p)
     report = verified(stories, prompts, replace(FITS, accept=(rule, other)), DRAFTS[1:])
-    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert report.exactness is Exactness.NOT_EXACT
     # Greedy decoding cannot see it, and the other rule has a residual of its own.
-    assert [failure.split(" (p")[0] for failure in report.verdict.failures] == [
+    assert [failure.split(" (p")[0] for failure in report.failures] == [
         f"exit:4: tokens sampled under {rule} do not fit the model's distribution"
     ]
     assert report.divergences == ()
@@ -190,7 +190,7 @@ def test_a_bonus_token_from_the_place_before_shows(
 
     monkeypatch.setattr(TokenLevel, "recovery_probs", behind)
     report = verified(stories, prompts, TEXTS, DRAFTS[:1])
-    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert report.exactness is Exactness.NOT_EXACT
     assert failed(report, "skip:attn=1: free-running token")
     # The passes are right; what is made of them is not.
     assert not any(divergence.check is Check.TEACHER_FORCED for divergence in report.divergences)
@@ -204,7 +204,7 @@ def test_states_shifted_by_a_token_show(
         ExactStates, "concatenated", lambda parts: ExactStates(right(parts).hidden.roll(1, 1), right(parts).attention)
     )
     report = verified(stories, prompts, TEXTS, DRAFTS[1:])
-    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert report.exactness is Exactness.NOT_EXACT
     assert failed(report, "exit:4: teacher-forced token")
     assert failed(report, "exit:4: logits are off by")
     # Without a draft nothing is resumed.
@@ -238,10 +238,10 @@ def test_noise_that_favours_the_likely_shows(
 
 def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
     report = verified(stories, prompts, replace(FITS, accept=("token", "relaxed-top-k")), DRAFTS[1:])
-    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert report.exactness is Exactness.NOT_EXACT
     assert not report.settings.lossless
     assert report.to_dict()["lossless"] is False
-    assert report.verdict.failures[-1] == "relaxed-top-k is not lossless, whatever was measured"
+    assert report.failures[-1] == "relaxed-top-k is not lossless, whatever was measured"
     greedy = report.drafts[-1].free_running
     assert greedy["token"].equal_texts == 2
     assert greedy["relaxed-top-k"].equal_texts < 2
@@ -276,13 +276,13 @@ def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None
         assert divergence.is_near_tie(report.bound)
         assert divergence.gap is not None
         assert divergence.gap <= 3e-6
-    assert report.verdict.exactness is Exactness.WITHIN_ROUNDING
-    assert report.verdict.sentence.startswith(f"EXACT WITHIN ROUNDING: {len(report.divergences)} divergences, all at")
+    assert report.exactness is Exactness.WITHIN_ROUNDING
+    assert report.sentence.startswith(f"EXACT WITHIN ROUNDING: {len(report.divergences)} divergences, all at")
 
 
 def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, TEXTS, [selfspec.EarlyExit(2)])
-    assert report.verdict.exactness is Exactness.NOT_EXACT
+    assert report.exactness is Exactness.NOT_EXACT
     # The tokens are tied, so the divergences are excused, but the logits are not.
     assert failed(report, "exit:2: logits are off by 0.01")
 

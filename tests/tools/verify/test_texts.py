@@ -13,18 +13,19 @@ from selfspec.adapters import ADAPTERS
 from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.draft import Draft, Drafter
-from selfspec.measure.rounding import RoundingMeter, largest_difference, tie_gap
+from selfspec.measure.rounding import Bound, largest_difference, tie_gap
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
 from selfspec.model.gated_view import ExactStates
 from selfspec.tools.verify import default_drafts
-from selfspec.tools.verify.forced import forced_logits
+from selfspec.tools.verify.texts import forced_logits
 
 NEW = 11
 DRAFT = 3
 
 
 def forced(model: PreTrainedModel, drafter: Drafter | None, prompt: Tensor, tokens: list[int]) -> Tensor:
-    return forced_logits(model, ADAPTERS[model.config.model_type], drafter, DRAFT, prompt, tokens)
+    spec = selfspec.wrap(model, drafter, draft_length=DRAFT, adapter=ADAPTERS[model.config.model_type])
+    return forced_logits(spec, prompt, tokens)
 
 
 @pytest.mark.parametrize("past", [1, 9])
@@ -38,7 +39,7 @@ def test_every_pass_gives_the_logits_of_the_text(architecture: str, past: int) -
     torch.testing.assert_close(wanted, whole, atol=1e-6, rtol=0)
     torch.testing.assert_close(blockwise_logits(model, prompt, tokens, 4), wanted, atol=1e-6, rtol=0)
     for drafter in (None, *default_drafts(tiny.DEPTH), selfspec.LayerSkip(attention=[0])):
-        torch.testing.assert_close(forced(model, drafter, prompt, tokens), wanted, atol=1e-6, rtol=0)
+        torch.testing.assert_close(forced(model, drafter, prompt, tokens), wanted.float(), atol=1e-6, rtol=0)
 
 
 def test_drafts_are_as_long_as_in_the_loop(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_a_drafter_that_says_its_own_is_judged_by_the_text(llama: PreTrainedMode
 
     prompt, tokens = tiny.prompt(5), [7, 7, 1, 7, 7, 7, 7, 7, 7, 2]
     wanted = stepwise_logits(llama, prompt, tokens)
-    torch.testing.assert_close(forced(llama, Stubborn(), prompt, tokens), wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(forced(llama, Stubborn(), prompt, tokens), wanted.float(), atol=1e-6, rtol=0)
 
 
 def test_shifted_states_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_shifted_states_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
     )
     prompt, tokens = tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist()
     off = largest_difference(
-        forced(llama, selfspec.EarlyExit(2), prompt, tokens), stepwise_logits(llama, prompt, tokens)
+        forced(llama, selfspec.EarlyExit(2), prompt, tokens), stepwise_logits(llama, prompt, tokens).float()
     )
     assert off.max() > 1
 
@@ -86,15 +87,15 @@ def test_shifted_states_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
 )
 def test_the_bound_is_of_the_size_of_rounding(dtype: torch.dtype, smallest: float, largest: float) -> None:
     model = tiny.llama(dtype=dtype)
-    meter = RoundingMeter((2, 4))
+    bound = Bound((2, 4))
     reference = read_reference(model, tiny.prompt(6), 24)
-    meter.measure(model, reference)
-    bound = meter.bound()
+    bound.measure(model, reference)
+    said = bound.to_dict()
     assert reference.tokens == reference.logits.argmax(-1).tolist()
     assert smallest <= bound.largest <= largest
-    assert bound.quantile <= bound.largest
+    assert said["logits_quantile_99"] <= bound.largest
     assert bound.gap_largest <= 2 * bound.largest
-    assert bound.positions == 2 * len(bound.gaps) == 48
+    assert said["positions"] == 2 * len(bound.gaps) == 48
     assert bound.near_tie == 2 * max(bound.gap_largest, bound.rounding)
     assert bound.rounding > 0
 

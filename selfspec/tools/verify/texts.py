@@ -1,0 +1,101 @@
+"""Texts of a wrapped model: sampled ones, and given ones read through the passes that verify drafts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from selfspec.api import SelfSpeculative
+
+
+def sampled_texts(
+    spec: SelfSpeculative,
+    ids: Tensor,
+    rule: str,
+    new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    seed: int,
+    mask: Tensor | None = None,
+) -> list[list[int]]:
+    """Sample from each of the prompts, with no filter that takes tokens away.
+
+    Args:
+        spec: samples.
+        ids: prompts, `[rows, prompt]`.
+        rule: name of the acceptance rule.
+        new_tokens: the most of each row.
+        temperature: of the sampling.
+        seed: of the noise.
+        mask: 1 for tokens, 0 for padding on the left, of the same shape; None: no padding.
+
+    Returns:
+        The new tokens of each row.
+
+    Raises:
+        NonFiniteLogitsError: logits became NaN or infinite.
+    """
+    output = spec.generate(
+        ids,
+        mask,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        seed=seed,
+        accept=rule,
+    )
+    new = output.sequences[:, ids.shape[1] :].tolist()
+    return [row[:length] for row, length in zip(new, output.lengths, strict=True)]
+
+
+def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits of each new token of a text, by the passes that verify drafts of it.
+
+    Drafts are made to say what the text says, pass by pass as in any generation, and all of them are accepted. A
+    drafter that does not choose its tokens by logits says what it would have said.
+
+    Args:
+        spec: drafts and verifies.
+        prompt: `[1, prompt]`.
+        tokens: the new tokens of the text.
+
+    Returns:
+        The target's own, `[new tokens, vocab]`, float32.
+
+    Raises:
+        NonFiniteLogitsError: logits became NaN or infinite.
+    """
+    output = spec.generate(
+        prompt,
+        max_new_tokens=len(tokens),
+        do_sample=False,
+        logits_processor=LogitsProcessorList([_Dictation([*prompt[0].tolist(), *tokens])]),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert output.logits is not None
+    return torch.cat(output.logits)
+
+
+class _Dictation(LogitsProcessor):
+    """Leaves one token at each place of a text, that of the text.
+
+    Args:
+        text: token ids, prompt included.
+    """
+
+    # selfspec then asks it about draft tokens, too.
+    stateless = True
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        dictated = torch.full_like(scores, -torch.inf)
+        dictated[:, self._text[input_ids.shape[1]]] = 0.0
+        return dictated
