@@ -33,13 +33,16 @@ def exact_context(depth: int) -> Cache:
 
 
 class _ContextLayer(DynamicLayer):
+    is_initialized: bool
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys and values, `[batch, heads, tokens, head_dim]`: those of the text, then the pass's own.
 
         The rows of a later pass may be several times those of the text.
         """
         if not self.is_initialized:
-            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            self.keys, self.values = key_states, value_states
+            self.is_initialized = True
             return key_states, value_states
         times = key_states.shape[0] // self.keys.shape[0]
         return (

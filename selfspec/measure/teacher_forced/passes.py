@@ -177,7 +177,8 @@ class TeacherForcedText:
         copies = hidden.unflatten(-2, (self.reach, -1))[..., self.first - 1 : -1, :].flatten(-4, -3)
         reading = head or DraftHead()
         logits = reading.alone(self._views.readout.logits(reading.adapted(copies)))
-        return logits.unflatten(0, (-1, self.reach)).transpose(0, 1)
+        apart: Tensor = logits.unflatten(0, (-1, self.reach)).transpose(0, 1)
+        return apart
 
     def check(self) -> None:
         """Check that this architecture can be judged: the whole network, read as a draft, must say what the model says.

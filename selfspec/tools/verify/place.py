@@ -139,7 +139,7 @@ def _variety(cells: Mapping[Outcome, float]) -> float:
         for outcome, mass in cells.items():
             masses[outcome[:length]] += mass
         shares = torch.tensor(list(masses.values()), dtype=torch.double)
-        joint.append(torch.special.entr(shares / shares.sum()).sum().item())
+        joint.append(float(torch.special.entr(shares / shares.sum()).sum()))
     return min(longer - shorter for shorter, longer in pairwise(joint))
 
 

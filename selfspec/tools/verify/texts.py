@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from selfspec.accept import TokenLevel
+from selfspec.accept.tree_paths import at_parents
 from selfspec.api import SelfSpeculative
+from selfspec.draft import Draft
 
 
 def sampled_texts(
@@ -74,6 +77,7 @@ def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) 
         prompt,
         max_new_tokens=len(tokens),
         do_sample=False,
+        accept=_Dictated(),
         logits_processor=LogitsProcessorList([_Dictation([*prompt[0].tolist(), *tokens])]),
         return_dict_in_generate=True,
         output_logits=True,
@@ -99,3 +103,13 @@ class _Dictation(LogitsProcessor):
         dictated = torch.full_like(scores, -torch.inf)
         dictated[:, self._text[input_ids.shape[1]]] = 0.0
         return dictated
+
+
+class _Dictated(TokenLevel):
+    """Commits what a one-hot p says, so that no rule under test has a hand in it."""
+
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        return at_parents(p, draft.tree).gather(-1, draft.tokens[..., None])[..., 0]
+
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        return p[torch.arange(p.shape[0], device=p.device), place]
