@@ -207,7 +207,8 @@ class SelfSpeculative:
 
         Args:
             input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ.
-            attention_mask: 1 for tokens, 0 for padding, of the same shape; None: no padding.
+            attention_mask: 1 for tokens, 0 for padding, of the same shape; None: padding is where `transformers` finds
+                the padding token, if that is not an end token as well.
             generation_config: as in `model.generate`.
             seed: makes sampling repeatable on the same machine, dtype and settings; None draws one from torch's default
                 generator, so `torch.manual_seed` works as it does in `transformers`.

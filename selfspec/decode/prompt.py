@@ -96,7 +96,8 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
     if any(bool((part.diff(dim=1) < 0).any()) for part in (mask[:, :known], mask[:, known:])):
         raise PromptError(
             "the attention mask has zeros after ones; pad on the left: AutoTokenizer.from_pretrained(..., "
-            "padding_side='left')"
+            "padding_side='left'). Without a mask, `transformers` takes the padding token for padding wherever it "
+            "stands: pass attention_mask=torch.ones_like(input_ids) if it is text"
         )
     return mask
 

@@ -92,7 +92,8 @@ def read_request(
     Args:
         model: the model that will run.
         inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
-        attention_mask: 1 for tokens and 0 for padding, of the same shape; None: no padding, whatever the ids.
+        attention_mask: 1 for tokens and 0 for padding, of the same shape; None: padding is where `transformers`
+            finds the padding token.
         generation_config: as in `model.generate`.
         options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
 
@@ -109,8 +110,7 @@ def read_request(
     past = next((options[name] for name in CACHES if options.get(name) is not None), None)
     if past is not None:
         check_past(past)
-    mask = read.new_ones(read.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask
-    mask = checked_mask(mask, read, past)
+    masks = {} if attention_mask is None else {"attention_mask": checked_mask(attention_mask, read, past)}
     # transformers does not pass these two to a callable.
     options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
@@ -129,16 +129,16 @@ def read_request(
         type(model).generate(
             call.model,
             input_ids,
-            attention_mask=mask,
             generation_config=call.generation_config,
             custom_generate=receive,
+            **masks,
             **call.options,
         )
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
     # num_return_sequences repeats rows; their masks have to follow.
-    repeats = prepared["input_ids"].shape[0] // mask.shape[0]
-    prepared["attention_mask"] = mask.repeat_interleave(repeats, 0)
+    for name, mask in masks.items():
+        prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)
     request = prepared_request(model, **prepared)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
