@@ -15,25 +15,25 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 import transformers
 from kept import RESULTS
-from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.named import RuntimeName
-from selfspec.tools.bench.arm import ArmKind
-from selfspec.tools.bench.arms import arm_specs
-from selfspec.tools.bench.bar import Bar
-from selfspec.tools.bench.cell import grid
+from selfspec.tools.bench.arms import ArmSpec
+from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.report import write_report
-from selfspec.tools.bench.results_file import ResultsFile
-from selfspec.tools.bench.session import BenchedModel, BenchPlan, Session
+from selfspec.tools.bench.results import ResultsFile
+from selfspec.tools.bench.session import Session
 
 # The shapes of widely used models of about these sizes; embeddings are tied.
 SHAPES: dict[str, dict[str, int]] = {
@@ -89,22 +89,35 @@ def main() -> None:
     model.to(getattr(torch, options.dtype))
     print(f"planted: drafts of exit:{exit_layer} are accepted at a rate of {planted:.2f}")
     file = ResultsFile(RESULTS / options.name)
-    cells = grid(["random"], [options.temperature], options.batch, options.context, options.max_new_tokens)
-    prompts = {cell: _prompts(shape["vocabulary"], options, cell.batch, cell.context) for cell in cells}
-    kinds = [ArmKind.DRAFT] + ([ArmKind.STATIC] if options.device != "cpu" else [])
-    kinds += [] if options.no_assistant else [ArmKind.EARLY_EXIT]
-    drafts, own = [f"exit:{exit_layer}"], (options.packed, options.runtime)
-    specs = arm_specs(kinds, drafts, None, [None], exit_layer, options.draft_length, *own)
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
+    prompts = {
+        Cell("random", options.temperature, batch, context, options.max_new_tokens): _prompts(
+            shape["vocabulary"], options, batch, context
+        )
+        for batch, context in product(options.batch, options.context)
+    }
+    own = ArmSpec("plain", packed=options.packed, runtime=options.runtime)
+    draft = replace(own, kind="draft", draft=f"exit:{exit_layer}")
+    specs = [ArmSpec("generate")]
+    if options.device != "cpu":
+        specs.append(ArmSpec("static"))
+    if not options.no_assistant:
+        specs.append(ArmSpec("early-exit", exit_layer=exit_layer, length=options.draft_length))
+    specs.append(own)
+    if not options.no_assistant:
+        specs.append(replace(draft, length=options.draft_length))
+    specs.append(draft)
+    with tempfile.TemporaryDirectory() as folder, progress_bar("measuring") as progress:
         if not options.no_memory:
             model.save_pretrained(folder)
-        subject = BenchedModel(
-            f"random {options.size}, acceptance planted at {options.acceptance:g}",
-            None if options.no_memory else folder,
-            model,
+        session = Session(
+            name=f"random {options.size}, acceptance planted at {options.acceptance:g}",
+            place=None if options.no_memory else folder,
+            model=model,
+            specs=specs,
+            repeats=options.repeats,
+            warm_up=options.warm_up,
         )
-        session = Session(subject, specs, BenchPlan(options.repeats, options.warm_up, not options.no_memory), file)
-        session.measure(prompts, Bar(progress, len(cells)))
+        session.measure(prompts, file, StepBar(progress))
     write_report(file.cells(), RESULTS / options.name, with_plots=True)
     print((RESULTS / options.name / "report.md").read_text())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,13 +13,14 @@ import typer
 
 from selfspec.cli.options import DraftLength, ModelOptions, Output, Repeats, read_draft
 from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
-from selfspec.cli.terminal import console, progress_bar
+from selfspec.cli.terminal import StepBar, console, progress_bar
 from selfspec.errors import BenchError, DraftConfigError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
-    from selfspec.tools.bench.arm import ArmSpec
-    from selfspec.tools.bench.results_file import MeasuredCell
+    from selfspec.tools.bench.arms import ArmSpec
+    from selfspec.tools.bench.cell import Cell
+    from selfspec.tools.bench.results import MeasuredCell, ResultsFile
 
 
 class ExtraArm(StrEnum):
@@ -85,7 +88,9 @@ class Arms:
     exit_length: Annotated[int, typer.Option(min=1, help="Tokens that `early-exit` drafts a round.")] = 3
 
     def specs(self, model: ModelOptions) -> list[ArmSpec]:
-        """The arms, checked as far as the configuration of the model allows.
+        """The arms in the order of the report, checked as far as the configuration of the model allows.
+
+        `model.generate` and selfspec's plain decoding are always among them.
 
         Raises:
             DraftConfigError: a draft does not fit the depth.
@@ -93,41 +98,37 @@ class Arms:
         from selfspec.draft import Drafter
         from selfspec.model.checkpoint import find_device
         from selfspec.runtime.named import RuntimeName
-        from selfspec.tools.bench.arm import ArmKind
-        from selfspec.tools.bench.arms import arm_specs
+        from selfspec.tools.bench.arms import ArmSpec
 
         depth = model.prepare()
         third = max(depth // 3, 1)
-        exit_layer = third if self.exit_layer is None else self.exit_layer
-        drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
-        kinds = [ArmKind.LOOK_UP, ArmKind.EARLY_EXIT, ArmKind.DRAFT]
-        if self.arm is not None:
-            kinds = [ArmKind(arm.value) for arm in self.arm]
-        elif find_device(model.device).type == "cuda":
-            kinds.append(ArmKind.STATIC)
-        if ArmKind.EARLY_EXIT in kinds and exit_layer >= depth:
+        exit_layer = self.exit_layer or third
+        kinds: set[str] = {"lookup", "early-exit", "draft"} if self.arm is None else {*self.arm}
+        if self.arm is None and find_device(model.device).type == "cuda":
+            kinds.add("static")
+        if "early-exit" in kinds and exit_layer >= depth:
             raise DraftConfigError(
                 f"--exit-layer {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
             )
-        specs = arm_specs(
-            kinds,
-            [draft.strip() for draft in drafts],
-            self.draft_length,
-            self.accept or [None],
-            exit_layer,
-            self.exit_length,
-            model.packed,
-            RuntimeName(self.runtime),
-        )
-        for spec in specs:
-            if spec.draft is None:
-                continue
-            drafter = read_draft(spec.draft)
+        own = ArmSpec("plain", packed=model.packed, runtime=RuntimeName(self.runtime))
+        early = ArmSpec("early-exit", exit_layer=exit_layer, length=self.exit_length)
+        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), early) if spec.kind in kinds]
+        drafting = []
+        if "early-exit" in kinds:
+            drafting.append(replace(own, kind="draft", draft=f"exit:{exit_layer}", length=self.exit_length))
+        if "draft" in kinds:
+            drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
+            drafting += [
+                replace(own, kind="draft", draft=draft.strip(), length=self.draft_length, accept=rule)
+                for draft, rule in product(drafts, self.accept or (None,))
+            ]
+        for spec in drafting:
+            drafter = read_draft(spec.draft or "")
             if isinstance(drafter, Drafter):
                 drafter.check(depth)
             if drafter is None:
                 raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
-        return specs
+        return list(dict.fromkeys([ArmSpec("generate"), *stock, own, *drafting]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,14 @@ class Cells:
     )
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4
     max_new_tokens: Annotated[int, typer.Option(min=16, help="Generate N tokens a text.")] = 64
+
+    def grid(self, workloads: Sequence[str]) -> list[Cell]:
+        """Every combination, once each, in the order given."""
+        from selfspec.tools.bench.cell import Cell
+
+        conditions = product(workloads, self.batch, self.context, self.temperature)
+        cells = (Cell(name, t, batch, context, self.max_new_tokens) for name, batch, context, t in conditions)
+        return list(dict.fromkeys(cells))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,46 +207,42 @@ def bench(
 
     from selfspec.tools.bench.plots import require_packages
     from selfspec.tools.bench.report import REPORT, overview, write_report
-    from selfspec.tools.bench.results_file import FILE, ResultsFile
-    from selfspec.tools.bench.summary import summary
+    from selfspec.tools.bench.results import FILE, ResultsFile
 
     if plots:
         require_packages()
-    if report is None:
-        found = _measure(model, arms, cells, measured, to)
-        folder, reported = to, ResultsFile(to).cells()
-    else:
-        folder, found = report, ResultsFile(report).cells()
-        reported = found
-        if not found:
-            raise BenchError(f"{report} holds no results of selfspec bench (no cell in {FILE})")
+    fresh = _measure(model, arms, cells, measured, ResultsFile(to)) if report is None else None
+    folder = report or to
+    reported = ResultsFile(folder).cells()
+    if not reported:
+        raise BenchError(f"{folder} holds no results of selfspec bench (no cell in {FILE})")
+    found = reported if fresh is None else fresh
     write_report(reported, folder, plots)
+    result = {"cells": [each.to_dict() for each in found]}
     if output == "text":
         console().print(Markdown(overview(found)))
         console().print(f"{folder / REPORT} has the rest.", style="dim")
     refused = [f"{record.arm.name} ({each.cell.title})" for each in found for record in each.arms if record.refused]
     if refused and report is None:
-        raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), summary(found))
+        raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), result)
     if output == "json":
-        print_json(summary(found))
+        print_json(result)
 
 
-def _measure(model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, to: Path) -> list[MeasuredCell]:
+def _measure(
+    model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, file: ResultsFile
+) -> list[MeasuredCell]:
     from selfspec.measure.prompts import read_workloads
-    from selfspec.tools.bench.bar import Bar
-    from selfspec.tools.bench.cell import grid, with_prompts
-    from selfspec.tools.bench.results_file import ResultsFile
-    from selfspec.tools.bench.session import BenchedModel, BenchPlan, Session
+    from selfspec.tools.bench.cell import with_prompts
+    from selfspec.tools.bench.session import Session
 
     workloads = read_workloads(cells.workload)
-    file = ResultsFile(to)
     file.check()
     specs = arms.specs(model)
     # Arms that run packed weights pack a copy.
     checkpoint = replace(model, packed=False).load()
     name = "embedded" if model.model == DEMO else Path(model.model).name
-    session = Session(BenchedModel(name, model.place, checkpoint.model), specs, BenchPlan(**asdict(measured)), file)
-    conditions = grid(list(workloads), cells.temperature, cells.batch, cells.context, cells.max_new_tokens)
-    prompted = with_prompts(conditions, workloads, cells.prompts, checkpoint)
+    session = Session(name=name, place=model.place, model=checkpoint.model, specs=specs, **asdict(measured))
+    prompted = with_prompts(cells.grid(list(workloads)), workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
-        return session.measure(prompted, Bar(progress, len(prompted)))
+        return session.measure(prompted, file, StepBar(progress))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ from selfspec.cli.options import (
     read_draft,
 )
 from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
-from selfspec.cli.terminal import by_depth, console, figures_table, progress_bar
+from selfspec.cli.terminal import StepBar, by_depth, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from selfspec.model.checkpoint import Checkpoint
-    from selfspec.tools.bench.demo import Demonstration, Shown
 
 
 class TokensDifferError(FailedCheckError):
@@ -65,54 +64,57 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     from selfspec.environment import versions
     from selfspec.measure.embedded import PROMPTS
     from selfspec.model.checkpoint import load_checkpoint
-    from selfspec.tools.bench.demo import demonstrate, steps
+    from selfspec.tools.bench.demo import demonstrate
 
     prepare_process(threads)
     checkpoint = load_checkpoint(model_place(DEMO), "float32", device)
-    prompts = [checkpoint.encode(text) for text in PROMPTS]
+    prompts, draft = [checkpoint.encode(text) for text in PROMPTS], runs.draft.strip()
     with progress_bar("measuring") as progress:
-        bar = progress.add_task("", total=2 * steps(len(prompts), runs.repeats))
+        bar = StepBar(progress)
+        # Three arms, and two temperatures.
+        bar.begin(2 * 3 * (len(prompts) * (1 + runs.repeats) + 1))
         greedy, sampled = (
             demonstrate(
                 checkpoint.model,
                 prompts,
-                runs.draft.strip(),
+                draft,
                 runs.draft_length,
                 runs.max_new_tokens,
                 temperature,
                 runs.repeats,
-                lambda: progress.advance(bar),
+                partial(bar.step, ""),
             )
             for temperature in (0.0, runs.temperature)
         )
     identical = greedy.identical
-    result = {
+    texts = [
+        {
+            "prompt": prompt,
+            "identical": same,
+            "token_ids": {name: call.rows[0] for name, call in zip(greedy.arms, calls, strict=True)},
+            "text": _continuation(checkpoint, prompt, calls[-1].rows[0]),
+        }
+        for prompt, same, *calls in zip(
+            PROMPTS, identical, *(run.calls[0] for run in greedy.arms.values()), strict=True
+        )
+    ]
+    result: dict[str, Any] = {
         "settings": {
             "model": "embedded pycode10M, taught to exit early",
             **asdict(runs),
-            "draft": runs.draft.strip(),
+            "draft": draft,
             "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
             "device": str(checkpoint.model.device),
             "threads": torch.get_num_threads(),
         },
-        "texts": [
-            {
-                "prompt": prompt,
-                "identical": same,
-                "token_ids": {"model_generate": stock, "plain": plain, "drafting": drafting},
-                "text": _continuation(checkpoint, prompt, drafting),
-            }
-            for prompt, same, stock, plain, drafting in zip(
-                PROMPTS, identical, *map(_first_texts, greedy.arms), strict=True
-            )
-        ],
+        "texts": texts,
         "identical": all(identical),
-        "greedy": _figures(greedy, checkpoint),
-        "sampled": _figures(sampled, checkpoint),
+        "greedy": greedy.to_dict(),
+        "sampled": sampled.to_dict(),
         "versions": versions(),
     }
     if output == "text":
-        _print(runs, checkpoint, greedy, sampled)
+        _print(checkpoint, result)
     if not all(identical):
         differing = [prompt for prompt, same in zip(PROMPTS, identical, strict=True) if not same]
         message = f"tokens differ for {', '.join(map(repr, differing))}; please report this as a bug"
@@ -121,74 +123,44 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
         print_json(result)
 
 
-def _figures(found: Demonstration, checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "model_generate": found.stock.to_dict(),
-        "plain": found.plain.to_dict(),
-        "drafting": found.drafting.to_dict(),
-        "speedup": found.speedup,
-        "verdict": _verdict(found, checkpoint),
-    }
+def _print(checkpoint: Checkpoint, result: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _verdict(found: Demonstration, checkpoint: Checkpoint) -> str:
-    from selfspec.tools.bench.demo import verdict
-
-    return verdict(found, checkpoint.model.num_parameters())
-
-
-def _first_texts(arm: Shown) -> list[list[int]]:
-    """The new tokens of each prompt in the first repeat."""
-    return [repeats[0] for repeats in arm.texts]
-
-
-def _print(runs: Runs, checkpoint: Checkpoint, greedy: Demonstration, sampled: Demonstration) -> None:
-    import torch
-
-    out, same = console(), all(greedy.identical)
-    out.print(_texts(checkpoint, greedy))
+    out, same, settings = console(), result["identical"], result["settings"]
+    table = Table("plain decoding", "self-speculation", show_lines=True, expand=True)
+    for each in result["texts"]:
+        prompt, plain = each["prompt"], _continuation(checkpoint, each["prompt"], each["token_ids"]["plain"])
+        table.add_row(*(Text.assemble((prompt, "bold"), text) for text in (plain, each["text"])))
+    out.print(table)
     out.print("All tokens are identical." if same else "TOKENS DIFFER.", style="bold green" if same else "bold red")
-    for title, found in (("greedy", greedy), (f"temperature {runs.temperature:g}", sampled)):
-        out.print("", _measurements(title, found), sep="\n")
-        out.print(_verdict(found, checkpoint))
+    for title, found in (("greedy", "greedy"), (f"temperature {settings['temperature']:g}", "sampled")):
+        out.print("", _measurements(title, result[found]), result[found]["verdict"], sep="\n")
     out.print()
     out.print(
-        f"Draft {runs.draft.strip()}, draft length {runs.draft_length or 'as pays'}, {greedy.drafting.new_tokens} "
-        f"tokens, {runs.repeats} repeats, {checkpoint.model.device}, {torch.get_num_threads()} threads. Acceptance by "
-        "position: share of the judged draft tokens. In cycles: share of the tokens in passages that repeat "
-        "themselves, which flatter any draft. Peak memory: above the level before, one run.",
+        f"Draft {settings['draft']}, draft length {settings['draft_length'] or 'as pays'}, "
+        f"{result['greedy']['drafting']['new_tokens']} tokens, {settings['repeats']} repeats, {settings['device']}, "
+        f"{settings['threads']} threads. Acceptance by position: share of the judged draft tokens. In cycles: share of "
+        "the tokens in passages that repeat themselves, which flatter any draft. Peak memory: above the level before, "
+        "one run.",
         style="dim",
     )
 
 
-def _texts(checkpoint: Checkpoint, found: Demonstration) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    from selfspec.measure.embedded import PROMPTS
-
-    table = Table("plain decoding", "self-speculation", show_lines=True, expand=True)
-    for prompt, plain, drafting in zip(PROMPTS, _first_texts(found.plain), _first_texts(found.drafting), strict=True):
-        cells = (_continuation(checkpoint, prompt, tokens) for tokens in (plain, drafting))
-        table.add_row(*(Text.assemble((prompt, "bold"), cell) for cell in cells))
-    return table
-
-
-def _measurements(title: str, found: Demonstration) -> Table:
-    table = figures_table(None, [title], (arm.name for arm in found.arms))
-    quantities: dict[str, Callable[[Shown], str]] = {
-        "tokens/s, median": lambda arm: f"{arm.median:.0f}",
-        "tokens/s, range": lambda arm: f"{min(arm.tokens_per_second):.0f}-{max(arm.tokens_per_second):.0f}",
-        "in cycles": lambda arm: f"{arm.cycle_share:.0%}",
-        "mean accepted length": lambda arm: f"{arm.total.mean_accepted_length:.2f}" if arm.total else "1.00",
-        "acceptance by depth": lambda arm: (
-            by_depth(arm.total.accepted_per_depth, arm.total.judged_per_depth) if arm.total else "-"
-        ),
-        "peak memory": lambda arm: "n/a" if arm.peak_bytes is None else _kib(arm.peak_bytes),
-        "KV cache": lambda arm: _kib(arm.total.cache_bytes) if arm.total else "n/a",
-    }
-    for quantity, shown in quantities.items():
-        table.add_row(quantity, *(shown(arm) for arm in found.arms))
+def _measurements(title: str, found: dict[str, Any]) -> Table:
+    arms = [found[name] for name in ("model_generate", "plain", "drafting")]
+    table = figures_table(None, [title], (arm["name"] for arm in arms))
+    speeds, totals = [arm["tokens_per_second"] for arm in arms], [arm["total"] for arm in arms]
+    table.add_row("tokens/s, median", *(f"{each['median']:.0f}" for each in speeds))
+    table.add_row("tokens/s, range", *(f"{each['lowest']:.0f}-{each['highest']:.0f}" for each in speeds))
+    table.add_row("in cycles", *(f"{arm['cycle_share']:.0%}" for arm in arms))
+    table.add_row(
+        "mean accepted length", *(f"{each['mean_accepted_length']:.2f}" if each else "1.00" for each in totals)
+    )
+    depths = (by_depth(each["accepted_per_depth"], each["judged_per_depth"]) if each else "-" for each in totals)
+    table.add_row("acceptance by depth", *depths)
+    table.add_row("peak memory", *("n/a" if arm["peak_bytes"] is None else _kib(arm["peak_bytes"]) for arm in arms))
+    table.add_row("KV cache", *(_kib(each["cache_bytes"]) if each else "n/a" for each in totals))
     return table
 
 

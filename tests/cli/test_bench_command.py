@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from helpers.running import Invoke
+from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.measure.timing import Call
+from selfspec.tools.bench.arms import StockArm
 from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.stock_arms import StockArm
 
 QUICK = (
     "--prompts",
@@ -36,6 +38,40 @@ def texts(tmp_path: Path) -> str:
     lines = ("Once upon a time, there was a little girl named Lily.", "One day, a dog and a cat went to the park.")
     file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return f"stories={file}"
+
+
+def names(model: str, **given: Any) -> list[str]:
+    """The arms that options ask for."""
+    return [spec.name for spec in Arms(**given).specs(ModelToBench(model=model, device="cpu"))]
+
+
+@pytest.mark.usefixtures("invoke")
+def test_the_arms_in_order(folder: str) -> None:
+    exits = {"draft": ["exit:1", "lookup+exit:2"], "exit_layer": 2}
+    assert names(folder, **exits) == [
+        "model.generate",
+        "model.generate, prompt look-up",
+        "model.generate, assistant_early_exit=2, length 3",
+        "selfspec plain",
+        "selfspec exit:2, length 3",
+        "selfspec exit:1",
+        "selfspec lookup+exit:2",
+    ]
+    ruled = {"draft": ["exit:1", "exit:1"], "draft_length": 4, "accept": ["token", "block"]}
+    assert names(folder, arm=[ExtraArm.DRAFT, ExtraArm.STATIC], runtime="eager", **ruled) == [
+        "model.generate",
+        "model.generate, static cache, compiled",
+        "selfspec plain, stock modules",
+        "selfspec exit:1, length 4, token, stock modules",
+        "selfspec exit:1, length 4, block, stock modules",
+    ]
+    assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
+
+
+def test_the_grid_has_every_combination_once() -> None:
+    cells = Cells(temperature=[0.0, 0.8], batch=[1, 4, 1], context=[8]).grid(["a", "b"])
+    assert len(cells) == len(set(cells)) == 8
+    assert cells[0] == Cell("a", 0.0, 1, 8, 64)
 
 
 def test_packed_arms_stand_beside_plain_generate(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ import json
 import pytest
 import torch
 
+from helpers import tiny
 from helpers.running import Invoke
 from selfspec.decode.stats import Stats
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.peak_memory import peak_memory
+from selfspec.measure.timing import Call
 from selfspec.tools.bench import demo as measuring
-from selfspec.tools.bench.demo import Demonstration, Shown, verdict
+from selfspec.tools.bench.arms import ArmSpec, StockArm
+from selfspec.tools.bench.demo import Demonstration
+from selfspec.tools.bench.measure import ArmRun
 
 QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
 
@@ -81,28 +85,34 @@ def measured(plain: list[float], drafting: list[float], judged: int = 30, same: 
     stats.accepted_per_depth, stats.judged_per_depth = [20], [judged]
     stats.seconds = {"draft": 3.0, "verify": 1.0}
 
-    def arm(name: str, speeds: list[float], token: int = 5, total: Stats | None = None) -> Shown:
-        return Shown(name, [[[token] * 8] for _ in PROMPTS], speeds, total)
+    def arm(spec: ArmSpec, speeds: list[float], token: int = 5, counts: Stats | None = None) -> ArmRun:
+        rows = [[token] * 8]
+        calls = [[Call(rows, 8 / speed, 0.1, 1, 8, counts) for _ in PROMPTS] for speed in speeds]
+        return ArmRun(StockArm(spec, tiny.llama()), calls=calls)
 
-    stock = arm("model.generate", [1.0], 5 if same else 6)
-    return Demonstration(stock, arm("selfspec plain", plain), arm("selfspec exit:4", drafting, total=stats))
+    arms = {
+        "model_generate": arm(ArmSpec("generate"), [1.0], 5 if same else 6),
+        "plain": arm(ArmSpec("plain"), plain),
+        "drafting": arm(ArmSpec("draft", "exit:4"), drafting, counts=stats),
+    }
+    return Demonstration(arms, dict.fromkeys(arms), 260_032)
 
 
 def test_verdict_when_it_paid() -> None:
-    assert verdict(measured([10.0, 11.0], [12.0, 13.0]), 10**6).startswith("Drafting paid on this machine: 1.19 times")
+    assert measured([10.0, 11.0], [12.0, 13.0]).verdict.startswith("Drafting paid on this machine: 1.19 times")
 
 
 def test_verdict_within_the_noise() -> None:
-    assert verdict(measured([10.0, 12.0], [11.5, 13.0]), 10**6).startswith("Drafting made no clear difference")
+    assert measured([10.0, 12.0], [11.5, 13.0]).verdict.startswith("Drafting made no clear difference")
 
 
 def test_verdict_when_it_did_not_pay_says_why() -> None:
-    said = verdict(measured([10.0], [5.0]), 260_032)
+    said = measured([10.0], [5.0]).verdict
     assert "0.50 times the speed of selfspec plain" in said
     # A round commits 3 tokens at half the speed: 6 plain steps, three quarters of them for its 3 draft steps.
     assert "commits 3.00 tokens but costs as much as 6.00 plain steps (3.0 draft steps at 1.50 each, 1.50 for" in said
     assert "not trained" not in said
-    assert "acceptance rate 0.40" in verdict(measured([10.0], [5.0], judged=50), 260_032)
+    assert "acceptance rate 0.40" in measured([10.0], [5.0], judged=50).verdict
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:

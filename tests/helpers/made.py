@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.decode.stats import Stats
-from selfspec.tools.bench.arm import ArmKind, ArmSpec
+from selfspec.tools.bench.arms import ArmKind, ArmSpec
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.record import Record, Setup
 
@@ -42,4 +42,4 @@ def plain(seconds: Sequence[Sequence[float]]) -> Record:
     """Selfspec's plain decoding, which spent all but a tenth of a second of each call in rounds."""
     calls = sum(map(len, seconds))
     counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
-    return record(ArmKind.PLAIN, seconds, counts=counts)
+    return record("plain", seconds, counts=counts)

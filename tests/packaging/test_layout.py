@@ -166,8 +166,8 @@ def test_no_two_modules_import_each_other() -> None:
         ("selfspec.model.view", "from selfspec.decode.batch import Batch"),
         ("selfspec.cache.masks", "from selfspec.draft import Drafter"),
         ("selfspec.measure.costs", "from selfspec.tools.bench import anything"),
-        ("selfspec.tools.bench.arm", "from selfspec.tools.verify.run import verify"),
-        ("selfspec.tools.bench.arm", "from selfspec.cli.app import app"),
+        ("selfspec.tools.bench.arms", "from selfspec.tools.verify.run import verify"),
+        ("selfspec.tools.bench.arms", "from selfspec.cli.app import app"),
     ],
 )
 def test_an_import_from_above_is_seen(module: str, source: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.measure.rounding import Bound, tie_gap, widths_of
@@ -42,58 +41,31 @@ class TextAgreement:
             return False
         return self.widest_gap is None or self.near_tie is None or self.widest_gap > self.near_tie
 
-    @property
-    def share(self) -> float:
-        """Share of equal texts."""
-        return self.equal / self.texts
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {**asdict(self), "refused": self.refused}
+class Pair(NamedTuple):
+    """A prompt, its new tokens by `model.generate`, and those by an arm."""
 
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> TextAgreement:
-        """Read back from JSON."""
-        return cls(found["texts"], found["equal"], found["widest_gap"], found["near_tie"])
+    prompt: tuple[int, ...]
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A text of `model.generate` and an arm's own.
-
-    Attributes:
-        prompt: `[1, prompt]`.
-        expected: new tokens of `model.generate`.
-        found: those of the arm.
-    """
-
-    prompt: Tensor
-    expected: Sequence[int]
-    found: Sequence[int]
-
-    @property
-    def equal(self) -> bool:
-        """Whether they are the same."""
-        return list(self.expected) == list(self.found)
-
-
-def compare(model: PreTrainedModel, pairs: Sequence[Pair]) -> TextAgreement:
-    """Compare an arm's greedy texts with those of `model.generate`."""
-    parted = [pair for pair in pairs if not pair.equal]
-    equal = len(pairs) - len(parted)
+def compare(model: PreTrainedModel, pairs: Iterable[Pair]) -> TextAgreement:
+    """Compare an arm's greedy texts with those of `model.generate`; the same pair counts once."""
+    distinct = list(dict.fromkeys(pairs))
+    parted = [pair for pair in distinct if pair.expected != pair.found]
+    texts, equal = len(distinct), len(distinct) - len(parted)
     whole = all(len(pair.expected) == len(pair.found) for pair in parted)
     if not parted or not whole or model.dtype not in _HALF:
-        return TextAgreement(len(pairs), equal)
-    bound = Bound(widths_of(_BLOCK))
+        return TextAgreement(texts, equal)
+    bound, gaps = Bound(widths_of(_BLOCK)), []
     stock = bare(model)
     stock.generation_config.eos_token_id = None
     for pair in parted:
-        bound.measure(model, read_reference(stock, pair.prompt, len(pair.expected)))
-    return TextAgreement(len(pairs), equal, max(_gap(model, pair) for pair in parted), bound.near_tie)
-
-
-def _gap(model: PreTrainedModel, pair: Pair) -> float:
-    """How far the two tokens where the texts part are from a tie, by the model's own one-token passes."""
-    tokens = zip(pair.expected, pair.found, strict=True)
-    place, (expected, found) = next((index, two) for index, two in enumerate(tokens) if two[0] != two[1])
-    return tie_gap(stepwise_logits(model, pair.prompt, pair.expected[: place + 1])[-1], expected, found)
+        prompt = torch.tensor([pair.prompt], device=model.device)
+        bound.measure(model, read_reference(stock, prompt, len(pair.expected)))
+        # How far the two tokens where the texts part are from a tie, by the model's own one-token passes.
+        place = next(index for index, token in enumerate(pair.expected) if token != pair.found[index])
+        logits = stepwise_logits(model, prompt, pair.expected[: place + 1])[-1]
+        gaps.append(tie_gap(logits, pair.expected[place], pair.found[place]))
+    return TextAgreement(texts, equal, max(gaps), bound.near_tie)

@@ -1,66 +1,192 @@
-"""Which arms a benchmark has, and how they are made."""
+"""The arms: ways to decode with one model, each named, so that it can be made again in another process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from selfspec.runtime.named import RuntimeName
-from selfspec.tools.bench.arm import Arm, ArmKind, ArmSpec
-from selfspec.tools.bench.own_arms import OwnArm
-from selfspec.tools.bench.stock_arms import StockArm
+from selfspec.api import wrap
+from selfspec.control.draft_policy import DraftPolicy
+from selfspec.draft import Drafter
+from selfspec.measure.stock import bare
+from selfspec.measure.timing import Call, DraftShape, Stopwatch
+from selfspec.runtime.compiled import no_compiler
+from selfspec.runtime.named import RuntimeName, runtime_named
+from selfspec.tools.bench.cell import Cell
 
-_OWN = (ArmKind.PLAIN, ArmKind.DRAFT)
+ArmKind = Literal["generate", "static", "lookup", "early-exit", "plain", "draft"]
+"""`model.generate`, alone and with each help of its own; and selfspec, without a draft and with one."""
+
+# Tokens that `model.generate` looks up at a time, as its documentation has it.
+_LOOK_UP_TOKENS = 10
+_RUNTIMES = {
+    RuntimeName.TRACED: "",
+    RuntimeName.EAGER: ", stock modules",
+    RuntimeName.COMPILED: ", compiled",
+    RuntimeName.GRAPHS: ", CUDA graphs",
+}
 
 
-def arm_specs(
-    kinds: Sequence[ArmKind],
-    drafts: Sequence[str],
-    draft_length: int | None,
-    rules: Sequence[str | None],
-    exit_layer: int,
-    exit_length: int,
-    packed: bool = False,
-    runtime: RuntimeName = RuntimeName.TRACED,
-) -> list[ArmSpec]:
-    """The arms in the order of the report, `model.generate` and selfspec's plain decoding always among them.
+@dataclass(frozen=True)
+class ArmSpec:
+    """Which arm.
 
-    Args:
-        kinds: wanted kinds of arms; with `ArmKind.EARLY_EXIT`, selfspec's own draft of the same exit and length
-            is there too, to be compared with it.
-        drafts: of selfspec's drafting arms.
-        draft_length: tokens that these draft each round; None: as many as pay.
-        rules: acceptance rules, each draft is there with each of them; None: selfspec's default.
-        exit_layer: of transformers' own early exit.
-        exit_length: tokens that it drafts each round.
-        packed: whether selfspec's own run a model whose weights are packed.
-        runtime: how their passes are run.
+    Attributes:
+        kind: of the arm.
+        draft: of selfspec's drafting arms, by name.
+        exit_layer: of `model.generate` with an early exit.
+        length: tokens drafted each round; None: as the arm itself decides.
+        accept: acceptance rule, by name; None: selfspec's default.
+        packed: whether it runs a model whose weights are packed.
+        runtime: how selfspec runs its passes.
     """
-    specs = [ArmSpec(ArmKind.GENERATE)]
-    if ArmKind.STATIC in kinds:
-        specs.append(ArmSpec(ArmKind.STATIC))
-    if ArmKind.LOOK_UP in kinds:
-        specs.append(ArmSpec(ArmKind.LOOK_UP))
-    if ArmKind.EARLY_EXIT in kinds:
-        specs.append(ArmSpec(ArmKind.EARLY_EXIT, exit_layer=exit_layer, length=exit_length))
-    own = [ArmSpec(ArmKind.PLAIN)]
-    if ArmKind.EARLY_EXIT in kinds:
-        own.append(ArmSpec(ArmKind.DRAFT, draft=f"exit:{exit_layer}", length=exit_length))
-    if ArmKind.DRAFT in kinds:
-        own += [ArmSpec(ArmKind.DRAFT, draft, length=draft_length, accept=rule) for draft in drafts for rule in rules]
-    return list(dict.fromkeys([*specs, *(replace(spec, packed=packed, runtime=runtime) for spec in own)]))
+
+    kind: ArmKind
+    draft: str | None = None
+    exit_layer: int | None = None
+    length: int | None = None
+    accept: str | None = None
+    packed: bool = False
+    runtime: RuntimeName = RuntimeName.TRACED
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        length = "" if self.length is None else f", length {self.length}"
+        rule = "" if self.accept is None else f", {self.accept}"
+        how = (", packed" if self.packed else "") + _RUNTIMES[self.runtime]
+        names: dict[ArmKind, str] = {
+            "generate": "model.generate",
+            "static": "model.generate, static cache, compiled",
+            "lookup": "model.generate, prompt look-up",
+            "early-exit": f"model.generate, assistant_early_exit={self.exit_layer}{length}",
+            "plain": f"selfspec plain{how}",
+            "draft": f"selfspec {self.draft}{length}{rule}{how}",
+        }
+        return names[self.kind]
+
+    @property
+    def own(self) -> bool:
+        """Whether it is selfspec's."""
+        return self.kind in ("plain", "draft")
+
+
+class Arm(ABC):
+    """One way to decode with one model."""
+
+    def __init__(self, spec: ArmSpec) -> None:
+        self.spec = spec
+
+    def absence(self, cell: Cell) -> str | None:
+        """Why it cannot run in a cell; None where it can."""
+        return None
+
+    @abstractmethod
+    def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
+        """Decode prompts `[batch, prompt]` once, without padding; `seed` is that of what is drawn."""
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
-    """The arm that a spec names.
-
-    Args:
-        spec: which.
-        model: stock; packed, if the spec says so.
+    """The arm that a spec names, of a stock model; packed, if the spec says so.
 
     Raises:
         SelfSpecError: it does not fit the model.
     """
-    return OwnArm(spec, model) if spec.kind in _OWN else StockArm(spec, model)
+    return OwnArm(spec, model) if spec.own else StockArm(spec, model)
+
+
+class OwnArm(Arm):
+    """A wrapped model. Without a draft it decodes plainly."""
+
+    def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
+        super().__init__(spec)
+        runtime = runtime_named(spec.runtime)
+        self.wrapped = wrap(bare(model), spec.draft, draft_length=spec.length, accept=spec.accept, runtime=runtime)
+
+    def drafter(self, cell: Cell) -> Drafter | None:
+        """What drafts under the conditions of a cell."""
+        draft = self.wrapped.draft
+        if isinstance(draft, DraftPolicy):
+            return draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
+        return draft
+
+    def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
+        watch = Stopwatch(self.wrapped.model.device)
+        generation = self.wrapped.stream(prompts, seed=seed, **cell.options)
+        rounds = [next(generation)]
+        first_seconds = watch.read()
+        rounds += generation
+        sequences = generation.output().sequences
+        seconds = watch.read()
+        rows: list[list[int]] = sequences[:, prompts.shape[1] :].tolist()
+        first_tokens = sum(len(row.tokens) for row in rounds[0].rows)
+        shapes = Counter(DraftShape(max(len(row.draft) for row in each.rows), each.steps) for each in rounds)
+        return Call(rows, seconds, first_seconds, first_tokens, len(rounds), generation.stats, shapes)
+
+
+class StockArm(Arm):
+    """`model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
+
+    def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
+        super().__init__(spec)
+        self._model = bare(model)
+
+    def absence(self, cell: Cell) -> str | None:
+        if self.spec.kind in ("lookup", "early-exit") and cell.batch > 1:
+            return "transformers' assisted generation takes one row at a time"
+        return no_compiler(self._model.device) if self.spec.kind == "static" else None
+
+    def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
+        device = self._model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            watch = Stopwatch(device)
+            seen = _FirstToken(watch, prompts)
+            sequences = self._model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                stopping_criteria=StoppingCriteriaList([seen]),
+                **cell.options,
+                **self._help(),
+            )
+            seconds = watch.read()
+        rows: list[list[int]] = sequences[:, prompts.shape[1] :].tolist()
+        return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls)
+
+    def _help(self) -> dict[str, Any]:
+        config = self._model.generation_config
+        match self.spec.kind:
+            case "lookup":
+                return {"prompt_lookup_num_tokens": _LOOK_UP_TOKENS}
+            case "early-exit":
+                # transformers reads the draft length from the model's own generation config only.
+                config.num_assistant_tokens = self.spec.length
+                config.num_assistant_tokens_schedule = "constant"
+                return {"assistant_early_exit": self.spec.exit_layer}
+            case "static":
+                on_cuda = self._model.device.type == "cuda"
+                compiling = CompileConfig() if on_cuda else CompileConfig(mode="default")
+                compiling._compile_all_devices = True
+                return {"cache_implementation": "static", "compile_config": compiling}
+        return {}
+
+
+class _FirstToken(StoppingCriteria):
+    """Never stops; notes when the first new tokens came, how many these were, and how often it was asked."""
+
+    def __init__(self, watch: Stopwatch, prompts: Tensor) -> None:
+        self._watch, self._prompts = watch, prompts
+        self._goes_on = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+        self.seconds, self.tokens, self.calls = 0.0, 0, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            self.seconds, self.tokens = self._watch.read(), input_ids.numel() - self._prompts.numel()
+        return self._goes_on

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -57,43 +56,11 @@ class Cell:
             **sampling,
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Cell:
-        """Read back from JSON."""
-        return cls(**found)
-
-
-def grid(
-    workloads: Sequence[str],
-    temperatures: Sequence[float],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    max_new_tokens: int,
-) -> list[Cell]:
-    """Every combination, once each, in the order given."""
-    conditions = product(
-        dict.fromkeys(workloads), dict.fromkeys(batches), dict.fromkeys(contexts), dict.fromkeys(temperatures)
-    )
-    return [
-        Cell(workload, temperature, batch, context, max_new_tokens)
-        for workload, batch, context, temperature in conditions
-    ]
-
 
 def with_prompts(
     cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
 ) -> dict[Cell, list[Tensor]]:
-    """Cells with their prompts, one `[batch, context]` for each call, on the model's device.
-
-    Args:
-        cells: at least one.
-        workloads: by name.
-        number: prompts of each workload.
-        checkpoint: model and tokenizer.
+    """Cells with the prompts of each call, `[batch, context]` on the model's device; `number` of each workload.
 
     Raises:
         PromptError: prompt and text together are longer than the model's context.
@@ -106,10 +73,5 @@ def with_prompts(
             f"{limit}; give a smaller --context or --max-new-tokens"
         )
     device, tokenizer = checkpoint.model.device, checkpoint.tokenizer
-    return {
-        cell: [
-            prompts.to(device)
-            for prompts in workloads[cell.workload].prompts(tokenizer, number, cell.batch, cell.context)
-        ]
-        for cell in cells
-    }
+    made = {cell: workloads[cell.workload].prompts(tokenizer, number, cell.batch, cell.context) for cell in cells}
+    return {cell: [prompts.to(device) for prompts in calls] for cell, calls in made.items()}

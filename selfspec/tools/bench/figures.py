@@ -1,83 +1,177 @@
-"""Figures of an arm in a cell, from its raw times and counts: speeds, and ratios repeat by repeat."""
+"""The figures of an arm in a cell, made of its raw times and counts: what the summary, the report and the plots show.
+
+Ratios are taken repeat by repeat, since both arms met the same troubles in a repeat.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from selfspec.decode.stats import Stats
+import numpy as np
+from numpy.typing import NDArray
+
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.bench.record import Record
 
 CYCLING = 0.1
 """Texts with a larger share of their tokens inside repeating cycles are left out of the figures without cycles."""
 
-Speeds = Callable[[Record, Sequence[int]], list[float]]
-"""Tokens per second of an arm over some of the calls, one figure for each repeat."""
+# Tokens per second over some of the calls, one figure for each repeat.
+_Speeds = NDArray[np.float64]
 
 
-def whole_call(record: Record, calls: Sequence[int]) -> list[float]:
-    """Tokens per second over whole calls, prefill included."""
-    return [
-        sum(tokens[call] for call in calls) / sum(seconds[call] for call in calls)
-        for tokens, seconds in zip(record.tokens, record.seconds, strict=True)
-    ]
+@dataclass(frozen=True)
+class RoundCost:
+    """The mean round of an arm in the run, in rounds of plain decoding in the same run.
+
+    Its draft, its target pass, and the rest: acceptance, commit and all between; then its draft steps and draft tokens.
+    """
+
+    draft: float
+    verify: float
+    rest: float
+    steps: float
+    drafted: float
 
 
-def decoding(record: Record, calls: Sequence[int]) -> list[float]:
-    """Tokens per second after the first tokens, so without prefill."""
-    times = zip(record.tokens, record.first_tokens, record.seconds, record.first_seconds, strict=True)
-    return [
-        sum(tokens[call] - first_tokens[call] for call in calls)
-        / sum(seconds[call] - first_seconds[call] for call in calls)
-        for tokens, first_tokens, seconds, first_seconds in times
-    ]
+@dataclass(frozen=True)
+class PredictedSpeedup:
+    """The speed-up that the cost model predicts of an arm, beside the one that was measured.
+
+    Predicted are the tokens of the arm's rounds by what their parts cost when timed apart from the run:
+
+        tokens / sum over rounds of (steps c + V(drafted + 1)),   against plain decoding, 1 token a round
+
+    That is the formula of Leviathan et al. (2023) for the rounds as they were: its numerator (1 - alpha^(gamma+1)) /
+    (1 - alpha) is the mean accepted length where alpha is the same at every place and gamma in every round, and here it
+    is what was measured. The overhead o is left out, so that efficiency shows what it costs.
+
+    Attributes:
+        predicted: speed-up against plain decoding by the passes' costs.
+        measured: decoding speed against selfspec's plain decoding.
+        efficiency: measured by predicted.
+    """
+
+    predicted: float
+    measured: Estimate
+    efficiency: float
 
 
-def all_calls(record: Record) -> list[int]:
-    """The number of every call."""
-    return list(range(len(record.seconds[0])))
+@dataclass(frozen=True)
+class Figures:
+    """What is shown of an arm that is scored. Speeds are tokens per second of all rows together.
+
+    Attributes:
+        decoding_tokens_per_second: after the first tokens, so without prefill.
+        whole_call_tokens_per_second: prefill included.
+        first_token_seconds: until the first tokens of a call stand; of each repeat the mean over calls.
+        decoding_against: decoding speed against that of `model_generate` and of selfspec `plain`.
+        decoding_without_cycles: against `model.generate` in the calls whose texts hardly repeat themselves.
+        whole_call_against: speed of whole calls against that of `model.generate`.
+        mean_accepted_length: tokens committed per target pass of a row, by selfspec's own count; of other arms by calls
+            of the model.
+        acceptance_rate: share of the judged draft tokens that were accepted.
+        acceptance_by_depth: the same at each depth of the draft, None where none was judged.
+        cycle_share: share of all tokens inside repeating cycles.
+        round_in_plain_steps: what a round cost in the run; None for arms that do not draft.
+        prediction: None where the passes were not timed or the arm does not draft.
+    """
+
+    decoding_tokens_per_second: Estimate
+    whole_call_tokens_per_second: Estimate
+    first_token_seconds: Estimate
+    decoding_against: dict[str, Estimate]
+    decoding_without_cycles: Estimate | None
+    whole_call_against: Estimate | None
+    mean_accepted_length: float
+    acceptance_rate: float | None
+    acceptance_by_depth: list[float | None] | None
+    cycle_share: float
+    round_in_plain_steps: RoundCost | None
+    prediction: PredictedSpeedup | None
+
+
+def figures(record: Record, reference: Record | None, plain: Record | None) -> Figures:
+    """The figures of an arm beside `model.generate` and selfspec's plain decoding in the same cell."""
+    own, counts = _decoding(record), record.counts
+    others = {"model_generate": reference, "plain": plain}
+    against = {name: _median(own / _decoding(other)) for name, other in others.items() if other is not None}
+    calm = [] if reference is None else calls_without_cycles(reference)
+    by_depth: list[float | None] | None = None
+    if counts is not None:
+        pairs = zip(counts.accepted_per_depth, counts.judged_per_depth, strict=True)
+        by_depth = [accepted / judged if judged else None for accepted, judged in pairs]
+    return Figures(
+        decoding_tokens_per_second=_median(own),
+        whole_call_tokens_per_second=_median(_whole_call(record)),
+        first_token_seconds=_median(np.mean(record.first_seconds, 1)),
+        decoding_against=against,
+        decoding_without_cycles=_median(_decoding(record, calm) / _decoding(reference, calm))
+        if reference and calm
+        else None,
+        whole_call_against=_median(_whole_call(record) / _whole_call(reference)) if reference else None,
+        mean_accepted_length=counts.mean_accepted_length
+        if counts
+        else float(np.sum(record.tokens) / (np.sum(record.passes) * record.cell.batch)),
+        acceptance_rate=counts.acceptance_rate if counts and counts.judged else None,
+        acceptance_by_depth=by_depth,
+        cycle_share=float(np.mean(record.cycle_share)),
+        round_in_plain_steps=_round_cost(record, plain) if plain else None,
+        prediction=_prediction(record, against["plain"]) if plain else None,
+    )
 
 
 def calls_without_cycles(reference: Record) -> list[int]:
     """The calls whose texts by the reference arm hardly repeat themselves: no more than `CYCLING` of their tokens."""
-    return [call for call in all_calls(reference) if _cycle_share(reference, call) <= CYCLING]
+    calls: list[int] = np.flatnonzero(np.mean(reference.cycle_share, 0) <= CYCLING).tolist()
+    return calls
 
 
-def cycle_share(record: Record) -> float:
-    """Share of all tokens inside repeating cycles."""
-    return statistics.mean(_cycle_share(record, call) for call in all_calls(record))
+def _whole_call(record: Record) -> _Speeds:
+    speeds: _Speeds = np.sum(record.tokens, 1) / np.sum(record.seconds, 1)
+    return speeds
 
 
-def speed(record: Record, speeds: Speeds, calls: Sequence[int] | None = None) -> Estimate:
-    """Tokens per second, of all rows together."""
-    return Estimate.of_median(speeds(record, all_calls(record) if calls is None else calls))
+def _decoding(record: Record, calls: Sequence[int] | slice = slice(None)) -> _Speeds:
+    tokens = np.array(record.tokens) - record.first_tokens
+    seconds = np.array(record.seconds) - record.first_seconds
+    speeds: _Speeds = tokens[:, calls].sum(1) / seconds[:, calls].sum(1)
+    return speeds
 
 
-def ratio(record: Record, reference: Record, speeds: Speeds, calls: Sequence[int] | None = None) -> Estimate:
-    """Speed against another arm's, taken repeat by repeat, since both met the same troubles in a repeat."""
-    which = all_calls(record) if calls is None else calls
-    pairs = zip(speeds(record, which), speeds(reference, which), strict=True)
-    return Estimate.of_median([own / other for own, other in pairs])
+def _median(of_repeats: _Speeds) -> Estimate:
+    return Estimate.of_median(of_repeats.tolist())
 
 
-def first_token_seconds(record: Record) -> Estimate:
-    """Time until the first tokens of a call stand; of each repeat the mean over calls."""
-    return Estimate.of_median([statistics.mean(repeat) for repeat in record.first_seconds])
+def _round_cost(record: Record, plain: Record) -> RoundCost | None:
+    if record.counts is None or plain.counts is None or record.arm.draft is None:
+        return None
+    step = _round_seconds(plain) / plain.counts.rounds
+    rounds, seconds = record.counts.rounds, record.counts.seconds
+    draft, verify = (seconds[phase] / rounds / step for phase in ("draft", "verify"))
+    rest = _round_seconds(record) / rounds / step - draft - verify
+    steps = sum(shape.steps * shape.rounds for shape in record.rounds)
+    drafted = sum(shape.drafted * shape.rounds for shape in record.rounds)
+    return RoundCost(draft, verify, rest, steps / rounds, drafted / rounds)
 
 
-def mean_accepted_length(record: Record) -> float:
-    """Tokens committed per target pass of a row, by selfspec's own count; of other arms by calls of the model."""
-    if record.counts is not None:
-        return record.counts.mean_accepted_length
-    return sum(map(sum, record.tokens)) / (sum(map(sum, record.passes)) * record.cell.batch)
+def _round_seconds(record: Record) -> float:
+    """Time of all rounds: of whole calls, less their prefill."""
+    assert record.counts is not None
+    return float(np.sum(record.seconds)) - record.counts.seconds.get("prefill", 0.0)
 
 
-def acceptance_by_depth(counts: Stats) -> list[float | None]:
-    """Share of judged draft tokens that were accepted, at each depth of the draft; None without any."""
-    pairs = zip(counts.accepted_per_depth, counts.judged_per_depth, strict=True)
-    return [accepted / judged if judged else None for accepted, judged in pairs]
-
-
-def _cycle_share(record: Record, call: int) -> float:
-    return statistics.mean(repeat[call] for repeat in record.cycle_share)
+def _prediction(record: Record, measured: Estimate) -> PredictedSpeedup | None:
+    if record.costs is None or record.counts is None:
+        return None
+    total = 0.0
+    for shape in record.rounds:
+        # V is that of the pass the round made: resumed after draft steps, from tokens on after a look-up.
+        cost = record.costs.of_round(shape.steps, shape.drafted)
+        if cost is None:
+            return None
+        total += cost * shape.rounds
+    # Rows advance side by side: a round commits so many tokens in each.
+    predicted = float(np.sum(record.tokens)) / record.cell.batch / total
+    return PredictedSpeedup(predicted, measured, measured.value / predicted)

@@ -9,9 +9,10 @@ from itertools import product
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.decode.stats import Stats
 from selfspec.measure.timing import Call
 from selfspec.tools.bench.agreement import Pair, TextAgreement, compare
-from selfspec.tools.bench.arm import Arm, ArmKind
+from selfspec.tools.bench.arms import Arm
 from selfspec.tools.bench.cell import Cell
 
 # Not one of those that are timed.
@@ -34,6 +35,17 @@ class ArmRun:
     calls: list[list[Call]] = field(default_factory=list)
     agreement: TextAgreement | None = None
 
+    @property
+    def counts(self) -> Stats | None:
+        """Those of all calls together; None of an arm that is not selfspec's."""
+        stats = [call.stats for calls in self.calls for call in calls if call.stats is not None]
+        return Stats.together(stats) if stats else None
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """Of each repeat, over whole calls."""
+        return [sum(call.tokens for call in calls) / sum(call.seconds for call in calls) for calls in self.calls]
+
 
 def measure(
     model: PreTrainedModel,
@@ -44,7 +56,7 @@ def measure(
     warm_up: int,
     tick: Callable[[], None],
 ) -> list[ArmRun]:
-    """Measure all arms in a cell.
+    """Measure all arms in a cell, `model.generate` first: the others' greedy texts are compared with its.
 
     Every arm first decodes every batch some times untimed: what is compiled or traced on the way is there when it is
     timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
@@ -53,11 +65,11 @@ def measure(
     Args:
         model: stock.
         cell: how to decode.
-        arms: `model.generate` first: the others' greedy texts are compared with its.
+        arms: of that model.
         prompts: one `[batch, context]` for each call.
         repeats: how often each is timed.
         warm_up: how often each decodes all prompts before, at least 1.
-        tick: called after every call, `runs(...)` times at most.
+        tick: called before every call, `len(arms) * len(prompts) * (warm_up + repeats)` times at most.
 
     Raises:
         SelfSpecError: an arm of selfspec's cannot do it.
@@ -74,38 +86,32 @@ def measure(
         for number, batch in enumerate(prompts):
             turn = (repeat + number) % len(running)
             for result in running[turn:] + running[:turn]:
-                result.calls[-1].append(result.arm.decode(batch, cell, seed=repeat * len(prompts) + number))
                 tick()
+                result.calls[-1].append(result.arm.decode(batch, cell, seed=repeat * len(prompts) + number))
     if not cell.sampled:
         for result in running:
             result.agreement = compare(model, _pairs(running[0], result, prompts))
     return results
 
 
-def runs(arms: int, batches: int, repeats: int, warm_up: int) -> int:
-    """The most calls that measuring a cell makes."""
-    return arms * batches * (warm_up + repeats)
-
-
 def _warmed_up(arm: Arm, prompts: Sequence[Tensor], cell: Cell, times: int, tick: Callable[[], None]) -> str | None:
     """Decode untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
     try:
         for time, batch in product(range(times), prompts):
-            arm.decode(batch, cell, seed=_WARM_UP_SEED + time)
             tick()
+            arm.decode(batch, cell, seed=_WARM_UP_SEED + time)
     except Exception as error:
-        if arm.spec.kind in (ArmKind.GENERATE, ArmKind.PLAIN, ArmKind.DRAFT):
+        if arm.spec.own or arm.spec.kind == "generate":
             raise
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     return None
 
 
 def _pairs(reference: ArmRun, result: ArmRun, prompts: Sequence[Tensor]) -> list[Pair]:
-    """Distinct pairs of texts: of all repeats, since an arm need not say the same every time."""
-    pairs: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Pair] = {}
-    for expected_calls, found_calls in zip(reference.calls, result.calls, strict=True):
-        for number, (expected, found) in enumerate(zip(expected_calls, found_calls, strict=True)):
-            for row, texts in enumerate(zip(expected.rows, found.rows, strict=True)):
-                key = (number, row, tuple(texts[0]), tuple(texts[1]))
-                pairs.setdefault(key, Pair(prompts[number][row : row + 1], *texts))
-    return list(pairs.values())
+    """Pairs of texts of all repeats, since an arm need not say the same every time."""
+    return [
+        Pair(tuple(prompt), tuple(expected), tuple(found))
+        for calls in zip(reference.calls, result.calls, strict=True)
+        for ids, stock, own in zip(prompts, *calls, strict=True)
+        for prompt, expected, found in zip(ids.tolist(), stock.rows, own.rows, strict=True)
+    ]

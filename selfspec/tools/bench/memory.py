@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 
-from selfspec.tools.bench.arm import ArmSpec
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from selfspec.kernels.packed import pack
+from selfspec.measure.peak_memory import peak_memory, resident_bytes
+from selfspec.model.fingerprint import plain
+from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.cell import Cell
+
+# Tokens enough for every kind of pass.
+_FEW = 16
 
 
 @dataclass(frozen=True)
@@ -35,33 +44,15 @@ class Memory:
         return self.peak - self.weights
 
 
-@dataclass(frozen=True)
-class MemoryJob:
-    """What the process is told.
+def measure_memory(arm: ArmSpec, cell: Cell, prompts: Tensor, place: str, dtype: torch.dtype) -> Memory | None:
+    """Let a new process load the model and decode once, on the device of the prompts.
 
-    Attributes:
-        folder: of the checkpoint, or its name on the hub.
-        dtype: what to compute in.
-        device: where.
-        threads: CPU threads of torch.
+    Args:
         arm: which.
         cell: how to decode.
-        prompts: token ids, `[batch][prompt]`.
-    """
-
-    folder: str
-    dtype: str
-    device: str
-    threads: int
-    arm: dict[str, Any]
-    cell: dict[str, Any]
-    prompts: list[list[int]]
-
-
-def measure_memory(
-    arm: ArmSpec, cell: Cell, prompts: list[list[int]], folder: str, dtype: str, device: str, threads: int
-) -> Memory | None:
-    """Let a new process load the model and decode once.
+        prompts: `[batch, prompt]`.
+        place: folder of the checkpoint, or its name on the hub.
+        dtype: what to compute in.
 
     Returns:
         What it took; None where the system does not tell.
@@ -69,11 +60,37 @@ def measure_memory(
     Raises:
         RuntimeError: the process failed; with what it said last.
     """
-    job = MemoryJob(folder, dtype, device, threads, arm.to_dict(), cell.to_dict(), prompts)
-    words = [sys.executable, "-m", "selfspec.tools.bench.memory_probe"]
-    done = subprocess.run(words, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise RuntimeError(f"memory of {arm.name} could not be measured: {said[-1] if said else 'no message'}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return None if found is None else Memory(**found)
+    job = (arm, cell, prompts.tolist(), place, dtype, prompts.device, torch.get_num_threads())
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        try:
+            return process.submit(_measure, *job).result()
+        except Exception as error:
+            raise RuntimeError(f"memory of {arm.name} could not be measured: {error}") from error
+
+
+def _measure(
+    spec: ArmSpec, cell: Cell, ids: list[list[int]], place: str, dtype: torch.dtype, device: torch.device, threads: int
+) -> Memory | None:
+    """Load the model, decode a few tokens so that all code is loaded, and then measure a whole call."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    before = _in_use(device)
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
+    if spec.packed:
+        pack(model)
+    # Weights may be mapped from their file, and are not in memory before they are read.
+    for weight in model.parameters():
+        plain(weight).sum()
+    weights = _in_use(device) - before
+    arm, prompts = make_arm(spec, model), torch.tensor(ids, device=device)
+    arm.decode(prompts[:, :_FEW], replace(cell, max_new_tokens=_FEW), seed=0)
+    loaded = _in_use(device)
+    growth = peak_memory(lambda: arm.decode(prompts, cell, seed=0), device)
+    if growth is None:
+        return None
+    return Memory(weights, loaded - before + growth, "torch" if device.type == "cuda" else "system")
+
+
+def _in_use(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes() or 0

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from selfspec.decode.stats import Stats
 from selfspec.errors import BenchError
 from selfspec.files.writing import whole
-from selfspec.tools.bench import figures
-from selfspec.tools.bench.arm import ArmKind
-from selfspec.tools.bench.prediction import prediction
-from selfspec.tools.bench.record import Record
-from selfspec.tools.bench.results_file import MeasuredCell
+from selfspec.measure.estimate import Estimate
+from selfspec.tools.bench.figures import PredictedSpeedup
+from selfspec.tools.bench.results import MeasuredCell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +26,21 @@ SPEED, ACCEPTANCE, PREDICTION = "speed.png", "acceptance.png", "prediction.png"
 # The qualitative palette of Okabe and Ito (2008), which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 _MARKERS = "osD^vP*Xh"
+_STYLE: dict[Any, Any] = {
+    # Names may hold dollar signs.
+    "text.parse_math": False,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "lines.markersize": 5,
+    "grid.alpha": 0.3,
+    "savefig.dpi": 130,
+}
 # Of fewer draft tokens a share says little.
 _ENOUGH = 10
 _WIDTH = 5.2
-_DPI = 130
 
 
 def require_packages() -> None:
@@ -57,147 +65,109 @@ def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[str]:
     """
     from matplotlib import rc_context
 
-    # Names may hold dollar signs.
-    with rc_context({"text.parse_math": False}):
+    with rc_context(_STYLE):
         drawn = {SPEED: _speed(cells), ACCEPTANCE: _acceptance(cells), PREDICTION: _prediction(cells)}
         for name, figure in drawn.items():
-            if figure is not None:
-                with whole(folder / name, KEPT) as draft:
-                    figure.savefig(draft, dpi=_DPI)
-            else:
+            if figure is None:
                 (folder / name).unlink(missing_ok=True)
+                continue
+            with whole(folder / name, KEPT) as draft:
+                figure.savefig(draft)
     return [name for name, figure in drawn.items() if figure is not None]
 
 
 def _speed(cells: Sequence[MeasuredCell]) -> Figure:
     names = list(dict.fromkeys(record.arm.name for measured in cells for record in measured.arms))
-    figure, panels = _panels(len(cells), height=0.9 + 0.3 * len(names), shared=True)
+    figure, panels = _panels(cells, 0.9 + 0.3 * len(names))
     for panel, measured in zip(panels, cells, strict=True):
-        panel.set_title(_title(measured), fontsize=9)
         panel.axvline(1, color="#888888", linewidth=0.8)
-        reference = next(iter(measured.arms))
-        for record in measured.arms:
-            if not record.scored or not reference.scored:
-                continue
-            found = figures.ratio(record, reference, figures.decoding)
-            own = record.arm.kind in (ArmKind.PLAIN, ArmKind.DRAFT)
-            panel.errorbar(
-                found.value,
-                names.index(record.arm.name),
-                xerr=[[found.value - found.low], [found.high - found.value]],
-                fmt="o" if own else "s",
-                color=_COLOURS[0] if own else _COLOURS[1],
-                capsize=3,
-                markersize=5,
-            )
-        panel.set_ylim(len(names) - 0.5, -0.5)
-        panel.set_yticks(range(len(names)), names, fontsize=8)
+        for arm, found in measured.figures.items():
+            ratio = found.decoding_against.get("model_generate")
+            if ratio is not None:
+                style = _style(0 if arm.own else 1)
+                panel.errorbar(ratio.value, names.index(arm.name), xerr=_beside([ratio]), capsize=3, **style)
+        panel.set(xlabel="decoding speed against model.generate", ylim=(len(names) - 0.5, -0.5))
+        panel.set_yticks(range(len(names)), names)
         panel.set_xlim(left=0)
-        panel.grid(axis="x", alpha=0.3)
-        panel.set_xlabel("decoding speed against model.generate", fontsize=8)
+        panel.grid(axis="x")
     return figure
 
 
 def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
-    drafting = [measured for measured in cells if any(_drafts(record) for record in measured.arms)]
-    if not drafting:
+    drafts = [
+        [each for each in measured.arms if each.scored and each.counts and each.counts.judged_per_depth]
+        for measured in cells
+    ]
+    names = list(dict.fromkeys(record.arm.name for records in drafts for record in records))
+    if not names:
         return None
-    names = list(dict.fromkeys(each.arm.name for measured in drafting for each in measured.arms if _drafts(each)))
-    figure, panels = _panels(len(drafting), height=3.2, shared=True)
-    for panel, measured in zip(panels, drafting, strict=True):
-        panel.set_title(_title(measured), fontsize=9)
-        for record in measured.arms:
-            if record.counts is None or not _drafts(record):
-                continue
-            shares = _steady(record.counts)
-            style = names.index(record.arm.name)
-            panel.plot(
-                range(1, len(shares) + 1),
-                shares,
-                marker=_MARKERS[style % len(_MARKERS)],
-                color=_COLOURS[style % len(_COLOURS)],
-                linewidth=1.2,
-                markersize=5,
-                label=record.arm.name,
-            )
-        panel.set_ylim(0, 1.02)
+    drafting = [(measured, records) for measured, records in zip(cells, drafts, strict=True) if records]
+    figure, panels = _panels([measured for measured, _ in drafting], 3.2)
+    for panel, (_, records) in zip(panels, drafting, strict=True):
+        for record in records:
+            assert record.counts is not None
+            pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
+            shares = [accepted / judged for accepted, judged in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
+            style = _style(names.index(record.arm.name))
+            panel.plot(range(1, len(shares) + 1), shares, linewidth=1.2, label=record.arm.name, **style)
         panel.locator_params(axis="x", integer=True)
-        panel.set_xlabel(f"depth in the draft, where at least {_ENOUGH} were judged", fontsize=8)
-        panel.set_ylabel("share accepted of those judged", fontsize=8)
-        panel.grid(alpha=0.3)
-    named = dict(each for panel in panels for each in zip(*panel.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(named.values(), named.keys(), fontsize=8, loc="outside lower center", ncols=min(len(names), 4))
+        depth = f"depth in the draft, where at least {_ENOUGH} were judged"
+        panel.set(ylim=(0, 1.02), xlabel=depth, ylabel="share accepted of those judged")
+        panel.grid()
+    named = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(len(names), 4))
     return figure
 
 
 def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
-    points = []
-    for measured in cells:
-        plain = next((record for record in measured.arms if record.arm.kind is ArmKind.PLAIN), None)
-        found = [(record, prediction(record, plain)) for record in measured.arms if plain is not None and record.scored]
-        points += [(record.arm.name, each) for record, each in found if each is not None]
+    points: dict[str, list[PredictedSpeedup]] = {}
+    for cell in cells:
+        for arm, found in cell.figures.items():
+            if found.prediction is not None:
+                points.setdefault(arm.name, []).append(found.prediction)
     if not points:
         return None
-    figure, (panel,) = _panels(1, height=4.6, shared=False)
-    names = list(dict.fromkeys(name for name, _ in points))
-    furthest = 1.08 * max(max(each.predicted, each.measured.high) for _, each in points)
+    figure, (panel,) = _panels([], 4.6)
+    furthest = 1.08 * max(max(each.predicted, each.measured.high) for own in points.values() for each in own)
     panel.plot([0, furthest], [0, furthest], color="#888888", linewidth=0.8)
     panel.plot([0, furthest], [0, 0.9 * furthest], color="#888888", linewidth=0.8, linestyle="--")
-    for style, name in enumerate(names):
-        own = [each for other, each in points if other == name]
-        medians = [each.measured.value for each in own]
-        panel.errorbar(
-            [each.predicted for each in own],
-            medians,
-            yerr=[
-                [each.measured.value - each.measured.low for each in own],
-                [each.measured.high - each.measured.value for each in own],
-            ],
-            fmt=_MARKERS[style % len(_MARKERS)],
-            color=_COLOURS[style % len(_COLOURS)],
-            capsize=2,
-            markersize=5,
-            label=name,
-        )
-    panel.set_xlim(0, furthest)
-    panel.set_ylim(0, furthest)
-    panel.set_xlabel("speed-up over plain decoding, predicted from c and V", fontsize=8)
-    panel.set_ylabel("measured", fontsize=8)
-    panel.set_title("each point a cell; lines: efficiency 1 and 0.9", fontsize=9)
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=7, loc="upper left")
+    for number, (name, own) in enumerate(points.items()):
+        predicted, measured = [each.predicted for each in own], [each.measured for each in own]
+        medians, spread = [each.value for each in measured], _beside(measured)
+        panel.errorbar(predicted, medians, yerr=spread, linestyle="", capsize=2, label=name, **_style(number))
+    panel.set(xlim=(0, furthest), ylim=(0, furthest), title="each point a cell; lines: efficiency 1 and 0.9")
+    panel.set(xlabel="speed-up over plain decoding, predicted from c and V", ylabel="measured")
+    panel.grid()
+    panel.legend(loc="upper left")
     return figure
 
 
-def _panels(number: int, height: float, shared: bool) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels, up to three beside one another."""
+def _panels(cells: Sequence[MeasuredCell], height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each cell, up to three beside one another; without cells a single panel."""
     # Not pyplot: it keeps state of its own, and asks for a display.
     from matplotlib.figure import Figure
 
+    number = max(len(cells), 1)
     across = min(number, 3)
     down = -(-number // across)
-    names = 2.6 if shared else 0.0
-    figure = Figure(
-        figsize=(names + _WIDTH * across * (0.75 if across > 1 else 1), height * down), layout="constrained"
-    )
-    panels: list[Axes] = list(figure.subplots(down, across, squeeze=False, sharey=shared).flat)
+    # Names of arms or cells take room beside the panels.
+    names = 2.6 if cells else 0.0
+    width = names + _WIDTH * across * (0.75 if across > 1 else 1)
+    figure = Figure(figsize=(width, height * down), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(down, across, squeeze=False, sharey=bool(cells)).flat)
     for panel in panels[number:]:
         panel.set_visible(False)
-    for panel in panels:
-        panel.tick_params(labelsize=8)
+    for panel, measured in zip(panels, cells, strict=False):
+        cell = measured.cell
+        conditions = f"batch {cell.batch}, prompt of {cell.context} tokens"
+        panel.set_title(f"{cell.workload}, temperature {cell.temperature:g}\n{conditions}")
     return figure, panels[:number]
 
 
-def _steady(counts: Stats) -> list[float]:
-    """Acceptance at the first depths, as far as enough draft tokens were judged there to tell."""
-    pairs = zip(counts.accepted_per_depth, counts.judged_per_depth, strict=True)
-    return [accepted / judged for accepted, judged in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
+def _style(number: int) -> dict[str, Any]:
+    return {"marker": _MARKERS[number % len(_MARKERS)], "color": _COLOURS[number % len(_COLOURS)]}
 
 
-def _drafts(record: Record) -> bool:
-    return record.scored and record.counts is not None and bool(record.counts.judged_per_depth)
-
-
-def _title(measured: MeasuredCell) -> str:
-    cell = measured.cell
-    return f"{cell.workload}, temperature {cell.temperature:g}\nbatch {cell.batch}, prompt of {cell.context} tokens"
+def _beside(found: Sequence[Estimate]) -> list[list[float]]:
+    """How far the ends of intervals are from their estimates, as error bars want it."""
+    return [[each.value - each.low for each in found], [each.high - each.value for each in found]]

@@ -7,7 +7,7 @@ import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,36 +15,25 @@ from transformers import PreTrainedModel
 
 from selfspec.environment import environment
 from selfspec.kernels.packed import pack
-from selfspec.tools.bench.arm import Arm, ArmSpec
-from selfspec.tools.bench.arms import make_arm
+from selfspec.measure.progress import Watch
+from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.costs import PassCosts, costs_of
-from selfspec.tools.bench.measure import measure, runs
-from selfspec.tools.bench.memory import Memory, measure_memory
+from selfspec.tools.bench.costs import costs_of
+from selfspec.tools.bench.measure import measure
+from selfspec.tools.bench.memory import measure_memory
 from selfspec.tools.bench.record import Setup, record_of
-from selfspec.tools.bench.results_file import MeasuredCell, ResultsFile
+from selfspec.tools.bench.results import MeasuredCell, ResultsFile
 
 
-@dataclass(frozen=True)
-class BenchedModel:
-    """What is measured.
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What is measured of one model in each cell.
 
     Attributes:
-        name: what reports call it.
-        folder: where another process can load it; None: nowhere, and memory is not measured.
+        name: what reports call the model.
+        place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
         model: on its device.
-    """
-
-    name: str
-    folder: str | None
-    model: PreTrainedModel
-
-
-@dataclass(frozen=True)
-class BenchPlan:
-    """What is measured in each cell.
-
-    Attributes:
+        specs: the arms, `model.generate` first.
         repeats: how often each arm is timed.
         warm_up: how often it decodes all prompts before.
         memory: whether peak memory is measured, each arm in a process of its own, once for each batch size and prompt
@@ -52,125 +41,73 @@ class BenchPlan:
         costs: whether the parts of a round are timed apart, too.
     """
 
+    name: str
+    place: str | None
+    model: PreTrainedModel
+    specs: Sequence[ArmSpec]
     repeats: int = 5
     warm_up: int = 3
     memory: bool = True
     costs: bool = True
 
-
-class Watcher(Protocol):
-    """Is told how far a session is."""
-
-    def begin(self, cell: Cell, steps: int) -> None:
-        """A cell begins that takes so many steps at most; 0: it was measured before."""
-
-    def step(self) -> None:
-        """A step is done."""
-
-
-class Session:
-    """Measures cells of one model with the same arms.
-
-    Args:
-        subject: the model.
-        specs: the arms, `model.generate` first.
-        plan: what is measured in each cell.
-        file: gets the results of each cell when it is done.
-
-    Raises:
-        SelfSpecError: an arm does not fit the model.
-    """
-
-    def __init__(self, subject: BenchedModel, specs: Sequence[ArmSpec], plan: BenchPlan, file: ResultsFile) -> None:
-        self._subject = subject
-        self._specs = list(specs)
-        self._own_model = _packed(subject.model) if any(spec.packed for spec in specs) else subject.model
-        self._arms: list[Arm] = [make_arm(spec, self._own_model if spec.packed else subject.model) for spec in specs]
-        self._plan = plan
-        self._file = file
-        self._run = uuid.uuid4().hex[:12]
-        self._environment = environment(subject.model.device)
-
-    def measure(self, cells: Mapping[Cell, Sequence[Tensor]], watcher: Watcher) -> list[MeasuredCell]:
+    def measure(self, cells: Mapping[Cell, Sequence[Tensor]], file: ResultsFile, watch: Watch) -> list[MeasuredCell]:
         """Measure what was not measured before.
 
         Args:
             cells: their prompts, `[batch, context]` for each call.
-            watcher: is told how far it is.
+            file: gets the results of each cell when it is done.
+            watch: is told of each step.
 
         Returns:
             All of the cells, measured now or before.
+
+        Raises:
+            SelfSpecError: an arm does not fit the model.
         """
-        measured = []
-        weighed: set[tuple[int, int]] = set()
-        for cell, prompts in cells.items():
-            settings = self._settings(prompts)
-            found = self._file.find(cell, settings, self._specs)
-            fresh = (cell.batch, cell.context) not in weighed
-            weighed.add((cell.batch, cell.context))
-            if found is not None:
-                watcher.begin(cell, 0)
-                measured.append(found)
-                continue
-            weighing = self._plan.memory and self._subject.folder is not None and fresh
-            calls = runs(len(self._arms), len(prompts), self._plan.repeats, self._plan.warm_up)
-            watcher.begin(cell, calls + weighing * len(self._arms))
-            measured.append(self._cell(cell, settings, prompts, weighing, watcher))
-        return measured
+        model, run, around = self.model, uuid.uuid4().hex[:12], environment(self.model.device)
+        own_model = model
+        if any(spec.packed for spec in self.specs):
+            # What it is compared with runs plain weights.
+            own_model = copy.deepcopy(model)
+            pack(own_model)
+        arms = [make_arm(spec, own_model if spec.packed else model) for spec in self.specs]
+        setups = {cell: self._setup(prompts) for cell, prompts in cells.items()}
+        found = {
+            (each.cell, each.settings): each
+            for each in file.cells()
+            if {*self.specs} <= {record.arm for record in each.arms}
+        }
+        missing = [cell for cell in cells if (cell, setups[cell]) not in found]
+        # Of cells of one shape the first.
+        shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
+        weighed = list(shapes.values()) if self.memory and self.place is not None else []
+        calls = sum(len(cells[cell]) * (self.warm_up + self.repeats) + (cell in weighed) for cell in missing)
+        watch.begin(len(arms) * calls)
+        for number, cell in enumerate(missing, 1):
+            tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.title}")
+            prompts, setup = cells[cell], setups[cell]
+            results = measure(model, cell, arms, prompts, self.repeats, self.warm_up, tick)
+            costs = costs_of(own_model, cell, arms) if self.costs else [None] * len(arms)
+            records = []
+            for result, cost in zip(results, costs, strict=True):
+                memory = None
+                if cell in weighed and self.place is not None and result.absence is None:
+                    tick()
+                    memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, model.dtype)
+                records.append(record_of(result, run, cell, setup, around, memory, cost))
+            file.add(records)
+            found[cell, setup] = MeasuredCell(cell, setup, tuple(records))
+        return [found[cell, setups[cell]] for cell in cells]
 
-    def _cell(
-        self, cell: Cell, settings: Setup, prompts: Sequence[Tensor], weighing: bool, watcher: Watcher
-    ) -> MeasuredCell:
-        plan = self._plan
-        results = measure(self._subject.model, cell, self._arms, prompts, plan.repeats, plan.warm_up, watcher.step)
-        costs = self._timed(cell)
-        records = []
-        for result, cost in zip(results, costs, strict=True):
-            memory = None
-            if weighing:
-                memory = None if result.absence else self._weighed(result.arm.spec, cell, prompts[0])
-                watcher.step()
-            records.append(record_of(result, self._run, cell, settings, self._environment, memory, cost))
-        self._file.add(records)
-        return MeasuredCell(cell, settings, tuple(records))
-
-    def _timed(self, cell: Cell) -> list[PassCosts | None]:
-        return costs_of(self._own_model, cell, self._arms) if self._plan.costs else [None] * len(self._arms)
-
-    def _weighed(self, spec: ArmSpec, cell: Cell, prompts: Tensor) -> Memory | None:
-        model = self._subject.model
-        assert self._subject.folder is not None
-        return measure_memory(
-            spec,
-            cell,
-            prompts.tolist(),
-            self._subject.folder,
-            _dtype(model),
-            str(model.device),
-            torch.get_num_threads(),
-        )
-
-    def _settings(self, prompts: Sequence[Tensor]) -> Setup:
-        model = self._subject.model
+    def _setup(self, prompts: Sequence[Tensor]) -> Setup:
         digest = hashlib.sha256(str([batch.tolist() for batch in prompts]).encode()).hexdigest()
         return Setup(
-            model=self._subject.name,
-            parameters=model.num_parameters(),
-            dtype=_dtype(model),
-            device=model.device.type,
+            model=self.name,
+            parameters=self.model.num_parameters(),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=self.model.device.type,
             threads=torch.get_num_threads(),
-            repeats=self._plan.repeats,
+            repeats=self.repeats,
             prompts=sum(len(batch) for batch in prompts),
             prompts_digest=digest[:12],
         )
-
-
-def _packed(model: PreTrainedModel) -> PreTrainedModel:
-    """A packed copy: what it is compared with runs plain weights."""
-    packed = copy.deepcopy(model)
-    pack(packed)
-    return packed
-
-
-def _dtype(model: PreTrainedModel) -> str:
-    return str(model.dtype).removeprefix("torch.")

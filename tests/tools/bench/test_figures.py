@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,18 +10,16 @@ from markdown_it import MarkdownIt
 
 from helpers.made import CELL, SETTINGS, plain, record
 from selfspec.decode.stats import Stats
-from selfspec.measure.timing import DraftShape
-from selfspec.tools.bench import figures, plots
+from selfspec.tools.bench import plots
 from selfspec.tools.bench.agreement import TextAgreement
-from selfspec.tools.bench.arm import ArmKind
 from selfspec.tools.bench.costs import PassCosts
+from selfspec.tools.bench.figures import Figures, calls_without_cycles, figures
 from selfspec.tools.bench.memory import Memory
-from selfspec.tools.bench.prediction import prediction, round_cost
-from selfspec.tools.bench.record import Record
+from selfspec.tools.bench.record import Record, ShapeCount
 from selfspec.tools.bench.report import overview, report
-from selfspec.tools.bench.results_file import MeasuredCell
+from selfspec.tools.bench.results import MeasuredCell
 
-STOCK = record(ArmKind.GENERATE, [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
+STOCK = record("generate", [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
 PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])
 
 
@@ -37,53 +34,79 @@ def drafting(**fields: object) -> Record:
         accepted_per_depth=[12, 10, 10],
         seconds={"prefill": 0.4, "draft": 0.8, "verify": 2.0, "accept": 0.2, "commit": 0.1},
     )
-    given = {"counts": counts, "rounds": {DraftShape(3, 3): 16, DraftShape(0, 0): 16}, **fields}
-    return record(ArmKind.DRAFT, [[0.9, 0.9], [0.9, 0.9]], "exit:4", **given)
+    given = {"counts": counts, "rounds": [ShapeCount(3, 3, 16), ShapeCount(0, 0, 16)], **fields}
+    return record("draft", [[0.9, 0.9], [0.9, 0.9]], "exit:4", **given)
+
+
+def shown(record: Record) -> Figures:
+    """The figures of an arm beside the other two."""
+    return figures(record, STOCK, PLAIN)
 
 
 def test_speeds() -> None:
-    assert figures.decoding(STOCK, [0, 1]) == pytest.approx([30 / 3.0, 30 / 6.0])
-    assert figures.whole_call(STOCK, [0]) == pytest.approx([16 / 1.1, 16 / 2.1])
-    assert figures.first_token_seconds(STOCK).value == pytest.approx(0.1)
+    found = shown(STOCK)
+    assert (found.decoding_tokens_per_second.low, found.decoding_tokens_per_second.high) == pytest.approx((5.0, 10.0))
+    assert found.whole_call_tokens_per_second.high == pytest.approx(32 / 3.2)
+    assert found.first_token_seconds.value == pytest.approx(0.1)
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
-    found = figures.ratio(STOCK, PLAIN, figures.decoding)
-    assert (found.low, found.high) == pytest.approx((3.2 / 6, 3.2 / 3))
-    assert figures.ratio(STOCK, PLAIN, figures.decoding, [0]).high == pytest.approx(1.6)
+    found = shown(STOCK)
+    assert found.decoding_against["model_generate"].value == 1.0
+    against = found.decoding_against["plain"]
+    assert (against.low, against.high) == pytest.approx((3.2 / 6, 3.2 / 3))
+    assert found.whole_call_against is not None
+    assert found.whole_call_against.value == 1.0
+    assert figures(PLAIN, None, None).decoding_against == {}
 
 
 def test_cycles() -> None:
-    assert figures.calls_without_cycles(STOCK) == [0]
-    assert figures.cycle_share(STOCK) == pytest.approx((0.05 + 0.5) / 2)
+    assert calls_without_cycles(STOCK) == [0]
+    assert shown(STOCK).cycle_share == pytest.approx((0.05 + 0.5) / 2)
+    calm = shown(PLAIN).decoding_without_cycles
+    assert calm is not None
+    # Plain decoding took 1.6 s for what took 1 s and then 2 s.
+    assert (calm.low, calm.high) == pytest.approx((1 / 1.6, 2 / 1.6))
+    cycling = replace(STOCK, cycle_share=[[0.5, 0.5]] * 2)
+    assert figures(PLAIN, cycling, PLAIN).decoding_without_cycles is None
 
 
 def test_mean_accepted_length() -> None:
-    assert figures.mean_accepted_length(STOCK) == 1.0
-    assert figures.mean_accepted_length(drafting()) == 2.0
+    assert shown(STOCK).mean_accepted_length == 1.0
+    assert shown(drafting()).mean_accepted_length == 2.0
+
+
+def test_acceptance() -> None:
+    assert shown(drafting()).acceptance_rate == pytest.approx(32 / 38)
+    assert shown(drafting()).acceptance_by_depth == pytest.approx([12 / 16, 10 / 12, 1.0])
+    assert shown(PLAIN).acceptance_rate is None
+    assert shown(PLAIN).acceptance_by_depth == []
+    assert shown(STOCK).acceptance_by_depth is None
 
 
 def test_the_cost_of_a_round() -> None:
-    cost = round_cost(drafting(), PLAIN)
+    found = shown(drafting())
+    cost = found.round_in_plain_steps
     assert cost is not None
     step = 1.6 / 16  # a round of plain decoding
     assert cost.draft == pytest.approx(0.8 / 32 / step)
     assert cost.verify == pytest.approx(2.0 / 32 / step)
-    assert cost.total == pytest.approx((3.6 - 0.4) / 32 / step)
+    total = cost.draft + cost.verify + cost.rest
+    assert total == pytest.approx((3.6 - 0.4) / 32 / step)
     assert (cost.steps, cost.drafted) == (1.5, 1.5)
     # A round commits 2 tokens and costs 1 plain one: twice as fast.
-    assert figures.mean_accepted_length(drafting()) / cost.total == pytest.approx(2.0)
-    assert round_cost(PLAIN, PLAIN) is round_cost(STOCK, PLAIN) is None
+    assert found.mean_accepted_length / total == pytest.approx(2.0)
+    assert shown(PLAIN).round_in_plain_steps is shown(STOCK).round_in_plain_steps is None
 
 
 def test_the_prediction() -> None:
     costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
-    found = prediction(drafting(costs=costs), PLAIN)
+    found = shown(drafting(costs=costs)).prediction
     assert found is not None
     assert found.predicted == pytest.approx(64 / (16 * (3 * 0.2 + 1.2) + 16))
     assert found.measured.value == pytest.approx(2.0)
     assert found.efficiency == pytest.approx(2.0 / found.predicted)
-    looked_up = prediction(drafting(costs=costs, rounds={DraftShape(3, 0): 16, DraftShape(0, 0): 16}), PLAIN)
+    looked_up = shown(drafting(costs=costs, rounds=[ShapeCount(3, 0, 16), ShapeCount(0, 0, 16)])).prediction
     assert looked_up is not None
     assert looked_up.predicted == pytest.approx(64 / (16 * 1.5 + 16))
 
@@ -96,19 +119,18 @@ def test_costs_lie_on_lines_between_those_timed() -> None:
     assert costs.of_round(0, 2) == pytest.approx(1.4)
     # Beyond them all is as at the nearest.
     assert costs.of_round(0, 9) == 1.6
-    assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
 @pytest.mark.parametrize("costs", [None, PassCosts(0.1, None, from_tokens={1: 1.0})])
 def test_no_prediction_from_costs_that_were_not_timed(costs: PassCosts | None) -> None:
-    assert prediction(drafting(costs=costs), PLAIN) is None
+    assert shown(drafting(costs=costs)).prediction is None
 
 
 def cell(**fields: object) -> MeasuredCell:
     """All that a report may have to show."""
     costs = PassCosts(0.1, draft=0.2, verify={4: 1.2}, from_tokens={4: 1.5}, overhead=0.05)
-    refused = record(ArmKind.LOOK_UP, [[1.0, 1.0]] * 2, agreement=TextAgreement(2, 1))
-    absent = record(ArmKind.STATIC, [], absence="no compiler")
+    refused = record("lookup", [[1.0, 1.0]] * 2, agreement=TextAgreement(2, 1))
+    absent = record("static", [], absence="no compiler")
     own = drafting(costs=costs, memory=Memory(2**20, 3 * 2**20, "system"), agreement=TextAgreement(2, 2), **fields)
     return MeasuredCell(CELL, SETTINGS, (STOCK, absent, refused, PLAIN, own))
 
@@ -135,7 +157,7 @@ def test_names_change_nothing_of_the_page(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model=f"- {name}")
     arms = tuple(
         replace(each, cell=named, settings=settings, arm=replace(each.arm, draft=f"skip-file:{name}"))
-        if each.arm.kind is ArmKind.DRAFT
+        if each.arm.kind == "draft"
         else each
         for each in cell().arms
     )

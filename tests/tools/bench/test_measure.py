@@ -9,23 +9,21 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from selfspec.measure.timing import Call
-from selfspec.runtime.named import RuntimeName
 from selfspec.tools.bench.agreement import Pair, compare
-from selfspec.tools.bench.arm import Arm, ArmKind, ArmSpec
-from selfspec.tools.bench.arms import arm_specs, make_arm
-from selfspec.tools.bench.cell import Cell, grid
-from selfspec.tools.bench.measure import ArmRun, measure, runs
-from selfspec.tools.bench.stock_arms import StockArm
+from selfspec.tools.bench.arms import Arm, ArmSpec, StockArm, make_arm
+from selfspec.tools.bench.cell import Cell
+from selfspec.tools.bench.measure import ArmRun, measure
 
 GREEDY = Cell("w", 0.0, 1, 6, 16)
-SPECS = arm_specs(
-    [ArmKind.LOOK_UP, ArmKind.EARLY_EXIT, ArmKind.DRAFT],
-    ["exit:1", "lookup+exit:2"],
-    None,
-    [None],
-    exit_layer=2,
-    exit_length=3,
-)
+SPECS = [
+    ArmSpec("generate"),
+    ArmSpec("lookup"),
+    ArmSpec("early-exit", exit_layer=2, length=3),
+    ArmSpec("plain"),
+    ArmSpec("draft", "exit:2", length=3),
+    ArmSpec("draft", "exit:1"),
+    ArmSpec("draft", "lookup+exit:2"),
+]
 
 
 def prompts(batch: int = 1, calls: int = 2) -> list[Tensor]:
@@ -39,30 +37,8 @@ def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, r
     given = prompts(cell.batch)
     arms = [make_arm(spec, model) for spec in specs]
     found = measure(model, cell, arms, given, repeats, 1, lambda: ticks.append(None))
-    assert len(ticks) <= runs(len(arms), len(given), repeats, 1)
+    assert len(ticks) <= len(arms) * len(given) * (1 + repeats)
     return found
-
-
-def test_the_arms_in_order() -> None:
-    assert [spec.name for spec in SPECS] == [
-        "model.generate",
-        "model.generate, prompt look-up",
-        "model.generate, assistant_early_exit=2, length 3",
-        "selfspec plain",
-        "selfspec exit:2, length 3",
-        "selfspec exit:1",
-        "selfspec lookup+exit:2",
-    ]
-    specs = [*SPECS, *(ArmSpec(ArmKind.DRAFT, "exit:1", packed=True, runtime=name) for name in RuntimeName)]
-    assert [ArmSpec.from_dict(spec.to_dict()) for spec in specs] == specs
-    assert len({spec.name for spec in specs}) == len(specs)
-    ruled = arm_specs([ArmKind.DRAFT, ArmKind.STATIC], ["exit:1", "exit:1"], 4, ["token", "block"], 2, 3)
-    assert [spec.name for spec in ruled[-3:]] == [
-        "selfspec plain",
-        "selfspec exit:1, length 4, token",
-        "selfspec exit:1, length 4, block",
-    ]
-    assert ruled[1].kind is ArmKind.STATIC
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +81,7 @@ def test_shapes_of_rounds_are_what_stats_counted(greedy: list[ArmRun]) -> None:
 def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
     found = measured(llama, Cell("w", 0.0, 3, 6, 16))
     absent = [result.arm.spec.kind for result in found if result.absence is not None]
-    assert absent == [ArmKind.LOOK_UP, ArmKind.EARLY_EXIT]
+    assert absent == ["lookup", "early-exit"]
     running = [result for result in found if result.absence is None]
     assert all(call.tokens == 48 for result in running for call in result.calls[0])
     assert all(result.agreement is not None and result.agreement.equal == 6 for result in running)
@@ -135,20 +111,20 @@ class Broken(Arm):
 
 
 def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec(ArmKind.GENERATE), llama), Slip(ArmSpec(ArmKind.LOOK_UP), llama)]
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Slip(ArmSpec("lookup"), llama)]
     _, slipped = measure(llama, GREEDY, arms, prompts(), 2, 1, lambda: None)
     assert slipped.agreement is not None
     assert (slipped.agreement.equal, slipped.agreement.refused) == (0, True)
 
 
 def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec(ArmKind.GENERATE), llama), Broken(ArmSpec(ArmKind.EARLY_EXIT))]
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("early-exit"))]
     _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
     assert broken.absence == "IndexError: no such layer"
 
 
 def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec(ArmKind.GENERATE), llama), Broken(ArmSpec(ArmKind.DRAFT, "exit:1"))]
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("draft", "exit:1"))]
     with pytest.raises(IndexError):
         measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
 
@@ -156,10 +132,11 @@ def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
 def test_half_precision_excuses_near_ties_alone() -> None:
     model = tiny.llama(dtype=torch.bfloat16)
     prompt = torch.randint(tiny.VOCABULARY, (1, 6))
-    own = make_arm(ArmSpec(ArmKind.GENERATE), model).decode(prompt, GREEDY, 0).rows[0]
+    own = make_arm(ArmSpec("generate"), model).decode(prompt, GREEDY, 0).rows[0]
     logits = model(torch.cat([prompt, torch.tensor([own[:-1]])], 1)).logits[0, -1]
-    last = [*own[:-1], int(logits.argmin())]
-    found = compare(model, [Pair(prompt, own, own), Pair(prompt, own, last)])
+    asked, said, other = tuple(prompt[0].tolist()), tuple(own), (*own[:-1], int(logits.argmin()))
+    # The same pair counts once.
+    found = compare(model, [Pair(asked, said, said), Pair(asked, said, other), Pair(asked, said, other)])
     assert (found.texts, found.equal) == (2, 1)
     assert found.near_tie is not None
     assert found.widest_gap is not None
@@ -170,14 +147,6 @@ def test_half_precision_excuses_near_ties_alone() -> None:
 
 
 def test_in_full_precision_nothing_is_excused(llama: PreTrainedModel) -> None:
-    prompt = torch.randint(tiny.VOCABULARY, (1, 6))
-    found = compare(llama, [Pair(prompt, [1, 2], [1, 3])])
+    found = compare(llama, [Pair((3, 4, 5), (1, 2), (1, 3))])
     assert found.refused
     assert found.widest_gap is None
-
-
-def test_grid_has_every_combination_once() -> None:
-    cells = grid(["a", "b", "a"], [0.0, 0.8], [1, 4], [8], 16)
-    assert len(cells) == len(set(cells)) == 8
-    assert cells[0] == Cell("a", 0.0, 1, 8, 16)
-    assert Cell.from_dict(cells[3].to_dict()) == cells[3]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from selfspec.tools.bench.arm import ArmKind, ArmSpec
-from selfspec.tools.bench.arms import make_arm
+from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import costs_of
 
 
 def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
     drafts = ("exit:2", "lookup", "lookup+exit:2")
-    specs = [ArmSpec(ArmKind.GENERATE), ArmSpec(ArmKind.PLAIN), *(ArmSpec(ArmKind.DRAFT, draft) for draft in drafts)]
+    specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts)]
     stock, plain, leaving, looking_up, both = costs_of(
         llama, Cell("w", 0.0, 2, 6, 16), [make_arm(spec, llama) for spec in specs]
     )
