@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.substitutes import substituted_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -210,14 +211,11 @@ def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath
         return 0
     read = _bytes(layer.parameters())
     for sublayer in sublayers:
-        weights = [
-            weight
-            for name in adapter.modules_of(layer, sublayer.part)
-            for weight in layer.get_submodule(name).parameters()
-        ]
+        modules = [layer.get_submodule(name) for name in adapter.modules_of(layer, sublayer.part)]
         if not path.runs(sublayer):
-            read -= _bytes(weights)
-        elif sublayer in path.substituted:
+            read -= sum(_bytes(module.parameters()) for module in modules)
+        elif path.precision is not None and sublayer in path.substituted:
+            weights = [weight for module in modules for weight in substituted_weights(module, path.precision)]
             read -= sum(int(weight.nbytes * (1 - _bits_of(path, weight))) for weight in weights)
     return read
 

@@ -11,7 +11,7 @@ from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Precision, sublayers
-from selfspec.model.substitutes import KERNEL_DEVICES
+from selfspec.model.substitutes import KERNEL_DEVICES, no_substitutes, substituted_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,9 +25,10 @@ _GROUPS = (32, 64, 128, 256)
 class LowPrecision(LayerPathDrafter):
     """Self-speculation with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
 
-    The draft runs all layers, or those before an exit, with substitutes of their linear layers: weights rounded to
-    nearest, read by weight-only kernels. Everything before the first layer with substitutes is exact, so verification
-    resumes there; with none before it, verification starts from tokens. Keys and values of the draft are overwritten.
+    The draft runs all layers, or those before an exit, with substitutes of their linear layers and experts: weights
+    rounded to nearest, read by weight-only kernels. What has no substitute runs exactly. Everything before the first
+    layer with substitutes is exact, so verification resumes there; with none before it, verification starts from
+    tokens. Keys and values of the draft are overwritten.
 
     Attributes:
         bits: of a weight, 8 or 4.
@@ -91,3 +92,14 @@ class LowPrecision(LayerPathDrafter):
                 f"there are no kernels for low-precision drafts on {model.device.type}; use "
                 + " or ".join(KERNEL_DEVICES)
             )
+        layers = adapter.decoder_layers(model)
+        path = self.path(len(layers))
+        assert path.precision is not None
+        weights = [
+            weight
+            for sublayer in path.substituted
+            for name in adapter.modules_of(layers[sublayer.layer], sublayer.part)
+            for weight in substituted_weights(layers[sublayer.layer].get_submodule(name), path.precision)
+        ]
+        if not weights:
+            raise no_substitutes(model, path.precision)

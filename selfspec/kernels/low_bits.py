@@ -1,4 +1,4 @@
-"""Linear layers in fewer bits: weights rounded to nearest, with a scale for each row or group.
+"""Linear layers and experts in fewer bits: weights rounded to nearest, with a scale for each row or group.
 
 The products read a quarter or an eighth of float32's bytes: 8 bits on a CPU by selfspec's kernels if they were built,
 all else by ATen's own weight-only kernels, which take bfloat16 inputs. They take plain tensors, so passes with them can
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,28 @@ _AT_ONCE = 1 << 17
 
 
 class LowBitsLinear(nn.Module, ABC):
-    """A linear layer whose weight, `[out, in]`, is kept in fewer bits. Gives what the layer gives, roughly.
+    """A linear layer whose weight is kept in fewer bits. Gives what the layer gives, roughly.
+
+    Args:
+        weight: of the layer, `[out, in]`.
+        bias: of the layer, `[out]`; None: it has none. It is not copied.
 
     Attributes:
-        bias: of the layer, `[out]`; None: it has none.
+        bias: the same.
     """
 
     bias: Tensor | None
 
-    def __init__(self, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self._inputs, self._dtype = weight.shape[1], weight.dtype
         self.register_parameter("bias", None if bias is None else _fixed(bias.detach()))
+
+    @property
+    def weight(self) -> Tensor:
+        """The rounded weight, `[out, in]`, made anew for modules that look at it besides calling the layer."""
+        device = next(self.parameters()).device
+        return self._product(torch.eye(self._inputs, dtype=self._dtype, device=device)).t().to(self._dtype)
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +78,10 @@ class EightBitsLinear(LowBitsLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(bias)
+        super().__init__(weight, bias)
         outputs, inputs = weight.shape
-        self._natively = weight.device.type == "cpu" and native.load_kernels()
-        if not self._natively and inputs % _ATEN_INPUTS:
+        self._natively = _runs_natively(weight.device)
+        if not self.takes(weight):
             raise RuntimeError(f"{inputs} inputs: ATen's kernel takes multiples of {_ATEN_INPUTS}")
         levels = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
         scales = torch.empty(outputs, dtype=torch.bfloat16, device=weight.device)
@@ -80,6 +92,11 @@ class EightBitsLinear(LowBitsLinear):
             # ATen's kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
             to.copy_((some.float() / by.float()[:, None]).round().clamp(-127, 127))
         self.levels, self.scales = _fixed(levels), _fixed(scales.float() if self._natively else scales)
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether a kernel takes weights of so many inputs, `[..., in]`."""
+        return weight.shape[-1] % _ATEN_INPUTS == 0 or _runs_natively(weight.device)
 
     def _product(self, states: Tensor) -> Tensor:
         if self._natively and int(states.shape[0]) <= native.MOST_ROWS:
@@ -100,7 +117,7 @@ class FourBitsLinear(LowBitsLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, group_size: int) -> None:
-        super().__init__(bias)
+        super().__init__(weight, bias)
         outputs, inputs = weight.shape
         groups = weight.detach().float().view(outputs, inputs // group_size, group_size)
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
@@ -117,6 +134,50 @@ class FourBitsLinear(LowBitsLinear):
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
         product: Tensor = kernel(states.to(torch.bfloat16), self.levels, self.group_size, self.scales_and_zeros)
         return product
+
+
+class LowBitsExperts(nn.Module):
+    """Experts of a mixture in fewer bits. A pass reads those alone that its tokens are sent to.
+
+    Args:
+        up: the first product of each expert.
+        activation: what an expert does between its two products.
+        down: the second product of each expert.
+    """
+
+    def __init__(
+        self, up: Iterable[LowBitsLinear], activation: Callable[[Tensor], Tensor], down: Iterable[LowBitsLinear]
+    ) -> None:
+        super().__init__()
+        self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
+        self._activation = activation
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, biases left out."""
+        return sum(linear.nbytes for linear in (*self.up, *self.down) if isinstance(linear, LowBitsLinear))
+
+    def forward(self, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Add up what the experts of each token give.
+
+        Args:
+            states: `[tokens, hidden]`.
+            chosen: numbers of each token's experts, `[tokens, experts of a token]`.
+            shares: of these in the sum, same shape.
+
+        Returns:
+            `[tokens, hidden]`.
+        """
+        total = torch.zeros_like(states)
+        for number in chosen.unique().tolist():
+            tokens, places = torch.where(chosen == number)
+            given = self.down[number](self._activation(self.up[number](states[tokens])))
+            total.index_add_(0, tokens, (given * shares[tokens, places, None]).to(total.dtype))
+        return total
+
+
+def _runs_natively(device: torch.device) -> bool:
+    return device.type == "cpu" and native.load_kernels()
 
 
 def _packed(levels: Tensor) -> Tensor:

@@ -130,16 +130,23 @@ class _Rows(nn.Module):
         return nn.functional.linear(states, self.weight, self.bias)
 
 
+def plain_head(model: PreTrainedModel) -> str | None:
+    """The name of the attribute that holds the language-model head; None: it is no separate plain linear layer."""
+    head = model.get_output_embeddings()
+    # A subclass may compute more than a product with the weights.
+    if type(head) is not nn.Linear:
+        return None
+    return next((name for name, child in model.named_children() if child is head), None)
+
+
 def head_name(model: PreTrainedModel) -> str:
     """Return the name of the attribute that holds the language-model head.
 
     Raises:
         UnsupportedModelError: the head is no separate plain linear layer.
     """
-    head = model.get_output_embeddings()
-    name: str | None = next((name for name, child in model.named_children() if child is head), None)
-    # A subclass may compute more than a product with the weights.
-    if name is None or type(head) is not nn.Linear:
+    name = plain_head(model)
+    if name is None:
         raise UnsupportedModelError(
             f"the head of {type(model).__name__} is no separate plain linear layer, so its rows cannot be left out; "
             "draft with the whole vocabulary"

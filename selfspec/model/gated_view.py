@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from selfspec.cache.recurrent import token_by_token
 from selfspec.cache.shared_cache import CacheReader
-from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_call import call_with, hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
-from selfspec.model.substitutes import KERNEL_DEVICES, Substitutes
+from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import replaced, view_with, view_with_layers
 
 
@@ -138,11 +137,7 @@ def _in_precision(
             if other is not module:
                 changed[sublayer.layer] = layer = view_with(layer, {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
-        raise DraftConfigError(
-            f"no layer of {type(model).__name__} can run in {precision.bits} bits here: there are kernels for plain "
-            f"linear layers on {' and '.join(KERNEL_DEVICES)}, in 4 bits with inputs that groups of "
-            f"{precision.group_size} divide; draft with PromptLookup() or an exit"
-        )
+        raise no_substitutes(model, precision)
     return changed
 
 

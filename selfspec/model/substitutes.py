@@ -1,49 +1,102 @@
-"""Substitutes: the linear layers of a model in fewer bits, made once, for draft paths that run with them."""
+"""Substitutes: linear layers and experts of a model in fewer bits, made once, for draft paths that run with them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
+from selfspec.errors import DraftConfigError
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
 from selfspec.model.layer_path import Precision
-from selfspec.model.view import view_with
+from selfspec.model.view import copied, view_with
 
 KERNEL_DEVICES = ("cpu", "cuda")
 """Devices that have kernels for fewer bits."""
 
+Substitute = LowBitsLinear | LowBitsExperts
+
+# Values of a weight, or of each expert's, that are looked at to see a change that torch does not count.
+_SAMPLED = 16
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What a linear layer multiplies by, or every expert of a mixture.
+
+    Attributes:
+        weight: `[out, in]`, or `[experts, out, in]`.
+        bias: `[out]`, or `[experts, out]`; None: there is none.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where weight and bias are, and how they lie there."""
+        tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return tuple((each.device, each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
+
+    @property
+    def version(self) -> int:
+        """Of the weight's values: it counts changes in place, but for those through `weight.data`."""
+        return 0 if self.weight.is_inference() else self.weight._version
+
+    @property
+    def sample(self) -> Tensor:
+        """A few values of the weight."""
+        diagonal = self.weight.detach().diagonal(dim1=-2, dim2=-1)
+        return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)].clone()
+
+    def takes(self, precision: Precision) -> bool:
+        """Whether kernels take so many inputs."""
+        if precision.bits == 4:
+            return self.weight.shape[-1] % precision.group_size == 0
+        return EightBitsLinear.takes(self.weight)
+
 
 @dataclass(frozen=True)
 class _Made:
-    """A substitute, and what it was made of.
+    """A substitute, and what it was made of. The weights themselves are not kept: they may be replaced, and freed.
 
     Attributes:
-        linear: the substitute; None: the layer has none.
-        device: of the weight.
-        address: of its values. The weight itself is not kept: it may be replaced, and its memory freed.
-        version: of its values, which counts changes in place.
+        substitute: None: there is none.
+        places: of its products. A bias is read there, and follows by itself.
+        versions: of their weights.
+        samples: of their weights.
     """
 
-    linear: LowBitsLinear | None
-    device: torch.device
-    address: int
-    version: int
+    substitute: Substitute | None
+    places: tuple[object, ...]
+    versions: tuple[int, ...]
+    samples: tuple[Tensor, ...]
 
-    def fits(self, weight: Tensor) -> bool:
-        """Whether it was made of this weight as it is now."""
-        where = self.device == weight.device and self.address == weight.data_ptr()
-        return where and self.version == weight._version
+    def lies_at(self, products: Sequence[_Product]) -> bool:
+        """Whether the weights are the ones that it was made of, whatever their values are now."""
+        return self.places == tuple(product.place for product in products)
+
+    def fits(self, products: Sequence[_Product]) -> bool:
+        """Whether it was made of these weights as they are now."""
+        return (
+            self.lies_at(products)
+            and self.versions == tuple(product.version for product in products)
+            and all(torch.equal(one.sample, other) for one, other in zip(products, self.samples, strict=True))
+        )
 
 
 class Substitutes:
-    """The linear layers of one model in fewer bits. Several threads may use them.
+    """The linear layers and experts of one model in fewer bits. Several threads may use them.
 
-    Each is made when a path first asks for it, and again if the weight has changed since. What has no substitute runs
-    exactly: layers that are no plain `nn.Linear` or `Conv1D`, quantised weights, and sizes that no kernel takes.
+    Each is made when a path first asks for it. If the weight has changed in place since, so does the substitute, which
+    recordings read where it is; if there is another weight, another substitute is made. What has none runs exactly:
+    layers that are no plain `nn.Linear` or `Conv1D`, experts that are not of `transformers`' common kind, quantised
+    weights, and sizes that no kernel takes.
     """
 
     def __init__(self) -> None:
@@ -57,7 +110,7 @@ class Substitutes:
     @property
     def nbytes(self) -> int:
         """Bytes that all substitutes take."""
-        return sum(made.linear.nbytes for made in self._made.values() if made.linear is not None)
+        return sum(made.substitute.nbytes for made in self._made.values() if made.substitute is not None)
 
     def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
         """Make a view of a part of the model whose linear layers are substitutes; the part itself if it has none.
@@ -78,40 +131,125 @@ class Substitutes:
         others = {child: new for child, new in children.items() if new is not module._modules[child]}
         return view_with(module, others) if others else module
 
-    def _substitute(self, module: nn.Module, name: str, precision: Precision) -> LowBitsLinear | None:
-        weight = _matrix(module)
-        if weight is None:
+    def _substitute(self, module: nn.Module, name: str, precision: Precision) -> Substitute | None:
+        products = _products(module)
+        if not products:
             return None
         with self._lock:
             made = self._made.get((precision, name))
-            if made is None or not made.fits(weight):
-                linear = _made(weight, getattr(module, "bias", None), precision)
-                made = self._made[precision, name] = _Made(linear, weight.device, weight.data_ptr(), weight._version)
-        return made.linear
+            if made is None or not made.fits(products):
+                substitute = _made(module, products, precision)
+                if made is not None and made.lies_at(products):
+                    substitute = _renewed(made.substitute, substitute)
+                made = self._made[precision, name] = _Made(
+                    substitute,
+                    tuple(product.place for product in products),
+                    tuple(product.version for product in products),
+                    tuple(product.sample for product in products),
+                )
+        return made.substitute
 
 
-def _matrix(module: nn.Module) -> Tensor | None:
-    """The weight of a linear layer, `[out, in]`; None: the module is none whose product can be exchanged."""
-    weight = getattr(module, "weight", None)
-    if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point or weight.is_meta:
-        return None
-    if type(module) is nn.Linear:
-        return weight
-    return weight.t() if type(module) is Conv1D else None
+def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Tensor]:
+    """The weights of a part of a model that have substitutes, so far as can be said without making them."""
+    products = _products(module)
+    if products and all(product.takes(precision) for product in products):
+        yield from (product.weight for product in products)
+    for child in module.children():
+        yield from substituted_weights(child, precision)
 
 
+def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
+    """The refusal of a model none of whose layers has substitutes."""
+    return DraftConfigError(
+        f"no layer of {type(model).__name__} can run in {precision.bits} bits here: there are kernels for plain linear "
+        f"layers on {' and '.join(KERNEL_DEVICES)}, in 4 bits with inputs that groups of {precision.group_size} "
+        "divide, in 8 with multiples of 16; draft with PromptLookup() or an exit, or in other groups (group_size=32)"
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a kind of module keeps its weights.
+
+    Attributes:
+        names: of each weight and its bias, in the order in which they are used.
+        transposed: whether the weights lie as `[in, out]`.
+    """
+
+    names: tuple[tuple[str, str], ...] = ()
+    transposed: bool = False
+
+
+def _kind(module: nn.Module) -> _Kind:
+    """How a module keeps the weights that can be exchanged; without names: it has none."""
+    if type(module) in (nn.Linear, Conv1D):
+        return _Kind((("weight", "bias"),), type(module) is Conv1D)
+    # What `use_experts_implementation` of transformers gives every module that keeps all experts in one weight.
+    if vars(module).get("_is_expert_parallel") is False and not module.has_post_expert_norm:
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        return _Kind(((up, f"{up}_bias"), ("down_proj", "down_proj_bias")), bool(module.is_transposed))
+    return _Kind()
+
+
+def _products(module: nn.Module) -> tuple[_Product, ...]:
+    """The products of a module that can be exchanged: one of a linear layer, two of experts; of others none."""
+    kind, found = _kind(module), []
+    for name, bias in kind.names:
+        weight = getattr(module, name, None)
+        if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point or weight.is_meta:
+            return ()
+        found.append(_Product(weight.transpose(-1, -2) if kind.transposed else weight, getattr(module, bias, None)))
+    return tuple(found)
+
+
+# Ordinary tensors, whatever mode they are made in: they may be written to later.
+@torch.inference_mode(False)
 @torch.no_grad()
-def _made(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsLinear | None:
-    if precision.bits == 4 and weight.shape[1] % precision.group_size:
+def _made(module: nn.Module, products: Sequence[_Product], precision: Precision) -> Substitute | None:
+    if not all(product.takes(precision) for product in products):
         return None
     try:
-        linear = (
-            EightBitsLinear(weight, bias) if precision.bits == 8 else FourBitsLinear(weight, bias, precision.group_size)
-        )
-        linear(weight.new_zeros(1, weight.shape[1]))
+        if len(products) == 1:
+            return _linear(products[0].weight, products[0].bias, precision)
+        up, down = ([_linear(*expert, precision) for expert in _by_expert(product)] for product in products)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         # The kernels say which sizes and devices they take by raising.
         return None
+    # What lies between the products may be a method of the module; its weights are not kept.
+    experts: Any = copied(module)
+    experts.__dict__["_parameters"] = {}
+    return LowBitsExperts(up, experts._apply_gate if experts.has_gate else experts.act_fn, down)
+
+
+def _by_expert(product: _Product) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias of each expert."""
+    for number, weight in enumerate(product.weight):
+        yield weight, None if product.bias is None else product.bias[number]
+
+
+def _linear(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsLinear:
+    """One product in fewer bits, tried.
+
+    Raises:
+        RuntimeError: no kernel takes it.
+    """
+    linear = (
+        EightBitsLinear(weight, bias) if precision.bits == 8 else FourBitsLinear(weight, bias, precision.group_size)
+    )
+    linear(weight.new_zeros(1, weight.shape[1]))
     return linear
+
+
+@torch.no_grad()
+def _renewed(old: Substitute | None, new: Substitute | None) -> Substitute | None:
+    """A substitute with the values of another, in the memory where it was; the other one if they differ in kind."""
+    if old is None or new is None:
+        return new
+    for to, values in zip(old.parameters(), new.parameters(), strict=True):
+        # Biases are the layer's own.
+        if to.data_ptr() != values.data_ptr():
+            to.copy_(values)
+    return old

@@ -43,6 +43,9 @@ class RecordedRunner(ModelRunner):
         slots = self._cache.slots(call.tokens.shape[1], call.first)
         if slots is None or is_watched(call.tokens.device):
             return self._run_stock(call)
+        if call.path.precision is not None:
+            # Programs read substitutes where they are; making the view renews those of weights that have changed.
+            self._view(call.path, call.head)
         kind = self._kind(call, slots)
         return self._programs.run(
             kind,

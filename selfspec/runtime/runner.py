@@ -19,7 +19,7 @@ from selfspec.kernels.grouped_queries import for_grouped_queries
 from selfspec.kernels.norms import for_norms
 from selfspec.model.adapter import Adapter
 from selfspec.model.compared_view import ComparedModel
-from selfspec.model.early_head import DraftHead, head_name
+from selfspec.model.early_head import DraftHead, plain_head
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
@@ -194,8 +194,9 @@ class ModelRunner:
 
     def _gated_view(self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None) -> GatedModel:
         gated = GatedModel(model, self._adapter, path, self._substitutes)
-        if path.precision is not None and path.head_substituted and (head is None or head.tokens is None):
-            name = head_name(self._stock_model)
+        name = plain_head(self._stock_model) if path.head_substituted else None
+        # Heads of other kinds run exactly.
+        if path.precision is not None and name is not None and (head is None or head.tokens is None):
             substitute = self._substitutes.within(model.get_submodule(name), name, path.precision)
             gated.module._modules[name] = substitute
         if head is not None:

@@ -13,13 +13,22 @@ from transformers.pytorch_utils import Conv1D
 
 import selfspec
 from helpers import tiny
+from helpers.captures import StandIn
+from helpers.proving import ticking
+from helpers.shrunken import shrunken
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.control.auto import uncalibrated_draft
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts
 from selfspec.measure.teacher_forced.paths import DraftPath
 from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
+from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
+from selfspec.runtime import Runtime
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.runner import ModelRunner
 
 EIGHT, FOUR = Precision(8, 32), Precision(4, 32)
 DRAFTS = [
@@ -57,12 +66,49 @@ def test_eight_bits_draft_almost_as_the_model_does(model: PreTrainedModel) -> No
     assert output.stats.acceptance_rate > 0.9
 
 
-def test_a_model_without_a_layer_that_a_kernel_takes_is_refused(model: PreTrainedModel) -> None:
-    own = copy.deepcopy(model)
-    for child in own.model.layers.modules():
+def other_layers(model: PreTrainedModel) -> None:
+    for child in model.model.layers.modules():
         if type(child) is nn.Linear:
             child.__class__ = Other
+
+
+def quantised(model: PreTrainedModel) -> None:
+    model.config.quantization_config = {"quant_method": "gptq"}
+
+
+def elsewhere(model: PreTrainedModel) -> None:
+    model.__class__ = type("Elsewhere", (type(model),), {"device": torch.device("mps")})
+
+
+@pytest.mark.parametrize(
+    ("draft", "change", "match"),
+    [
+        ("int4", other_layers, r"no layer .* in 4 bits.*draft with"),
+        ("lookup+int8", other_layers, r"no layer .* in 8 bits.*draft with"),
+        (selfspec.LowPrecision(4, group_size=256), None, r"groups of 256 divide.*group_size=32"),
+        ("int8", quantised, r"quantised already.*draft with PromptLookup\(\) or an exit"),
+        ("int8+exit:2", quantised, "quantised already"),
+        ("int8", elsewhere, "no kernels for low-precision drafts on mps; use cpu or cuda"),
+    ],
+)
+def test_models_that_cannot_be_in_fewer_bits_are_refused(
+    model: PreTrainedModel, draft: Any, change: Any, match: str
+) -> None:
+    """When they are wrapped, before any pass; `auto` decodes them plainly."""
+    own = copy.deepcopy(model)
+    if change is not None:
+        change(own)
+    own.forward = None
+    with pytest.raises(DraftConfigError, match=match):
+        selfspec.wrap(own, draft, draft_length=3)
+    if change is not None:
+        assert uncalibrated_draft(own) is None
+
+
+def test_layers_that_change_their_kind_later_are_refused(model: PreTrainedModel) -> None:
+    own = copy.deepcopy(model)
     spec = selfspec.wrap(own, selfspec.LowPrecision(4), draft_length=3)
+    other_layers(own)
     with pytest.raises(DraftConfigError, match=r"no layer .* in 4 bits.*draft with"):
         spec.generate(tiny.prompt(9), max_new_tokens=8)
 
@@ -92,23 +138,104 @@ def test_products_are_near_the_layers_own(make: Any, biased: bool) -> None:
     assert low.nbytes < layer.weight.nbytes * (0.27 if isinstance(low, EightBitsLinear) else 0.19)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_each_output_and_each_group_has_a_scale_of_its_own(bits: int) -> None:
+    """Weights far from zero, some outputs and inputs much larger than others."""
+    weight = (torch.rand(96, 64) + 1.0) * torch.logspace(0, 2, 96)[:, None]
+    if bits == 4:
+        weight[:, 32:] *= 50.0
+    low = EightBitsLinear(weight, None) if bits == 8 else FourBitsLinear(weight, None, 32)
+    states = torch.eye(64)
+    error = (low(states) - states @ weight.t()).abs() / weight.t()
+    assert error.max() < (0.02 if bits == 8 else 0.1)
+
+
 def test_a_weight_of_zeros_gives_zeros() -> None:
     for low in (EightBitsLinear(torch.zeros(32, 64), None), FourBitsLinear(torch.zeros(32, 64), None, 32)):
         assert not low(torch.randn(1, 64)).any()
 
 
-def test_substitutes_are_made_once_and_again_after_a_change(model: PreTrainedModel) -> None:
-    substitutes, layer = Substitutes(), model.model.layers[0].mlp.up_proj
+def test_substitutes_are_made_once_and_of_another_weight_again(model: PreTrainedModel) -> None:
+    substitutes, layer = Substitutes(), nn.Linear(64, 96)
     first = substitutes.within(layer, "up", EIGHT)
     assert substitutes.within(layer, "up", EIGHT) is first
     assert substitutes.within(layer, "up", FOUR) is not first
-    with torch.no_grad():
-        layer.weight.mul_(1.0)
+    assert substitutes.nbytes > 0
+    layer.weight.data = layer.weight.data.clone()
     second = substitutes.within(layer, "up", EIGHT)
     assert second is not first
-    layer.weight.data = layer.weight.data.clone()
-    assert substitutes.within(layer, "up", EIGHT) is not second
-    assert substitutes.nbytes > 0
+    layer.bias = nn.Parameter(torch.ones(96))
+    third = substitutes.within(layer, "up", EIGHT)
+    assert third is not second
+    torch.testing.assert_close(third(torch.zeros(1, 64)), torch.ones(1, 96))
+
+
+@torch.no_grad()
+def counted(layer: nn.Linear) -> None:
+    layer.weight.mul_(2.0)
+
+
+def uncounted(layer: nn.Linear) -> None:
+    """As PEFT merges an adapter, and as older training loops write."""
+    layer.weight.data.mul_(2.0)
+
+
+@pytest.mark.parametrize("change", [counted, uncounted])
+@pytest.mark.parametrize(
+    "make", [nn.Linear, lambda inputs, outputs: Conv1D(outputs, inputs)], ids=["linear", "columns"]
+)
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+def test_a_substitute_follows_a_weight_that_changes_where_it_is(precision: Precision, make: Any, change: Any) -> None:
+    substitutes, layer = Substitutes(), make(64, 96)
+    first = substitutes.within(layer, "up", precision)
+    states, bias = torch.randn(3, 64), layer.bias.detach().clone()
+    before = first(states) - bias
+    change(layer)
+    assert substitutes.within(layer, "up", precision) is first
+    torch.testing.assert_close(first(states) - bias, 2 * before)
+    assert torch.equal(layer.bias, bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "runtime"),
+    [("int8", uncounted, selfspec.Traced(after=0)), ("int4", counted, StandIn(0, bucket=8))],
+    ids=["traced", "graphs"],
+)
+def test_recorded_drafts_follow_weights_that_change_where_they_are(name: str, change: Any, runtime: Runtime) -> None:
+    """Programs of draft steps, proved before a change, draft as well after it."""
+    stock, prompts = tiny.llama(dtype=torch.float32), tiny.prompt(9)
+    spec = selfspec.wrap(stock, name, draft_length=3, runtime=runtime)
+    spec.programs = GraphCache(spec.runtime, ticking())
+    spec.generate(prompts, max_new_tokens=32, do_sample=False)
+    drafting = [kind for kind in spec.programs.proved if kind.path.precision is not None]
+    assert drafting
+    for layer in stock.modules():
+        if type(layer) is nn.Linear:
+            change(layer)
+    output = spec.generate(prompts, max_new_tokens=32, do_sample=False)
+    assert set(drafting) <= set(spec.programs.proved)
+    assert torch.equal(output.sequences, stock.generate(prompts, max_new_tokens=32, do_sample=False))
+    anew = selfspec.wrap(stock, name, draft_length=3).generate(prompts, max_new_tokens=32, do_sample=False)
+    assert output.stats.accepted_per_depth == anew.stats.accepted_per_depth
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_inference_mode_may_come_and_go(inside: bool) -> None:
+    substitutes, layer = Substitutes(), nn.Linear(64, 96)
+    with torch.inference_mode(inside):
+        first = substitutes.within(layer, "up", EIGHT)
+    counted(layer)
+    with torch.inference_mode(not inside):
+        assert substitutes.within(layer, "up", EIGHT) is first
+
+
+def test_a_model_made_in_inference_mode_drafts() -> None:
+    with torch.inference_mode():
+        stock, prompts = tiny.llama(dtype=torch.float32), tiny.prompt(9)
+    spec = selfspec.wrap(stock, selfspec.LowPrecision(), draft_length=3)
+    wanted = stock.generate(prompts, max_new_tokens=12, do_sample=False)
+    assert torch.equal(spec.generate(prompts, max_new_tokens=12, do_sample=False).sequences, wanted)
 
 
 @pytest.mark.parametrize("precision", [EIGHT, FOUR])
@@ -119,6 +246,51 @@ def test_weights_laid_out_by_columns_have_a_substitute(precision: Precision) -> 
     assert isinstance(substitute, EightBitsLinear | FourBitsLinear)
     states = torch.randn(3, 96)
     torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.05)
+
+
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+def test_modules_that_look_at_a_weight_see_the_rounded_one(precision: Precision) -> None:
+    layer = nn.Linear(64, 96)
+    substitute = Substitutes().within(layer, "read", precision)
+    weight = substitute.weight
+    assert isinstance(weight, torch.Tensor)
+    assert (weight.shape, weight.dtype, weight.device) == (layer.weight.shape, layer.weight.dtype, layer.weight.device)
+    assert not torch.equal(weight, layer.weight)
+    torch.testing.assert_close(weight, layer.weight, rtol=0, atol=0.02)
+
+
+EXPERTS = {"mixtral": "mlp.experts", "gpt_oss": "mlp.experts", "nemotron_h": "mixer.experts"}
+
+
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+@pytest.mark.parametrize("model_type", EXPERTS)
+@torch.no_grad()
+def test_experts_give_what_they_gave(model_type: str, precision: Precision) -> None:
+    """Gated ones, ones with biases whose weights lie by columns, ones without a gate."""
+    stock = shrunken(model_type, torch.float32, intermediate_size=64, moe_intermediate_size=64)
+    experts = next(module for name, module in stock.named_modules() if name.endswith(EXPERTS[model_type]))
+    for name, weight in experts.named_parameters():
+        nn.init.normal_(weight, std=0.02 if name.endswith("bias") else 0.2)
+    substitute = Substitutes().within(experts, "experts", precision)
+    assert isinstance(substitute, LowBitsExperts)
+    shares = torch.rand(7, 4).softmax(-1)
+    given = torch.randn(7, 32), shares.topk(2).indices, shares.topk(2).values
+    wanted, found = experts(*given), substitute(*given)
+    assert 0 < (found - wanted).norm() / wanted.norm() < (0.03 if precision is EIGHT else 0.25)
+    assert substitute.nbytes < 0.3 * sum(weight.nbytes for weight in experts.parameters())
+    # Nothing holds the weights themselves.
+    assert not {id(weight) for weight in substitute.parameters()} & {id(weight) for weight in experts.parameters()}
+    assert not any("proj" in name for name in dict(substitute.named_parameters()))
+
+
+def test_a_mixture_is_priced_by_what_runs_in_fewer_bits() -> None:
+    costs = {}
+    for model_type in ("mixtral", "llama4_text"):
+        stock = shrunken(model_type, torch.float32)
+        costs[model_type] = selfspec.LowPrecision().cost(stock, selfspec.wrap(stock).adapter)
+    assert costs["mixtral"] < 0.3
+    # Experts of its own kind, which are most of it, run exactly.
+    assert costs["llama4_text"] > 0.7
 
 
 def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +309,18 @@ def test_the_model_keeps_its_weights(model: PreTrainedModel) -> None:
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@torch.no_grad()
+def test_the_target_keeps_its_weights(model: PreTrainedModel) -> None:
+    """The same bits from the full model after draft steps in fewer bits, its head among them."""
+    depth, block = len(model.model.layers), tiny.prompt(4, seed=1)
+    cache = SharedCache(depth, 1, limit=20, slack=4, device=torch.device("cpu"))
+    runner = ModelRunner(model, find_adapter(model), cache)
+    before = runner.logits(LayerPath.full(depth), block).logits
+    low = runner.logits(selfspec.LowPrecision().path(depth), block).logits
+    assert not torch.equal(low, before)
+    assert torch.equal(runner.logits(LayerPath.full(depth), block).logits, before)
 
 
 def test_verification_resumes_where_substitutes_begin() -> None:
@@ -166,6 +350,14 @@ def test_names(name: str) -> None:
     [
         (lambda: selfspec.LowPrecision(3), "8 and 4"),
         (lambda: selfspec.LowPrecision(True), "8 and 4"),
+        (lambda: selfspec.LowPrecision("8"), "8 and 4"),  # type: ignore[arg-type]
+        (lambda: selfspec.LowPrecision(4, group_size=32.0), "choose one of 32, 64, 128, 256"),  # type: ignore[arg-type]
+        (lambda: selfspec.LowPrecision(head=1), "write True"),  # type: ignore[arg-type]
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[-1])), "layer"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(exit=0)), "layer"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(exit="2")), "layer"),  # type: ignore[arg-type]
+        (lambda: parse_draft("int8+exit:"), "not understood"),
+        (lambda: parse_draft("int16"), "not understood"),
         (lambda: selfspec.LowPrecision(4, group_size=48), "group_size"),
         (lambda: selfspec.LowPrecision(layers=[]), "at least one"),
         (lambda: selfspec.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
