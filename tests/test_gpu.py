@@ -24,6 +24,8 @@ DRAFTS = [
     None,
     selfspec.EarlyExit(2),
     selfspec.LayerSkip(attention=[1], mlp=[2]),
+    selfspec.LowPrecision(),
+    selfspec.LowPrecision(layers=[2, 3]),
     selfspec.PromptLookup(),
     selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)),
 ]

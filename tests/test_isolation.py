@@ -24,6 +24,7 @@ DRAFTS: dict[str, selfspec.Drafter] = {
     "exit": selfspec.EarlyExit(2),
     "sublayers": selfspec.LayerSkip(attention=[3], mlp=[1]),
     "layers": selfspec.LayerSkip(layers=[0, 2]),
+    "int8": selfspec.LowPrecision(layers=[2, 3]),
 }
 
 

@@ -15,7 +15,12 @@ from helpers import tiny
 from selfspec.draft import Drafter
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[3])]
+DRAFTS: list[Drafter | None] = [
+    None,
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(mlp=[3]),
+    selfspec.LowPrecision(4, layers=[2, 3]),
+]
 
 
 def next_turn(sequences: Tensor, new: int = 4) -> Tensor:

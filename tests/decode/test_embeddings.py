@@ -16,7 +16,7 @@ from selfspec.draft import Drafter
 from selfspec.errors import PromptError, UnsupportedOptionError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.PromptLookup(shortest=1)]
+DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.LowPrecision(), selfspec.PromptLookup(shortest=1)]
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])
 
 

@@ -16,7 +16,12 @@ from selfspec.draft import Drafter
 
 ROWS, WIDTH, NEW = 6, 7, 24
 LENGTHS = (4, 13, 1, 24, 10, 7)
-DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[3])]
+DRAFTS: list[Drafter | None] = [
+    None,
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(mlp=[3]),
+    selfspec.LowPrecision(4, layers=[2, 3]),
+]
 
 
 def ragged() -> dict[str, Any]:

@@ -73,10 +73,21 @@ def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("warp", [WARM, SHARP, FILTERED], ids=str)
-@pytest.mark.parametrize("drafter", [selfspec.EarlyExit(1), selfspec.LayerSkip(attention=[1])], ids=str)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        selfspec.EarlyExit(1),
+        selfspec.LayerSkip(attention=[1]),
+        selfspec.LowPrecision(4),
+        selfspec.LowPrecision(8, exit=1),
+    ],
+    ids=str,
+)
 def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
     keeping = Keeping(drafter)
-    spec = selfspec.wrap(network(), keeping, draft_length=TOKENS)
+    # Kernels in fewer bits take no smaller width.
+    width = 32 if isinstance(drafter, selfspec.LowPrecision) else 8
+    spec = selfspec.wrap(network(width=width), keeping, draft_length=TOKENS)
     next(spec.stream(prompts(2 * ROWS), max_new_tokens=TOKENS + 1, seed=0, **warp.options))
     (draft,) = keeping.kept
     assert p_value(map(tuple, draft.tokens.tolist()), chance_by_q(draft)) > 1e-3
@@ -101,7 +112,9 @@ def test_rows_of_one_prompt_are_independent_samples(rule: str) -> None:
     assert holm_rejects(found, 0.01) == [], found
 
 
-@pytest.mark.parametrize("draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2])], ids=str)
+@pytest.mark.parametrize(
+    "draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]), selfspec.LowPrecision(4, layers=[3])], ids=str
+)
 def test_coupled_drafts_are_accepted_as_often_as_is_promised(llama: PreTrainedModel, draft: Drafter) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")
     stats = spec.generate(

@@ -77,6 +77,15 @@ DRAFTS: tuple[Drafter | None, ...] = (
     selfspec.LayerSkip(attention=[1]),
     selfspec.LayerSkip(mlp=[0, 2]),
     selfspec.LayerSkip(layers=[0]),
+    selfspec.LowPrecision(4, layers=[1]),
+)
+IN_FEWER_BITS: tuple[Drafter, ...] = (
+    selfspec.LowPrecision(8),
+    selfspec.LowPrecision(4),
+    selfspec.LowPrecision(4, layers=[1, 2], head=False),
+    selfspec.LowPrecision(8, exit=2),
+    selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.LowPrecision(4)),
+    selfspec.ReducedVocabulary(selfspec.LowPrecision(4), (0, 2, 3)),
 )
 WARPS = (
     Warp(),
@@ -105,7 +114,7 @@ def test_samples_follow_the_exact_joint() -> None:
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
+@pytest.mark.parametrize("draft", [*DRAFTS[1:], *IN_FEWER_BITS], ids=str)
 def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: str) -> None:
     found = {}
     # Fifteen tests at 1 % are a family at 14 %. With seeds from 2000 on, this one has p = 9e-5 for one prompt; 150,000
@@ -191,11 +200,18 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def drafts(draw: st.DrawFn, depth: int) -> Drafter | None:
-    kind = draw(st.sampled_from(["none", "exit", "skip"]))
+    kind = draw(st.sampled_from(["none", "exit", "skip", "bits"]))
     if kind == "none":
         return None
     if kind == "exit":
         return selfspec.EarlyExit(draw(st.integers(1, depth - 1)))
+    if kind == "bits":
+        leaves = draw(st.none() | st.integers(1, depth - 1))
+        first = draw(st.integers(0, (leaves or depth) - 1))
+        layers = draw(st.none() | st.just(range(first, depth)))
+        return selfspec.LowPrecision(
+            draw(st.sampled_from([4, 8])), layers=layers, exit=leaves, head=draw(st.booleans())
+        )
     sublayers = draw(
         st.lists(
             st.tuples(st.sampled_from(["attention", "mlp"]), st.integers(0, depth - 1)),
@@ -230,9 +246,10 @@ def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:
     assert_case_is_stock(case)
 
 
-def test_ragged_rows_equal_the_rows_alone(architecture: str) -> None:
+@pytest.mark.parametrize("draft", [selfspec.LayerSkip(attention=[2], mlp=[3]), selfspec.LowPrecision(4, layers=[2, 3])])
+def test_ragged_rows_equal_the_rows_alone(architecture: str, draft: Drafter) -> None:
     model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, selfspec.LayerSkip(attention=[2], mlp=[3]), draft_length=3)
+    spec = selfspec.wrap(model, draft, draft_length=3)
     prompts = [tiny.prompt(length, seed=length) for length in (1, 9, 4)]
     assert_rows_are_stock(model, spec, prompts, max_new_tokens=20, eos_token_id=[3, 11])
 
@@ -320,7 +337,9 @@ def plant_not_finite(model: PreTrainedModel, value: float, position: int) -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1])])
+@pytest.mark.parametrize(
+    "draft", [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1]), selfspec.LowPrecision(layers=[2, 3])]
+)
 def test_logits_that_are_not_finite_end_the_row_and_keep_what_was_committed(
     llama: PreTrainedModel, value: float, sampled: bool, draft: Drafter | None
 ) -> None:

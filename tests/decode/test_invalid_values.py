@@ -16,6 +16,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "pad_token_i
 DRAFTS: list[Drafter | None] = [
     None,
     selfspec.EarlyExit(2),
+    selfspec.LowPrecision(4, layers=[2, 3]),
     selfspec.PromptLookup(shortest=1),
     selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)),
 ]

@@ -76,6 +76,7 @@ def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
         (selfspec.EarlyExit(1), "block"),
         (selfspec.LayerSkip(attention=[1]), "token"),
         (selfspec.EarlyExit(2), "coupled"),
+        (selfspec.LowPrecision(4), "block"),
     )
     for number, (draft, rule) in enumerate(settings):
         model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)

@@ -247,10 +247,14 @@ def test_alike_distributions_choose_alike_as_often_as_is_known(vocab: int, seed:
     assert (1 - variation) / (1 + variation) - 0.04 <= rate <= 1 - variation + 0.04
 
 
-DRAFTS = [selfspec.EarlyExit(1), selfspec.LayerSkip(attention=[2], mlp=[0])]
+DRAFTS = [
+    (selfspec.EarlyExit(1), torch.float64),
+    (selfspec.LayerSkip(attention=[2], mlp=[0]), torch.float32),
+    (selfspec.LowPrecision(4, layers=[2, 3]), torch.float32),
+]
 
 
-@pytest.mark.parametrize(("draft", "dtype"), [(DRAFTS[0], torch.float64), (DRAFTS[1], torch.float32)], ids=str)
+@pytest.mark.parametrize(("draft", "dtype"), DRAFTS, ids=str)
 def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
     architecture: str, draft: selfspec.Drafter, dtype: torch.dtype
 ) -> None:

@@ -22,7 +22,12 @@ from selfspec.draft import Drafter
 
 WIDTH, NEW = 10, 20
 PADDING = (4, 0, 7)
-DRAFTS: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]))
+DRAFTS: tuple[Drafter | None, ...] = (
+    None,
+    selfspec.EarlyExit(3),
+    selfspec.LayerSkip(mlp=[2]),
+    selfspec.LowPrecision(4, layers=[2, 3]),
+)
 
 
 def ragged() -> dict[str, Any]:
@@ -200,7 +205,12 @@ def p_values(spec: selfspec.SelfSpeculative, options: dict[str, Any], seed: int)
 @pytest.mark.statistical
 def test_samples_follow_the_exact_joint() -> None:
     found = {}
-    drafts: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(1), selfspec.LayerSkip(attention=[1]))
+    drafts: tuple[Drafter | None, ...] = (
+        None,
+        selfspec.EarlyExit(1),
+        selfspec.LayerSkip(attention=[1]),
+        selfspec.LowPrecision(4),
+    )
     for number, (draft, options) in enumerate(itertools.product(drafts, SETTINGS)):
         model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
         rule, length = ("token", "block", "coupled")[number % 3], 1 + number % 4

@@ -20,6 +20,7 @@ DRAFTS = {
     "exit": selfspec.EarlyExit(2),
     "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
     "layers": selfspec.LayerSkip(layers=[0, 2]),
+    "int8": selfspec.LowPrecision(layers=[2, 3]),
 }
 _TAKING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 

@@ -15,7 +15,12 @@ from selfspec.decode.score_record import ScoreRecord
 from selfspec.draft import Drafter
 
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[3])]
+DRAFTS: list[Drafter | None] = [
+    None,
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(mlp=[3]),
+    selfspec.LowPrecision(4, layers=[2, 3]),
+]
 
 
 def same(found: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:

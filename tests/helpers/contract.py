@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,8 @@ from helpers.bench import Bench
 from helpers.snapshot import Snapshot
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
-from selfspec.errors import UnsupportedModelError
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.runtime.runner import ModelRunner
@@ -296,6 +298,56 @@ def greedy(subject: Subject) -> None:
     before.assert_same(subject.model)
 
 
+def has_substitutes(subject: Subject) -> bool:
+    """Whether drafts in 8 bits are possible: some layer has substitutes."""
+    with suppress(DraftConfigError):
+        selfspec.LowPrecision().check_model(subject.model, subject.adapter)
+        return True
+    return False
+
+
+def fewer_bits(subject: Subject) -> None:
+    """Draft steps in fewer bits leave nothing behind: the full pass resumes from them, and greedy text is the stock's.
+
+    A model none of whose layers has substitutes refuses such drafts.
+    """
+    last = subject.depth - 1
+    if not has_substitutes(subject):
+        return
+    drafts: list[LayerPathDrafter] = [
+        selfspec.LowPrecision(),
+        selfspec.LowPrecision(8, layers=[last], head=False),
+        selfspec.LowPrecision(8, exit=last),
+    ]
+    for draft in drafts:
+        _in_fewer_bits(subject, draft.path(subject.depth))
+    for drafter in (*drafts, selfspec.Cascade(selfspec.PromptLookup(shortest=1), drafts[0])):
+        prompts = subject.tokens(PAST, subject.batch)
+        spec = selfspec.wrap(subject.model, drafter, draft_length=3, adapter=subject.adapter)
+        out = spec.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        assert out.stats.drafted, drafter
+        for row, text in zip(prompts.split(1), out.sequences, strict=True):
+            wanted = subject.model.generate(row, max_new_tokens=NEW, do_sample=False)
+            assert text.tolist() == wanted[0].tolist(), drafter
+
+
+def _in_fewer_bits(subject: Subject, path: LayerPath) -> None:
+    wanted = subject.reference(path.skipped)
+    bench = bench_of(subject)
+    logits, states = bench.steps(path)
+    # Not of every token: a mixture may send one to another expert.
+    alike = torch.cosine_similarity(logits, wanted, -1).mean()
+    assert not torch.equal(logits, wanted)
+    assert alike > 0.9, alike
+    if path.resume_point is None:
+        subject.equal(bench.logits(bench.full), subject.stock)
+    else:
+        assert states is not None
+        subject.equal(bench.logits(bench.full.resumed_at(path.resume_point), entering=states), subject.stock)
+    bench.cache.commit([BLOCK - 1] * subject.batch)
+    subject.equal(bench.logits(bench.full, subject.text[:, -1:]), subject.stock[:, -1:])
+
+
 CHECKS: dict[str, Callable[[Subject], None]] = {
     "block": block,
     "step": step,
@@ -308,5 +360,6 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "ragged batch": ragged,
     "tree": tree,
     "greedy": greedy,
+    "fewer bits": fewer_bits,
 }
 """Every check by the name that the table of architectures uses for what it holds to."""

@@ -108,7 +108,7 @@ def table(lines: Iterable[Row]) -> str:
 
 Causal language models of `transformers` {transformers.__version__}, each built tiny from its own config class with
 random weights and put to the contract in `tests/helpers/contract.py`: prefill, step, block, rollback, every exit,
-every sublayer and whole layers left out, resuming, ragged batches, trees, greedy text. Written by
+every sublayer and whole layers left out, resuming, ragged batches, trees, greedy text, drafts in fewer bits. Written by
 `cd tests && python -m helpers.survey --write ../docs/architectures.md`.
 
 {working} of {len(listed)} work. A type that is not listed is unknown: [declare it yourself](your_own_adapter.md).

@@ -34,6 +34,7 @@ DRAFTS = {
     "plain": None,
     "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
     "look-up": selfspec.PromptLookup(),
+    "int8": selfspec.LowPrecision(),
 }
 
 

@@ -67,7 +67,7 @@ def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: 
     before.assert_same(model)
 
 
-@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("draft", [*DRAFTS.values(), selfspec.LowPrecision()], ids=[*DRAFTS, "int8"])
 @pytest.mark.statistical
 def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(
     architecture: str, draft: selfspec.Drafter | None

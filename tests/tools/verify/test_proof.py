@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import selfspec
 from helpers import tiny
+from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.accept import Block, TokenLevel
 from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter
+from selfspec.draft.named import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.runner import ModelRunner, Pass
@@ -83,6 +85,21 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert all(fit.cells > 5 and fit.noncentrality < 1e-6 for fit in report.fits)
     assert {fit.temperature for fit in report.fits} == {0.8, 1.0}
     assert report.settings.lossless
+
+
+@pytest.mark.parametrize("draft", [selfspec.LowPrecision(), selfspec.LowPrecision(4, layers=[3, 4])], ids=draft_name)
+@pytest.mark.tools
+def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], draft: Drafter) -> None:
+    report = verified(stories, prompts, QUICK, [draft])
+    assert report.verdict.exactness is Exactness.EXACT
+    assert report.drafts[1].stats.accepted
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt2", "gemma2"])
+@pytest.mark.tools
+def test_drafts_in_fewer_bits_of_other_architectures(model_type: str) -> None:
+    report = verified(shrunken(model_type, torch.float32), [tiny.prompt(5)], FITS, [selfspec.LowPrecision()])
+    assert report.verdict.exactness is Exactness.EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
