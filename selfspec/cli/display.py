@@ -18,12 +18,7 @@ _REJECTED = Style(color="red", dim=True, strike=True)
 
 
 class PlainDisplay:
-    """Writes the text as it is committed, and a line break at the end.
-
-    Args:
-        stream: turns tokens to text.
-        out: where it is written.
-    """
+    """Writes the text as it is committed, and a line break at the end."""
 
     def __init__(self, stream: TextStream, out: IO[str]) -> None:
         self._stream = stream
@@ -43,12 +38,7 @@ class PlainDisplay:
 
 
 class DraftDisplay:
-    """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in its own style.
-
-    Args:
-        stream: turns tokens to text.
-        out: where it is written.
-    """
+    """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in its own style."""
 
     def __init__(self, stream: TextStream, out: IO[str]) -> None:
         self._stream = stream

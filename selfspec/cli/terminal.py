@@ -43,11 +43,7 @@ def require_colours(stream: IO[str]) -> None:
 
 
 class StepBar:
-    """Shows the steps of work in stages; a stage begins the bar anew.
-
-    Args:
-        progress: shows it.
-    """
+    """Shows the steps of work in stages; a stage begins the bar anew."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -80,8 +76,7 @@ def counting_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
 def progress_bar(verb: str) -> Progress:
     """A bar on standard error for work of more than a few seconds, gone when done; nothing where that is no terminal.
 
-    Args:
-        verb: what is being done. The description of a task is shown behind the bar.
+    The description of a task is shown behind the bar.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

@@ -21,10 +21,6 @@ class TextStream:
     A piece is given out once no later token can change it: characters of several tokens come with their last token.
     Each step decodes the latest tokens alone, with those before them for context, because many tokenizers drop the
     space at the beginning of a text.
-
-    Args:
-        tokenizer: decodes.
-        prompt: token ids before the first one pushed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:

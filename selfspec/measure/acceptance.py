@@ -42,13 +42,7 @@ class ExitFigures:
     overlap: dict[float, float] = field(default_factory=dict)
 
     def add(self, full: Tensor, draft: Tensor, temperatures: tuple[float, ...] = (1.0,)) -> None:
-        """Count some positions.
-
-        Args:
-            full: logits of the full model, `[positions, vocab]`.
-            draft: logits of the exit, the same; -inf where it has no such token.
-            temperatures: at which 1 - TV is summed up.
-        """
+        """Count some positions, by logits `[positions, vocab]`; the draft's are -inf where it has no such token."""
         self.positions += full.shape[0]
         self.agreed += float((full.argmax(-1) == draft.argmax(-1)).sum())
         size = max(1, _VALUES // full.shape[-1])
@@ -128,14 +122,11 @@ def teacher_forced(
     Args:
         model: the stock model, in evaluation mode.
         adapter: where its layers are.
-        drafters: by name.
+        drafters: by name, as in what is returned.
         sequences: token ids, each `[1, tokens]` or `[tokens]`, at least two of them; or continuations, of which only
             the tokens after the prompt are judged.
         temperatures: above 0, at which 1 - TV(p, q) is counted; agreement is counted always.
         watch: is told of each sequence.
-
-    Returns:
-        By the drafts' names.
 
     Raises:
         DraftConfigError: a draft does not fit the model, or a temperature is not above 0.

@@ -11,12 +11,7 @@ _SHORTEST_RUN = 8
 def cycle_share(tokens: Sequence[int], longest: int = 64) -> float:
     """Share of tokens inside a repeating cycle: a passage that stands three times or more in direct succession.
 
-    Args:
-        tokens: generated ids.
-        longest: the longest cycle looked for, in tokens.
-
-    Returns:
-        In 0..1; 0 for no tokens.
+    Cycles of up to `longest` tokens are looked for. 0 for no tokens.
     """
     inside = [False] * len(tokens)
     for period in range(1, min(longest, len(tokens) // 3) + 1):

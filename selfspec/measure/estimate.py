@@ -54,13 +54,8 @@ class Estimate:
     def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float], draws: int = 1000, seed: int = 0) -> Estimate:
         """Estimate sum(parts) / sum(wholes), with a 95 % percentile bootstrap over the pairs (Efron, 1979).
 
-        Whole pairs are drawn again, so they must be independent: sequences or prompts, not positions.
-
-        Args:
-            parts: numerators.
-            wholes: denominators, as many, each positive.
-            draws: resamples.
-            seed: of the resampling.
+        Whole pairs are drawn again, so they must be independent: sequences or prompts, not positions. Wholes are
+        positive.
 
         Raises:
             ValueError: there are no pairs, or not as many of both.
@@ -79,9 +74,7 @@ class Estimate:
     def of_share(cls, successes: float, trials: float) -> Estimate | None:
         """Estimate a share of independent trials, with Wilson's 95 % score interval (1927); None without trials.
 
-        Args:
-            successes: number, or expected number, of successes.
-            trials: number, or expected number, of trials.
+        Both numbers may be expected ones.
         """
         if trials <= 0:
             return None

@@ -29,12 +29,7 @@ class Continuation:
 def own_text(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: float, seed: int = 0) -> Tensor:
     """Let the stock model continue prompts of one length, without top-k, top-p or other defaults of its own.
 
-    Args:
-        model: writes; it is left as it is.
-        prompts: token ids, `[texts, prompt]`, on the model's device.
-        new_tokens: tokens of each continuation; nothing ends it early.
-        temperature: 0 writes greedily.
-        seed: of the draws.
+    Nothing ends a text early. Prompts are `[texts, prompt]`, on its device; at temperature 0 it writes greedily.
 
     Returns:
         `[texts, prompt + new tokens]`.
@@ -59,15 +54,9 @@ def continued(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> list[Continuation]:
-    """Let the stock model continue prompts of any lengths, one by one.
+    """Let the stock model continue prompts of any lengths, each `[1, prompt]`, one by one, as `own_text` does.
 
-    Args:
-        model: writes; it is left as it is.
-        prompts: token ids, each `[1, prompt]`, on the model's device.
-        max_new_tokens: tokens of each continuation; nothing ends it early.
-        temperature: 0 writes greedily.
-        seed: of the first text; the others count on from it.
-        watch: is told of each text.
+    The seed is that of the first text; the others count on from it.
     """
     told = watch or Unwatched()
     told.begin(len(prompts))

@@ -60,11 +60,7 @@ class Given(Drafter):
 class Probe(Drafter):
     """Times drafts and target passes over the state of a generation and leaves it as it was.
 
-    Args:
-        drafters: by name.
-        widths: tokens of the target passes from tokens on.
-        lengths: draft lengths.
-        timer: times.
+    Widths are the tokens of target passes from tokens on, lengths those of drafts.
 
     Attributes:
         sample: what was timed before the last round.

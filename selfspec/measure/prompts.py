@@ -62,14 +62,8 @@ class Workload:
         A document gives its first tokens and any other text its last ones. What is too short has other texts of the
         workload put before it. Where the tokenizer begins a text with its bos token, every prompt begins so.
 
-        Args:
-            tokenizer: of the model.
-            number: how many are wanted.
-            batch: rows of a call; no fewer prompts than that are made.
-            context: tokens of each.
-
         Returns:
-            One `[batch, context]` for each call.
+            One `[batch, context]` for each call; `number` rows in all, or `batch` where that is more.
 
         Raises:
             PromptError: no text has a token.
@@ -146,9 +140,8 @@ def parse_workloads(given: str) -> list[Workload]:
 def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
     """The prompts of a file, as text.
 
-    Args:
-        file: one prompt a line; JSONL as of a workload, if its name ends in `.jsonl`, and of a document its beginning.
-        most: read no more than these; None: all.
+    They stand one a line, or in JSONL as of a workload, if the file's name ends in `.jsonl`; of a document the
+    beginning is taken. No more than `most` are read.
 
     Raises:
         PromptError: the file cannot be read, is not UTF-8, or holds no prompt.

@@ -18,12 +18,7 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
 class Readout:
-    """What a model's exits would say, with gradients. The model itself is not changed.
-
-    Args:
-        model: the stock causal LM.
-        adapter: where its layers are.
-    """
+    """What a stock model's exits would say, with gradients. The model itself is not changed."""
 
     def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self._layers = adapter.decoder_layers(model)
@@ -50,11 +45,7 @@ class Readout:
     def logits(self, states: Tensor) -> Tensor:
         """The model's own norm and head, and whatever it does to logits, over states of any layer.
 
-        Args:
-            states: `[batch, tokens, hidden]`.
-
-        Returns:
-            `[batch, tokens, vocab]`.
+        States are `[batch, tokens, hidden]`, logits `[batch, tokens, vocab]`.
         """
         tokens = torch.zeros(states.shape[-3:-1], dtype=torch.long, device=states.device)
         self._head.enter(ExactStates(states))

@@ -54,12 +54,7 @@ class Call:
 
 
 class Timer:
-    """Times work to its end on the device.
-
-    Args:
-        clock: seconds.
-        device: what to wait for.
-    """
+    """Times work to its end on the device."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
         self._clock = clock
@@ -79,11 +74,7 @@ class Timer:
 
 
 class Stopwatch(Timer):
-    """Runs from when it is made.
-
-    Args:
-        device: where the work is done.
-    """
+    """Runs from when it is made."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(time.perf_counter, device)

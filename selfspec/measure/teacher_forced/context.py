@@ -25,9 +25,6 @@ def exact_context(depth: int) -> Cache:
     """Return a cache that keeps what the first pass leaves; every later pass sees that before its own.
 
     Positions and masks of all passes must be given.
-
-    Args:
-        depth: number of layers.
     """
     return Cache(layers=[_ContextLayer() for _ in range(depth)])
 
@@ -57,13 +54,6 @@ class _ContextLayer(DynamicLayer):
 
 def draft_masks(config: PreTrainedConfig, length: int, reach: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the `attention_mask` that a stock model takes for a pass over `reach` copies of a text, side by side.
-
-    Args:
-        config: of the decoder.
-        length: tokens of the text.
-        reach: number of copies.
-        dtype: of the model.
-        device: of the model.
 
     Returns:
         A 4-D mask in the form of the model's attention kernel, `[1, 1, reach * length, (1 + reach) * length]`, or a

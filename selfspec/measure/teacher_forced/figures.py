@@ -75,12 +75,7 @@ def teacher_forced_figures(
     """Judge many draft paths by teacher forcing, without generating anything.
 
     On text that the model wrote itself, what a generation would accept follows exactly: see `rounds` beside this.
-
-    Args:
-        views: of the model.
-        texts: to draft.
-        paths: draft paths.
-        reach: positions of a draft that are told apart; further ones are taken to be like the last of them.
+    `reach` positions of a draft are told apart; further ones are taken to be like the last of them.
 
     Raises:
         UnsupportedModelError: this architecture cannot be read so.
@@ -98,13 +93,7 @@ def teacher_forced_figures(
 
 
 class _Judge:
-    """Compares drafts with the target on some texts.
-
-    Args:
-        logits: the target's, `[texts, tokens, vocab]`.
-        tokens: the texts', `[texts, tokens]`.
-        temperature: 0: greedily.
-    """
+    """Compares drafts with the target's logits, `[texts, tokens, vocab]`, on some texts, `[texts, tokens]`."""
 
     def __init__(self, logits: Tensor, tokens: Tensor, temperature: float) -> None:
         self._likeliest = logits.argmax(-1)

@@ -54,9 +54,7 @@ class _Watched:
 class LayerViews:
     """Views of a model's single layers, made once for each, and its norm and head.
 
-    Args:
-        model: the stock causal LM. It is neither changed nor copied.
-        adapter: where its layers are.
+    The model is neither changed nor copied.
 
     Raises:
         UnsupportedModelError: tokens of this architecture cannot be read apart from each other.
@@ -141,16 +139,7 @@ class TeacherForcedText:
 
     @torch.no_grad()
     def run(self, layer: int, parts: Parts, hidden: Tensor) -> Tensor:
-        """Run one layer, or a part of it, on states of draft steps.
-
-        Args:
-            layer: which.
-            parts: what of it runs.
-            hidden: `[times * texts, reach * tokens, hidden]`.
-
-        Returns:
-            The same shape.
-        """
+        """Run some parts of a layer on states of draft steps, `[times * texts, reach * tokens, hidden]`."""
         if not parts:
             return hidden
         gated, view = self._views.layer(layer, parts)
@@ -164,11 +153,7 @@ class TeacherForcedText:
 
     @torch.no_grad()
     def read(self, hidden: Tensor, head: DraftHead | None = None) -> Tensor:
-        """Return the logits of every drafted token.
-
-        Args:
-            hidden: states of draft steps, `[texts, reach * tokens, hidden]`.
-            head: what reads them; None: the model's own norm and head.
+        """Return the logits of every drafted token, from states of draft steps, `[texts, reach * tokens, hidden]`.
 
         Returns:
             `[reach, texts, drafted tokens, vocab]`; -inf at tokens the head cannot draft. In copy k the first k of the

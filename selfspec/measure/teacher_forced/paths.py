@@ -42,10 +42,6 @@ def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tu
     Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
     same way after that share every layer up to where they part.
 
-    Args:
-        text: what is read.
-        paths: the paths.
-
     Yields:
         The number of a path, and its logits of every drafted token as `TeacherForcedText.read` gives them.
     """

@@ -46,12 +46,7 @@ class ExpectedRounds:
 
 
 def expected_rounds(figures: TeacherForcedFigures, draft_length: int) -> ExpectedRounds:
-    """Replay a text, in rounds of up to `draft_length` tokens.
-
-    Args:
-        figures: of the draft on the text.
-        draft_length: gamma, at least 1.
-    """
+    """Replay a text, in rounds of up to `draft_length` tokens, at least 1."""
     chance: Floats = figures.chance.double().cpu().numpy()
     credit: Floats = figures.overlap.double().cpu().numpy()
     reach, texts, tokens = chance.shape

@@ -87,11 +87,7 @@ class Comparison:
     def add(self, prompt: int, expected: Sequence[int], found: Sequence[int], gap: Callable[[int], float]) -> None:
         """Compare one more text, token by token: until it parts, or where the text is forced, to the end.
 
-        Args:
-            prompt: index of the prompt.
-            expected: the model's own new tokens.
-            found: those to compare.
-            gap: asked for the gap at an index where they differ, if both have a token there.
+        `gap` is asked for the gap at an index where they differ, if both have a token there.
         """
         self.texts += 1
         for position, (own, other) in enumerate(zip_longest(expected, found)):

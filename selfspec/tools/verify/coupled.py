@@ -28,15 +28,8 @@ def check_coupled(
 ) -> dict[str, dict[str, Comparison]]:
     """Sample from all prompts, each `[1, prompt]`, in one batch, plainly and with every draft, and compare.
 
-    Args:
-        model: the stock model.
-        prompts: where the texts begin.
-        tested: what samples, by draft, plain decoding first.
-        settings: rules, lengths and seed.
-        watch: is told of the steps.
-
     Returns:
-        What agreed, by draft and coupling rule.
+        What agreed, by draft and coupling rule. Of what is tested, plain decoding is the first.
 
     Raises:
         NonFiniteLogitsError: logits became NaN or infinite.

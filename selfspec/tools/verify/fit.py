@@ -58,12 +58,6 @@ def check_fits(
 
     Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
 
-    Args:
-        tested: what draws, by draft.
-        places: where.
-        settings: rules, samples and seed.
-        watch: is told of the steps, one for each test.
-
     Raises:
         NonFiniteLogitsError: logits became NaN or infinite.
     """

@@ -55,10 +55,7 @@ class Place:
 def choose_places(model: PreTrainedModel, texts: Sequence[Sequence[int]], samples: int) -> tuple[Place, ...]:
     """One place for each of the temperatures, where few outcomes carry much of the mass and every token varies.
 
-    Args:
-        model: the stock model.
-        texts: token ids of its texts.
-        samples: to be drawn at each place.
+    Texts are the model's own, and `samples` will be drawn at each place.
     """
     width = min(_PREFIX, *(len(text) for text in texts))
     windows = sorted({tuple(text[at : at + width]) for text in texts for at in range(len(text) - width + 1)})

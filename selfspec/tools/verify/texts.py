@@ -24,19 +24,7 @@ def sampled_texts(
     seed: int,
     mask: Tensor | None = None,
 ) -> list[list[int]]:
-    """Sample from each of the prompts, with no filter that takes tokens away.
-
-    Args:
-        spec: samples.
-        ids: prompts, `[rows, prompt]`.
-        rule: name of the acceptance rule.
-        new_tokens: the most of each row.
-        temperature: of the sampling.
-        seed: of the noise.
-        mask: 1 for tokens, 0 for padding on the left, of the same shape; None: no padding.
-
-    Returns:
-        The new tokens of each row.
+    """Sample the new tokens of each of the prompts, `[rows, prompt]`, with no filter that takes tokens away.
 
     Raises:
         NonFiniteLogitsError: logits became NaN or infinite.
@@ -62,11 +50,6 @@ def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) 
     Drafts are made to say what the text says, pass by pass as in any generation, and all of them are accepted. A
     drafter that does not choose its tokens by logits says what it would have said.
 
-    Args:
-        spec: drafts and verifies.
-        prompt: `[1, prompt]`.
-        tokens: the new tokens of the text.
-
     Returns:
         The target's own, `[new tokens, vocab]`, float32.
 
@@ -87,11 +70,7 @@ def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) 
 
 
 class _Dictation(LogitsProcessor):
-    """Leaves one token at each place of a text, that of the text.
-
-    Args:
-        text: token ids, prompt included.
-    """
+    """Leaves one token at each place: that of a text, which is given with its prompt."""
 
     # selfspec then asks it about draft tokens, too.
     stateless = True
