@@ -65,7 +65,9 @@ def verify(
 
     Exit status 0: EXACT, or EXACT WITHIN ROUNDING. 1: NOT EXACT.
     """
-    named = None if draft is None else [_drafting(text) for text in draft]
+    named = None if draft is None else [each for each in map(read_draft, draft) if each is not None]
+    if named is not None and len(named) < len(draft or ()):
+        raise DraftConfigError("plain decoding is always verified; give --draft exit:E or --draft skip:...")
 
     import torch
 
@@ -98,13 +100,6 @@ def verify(
         _print_report(model.model, checkpoint.tokenizer, report, seconds)
     if not report.exact:
         raise typer.Exit(FAILED)
-
-
-def _drafting(text: str) -> Drafter | DraftPolicy | str:
-    drafter = read_draft(text)
-    if drafter is None:
-        raise DraftConfigError("plain decoding is always verified; give --draft exit:E or --draft skip:...")
-    return drafter
 
 
 def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | str]) -> list[Drafter]:

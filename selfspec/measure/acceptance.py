@@ -33,43 +33,39 @@ class ExitFigures:
 
     Attributes:
         positions: counted so far.
-        agreed: positions where exit and full model have the same likeliest token.
-        overlap: sum of 1 - TV(p, q) over the positions, by temperature.
+        accepted: how many of their drafts are accepted, by temperature. Above 0 that is the sum of 1 - TV(p, q); at 0
+            the positions where exit and full model have the same likeliest token.
     """
 
     positions: int = 0
-    agreed: float = 0.0
-    overlap: dict[float, float] = field(default_factory=dict)
+    accepted: dict[float, float] = field(default_factory=dict)
 
-    def add(self, full: Tensor, draft: Tensor, temperatures: tuple[float, ...] = (1.0,)) -> None:
+    def add(self, full: Tensor, draft: Tensor, temperatures: Sequence[float] = (1.0,)) -> None:
         """Count some positions, by logits `[positions, vocab]`; the draft's are -inf where it has no such token."""
         self.positions += full.shape[0]
-        self.agreed += float((full.argmax(-1) == draft.argmax(-1)).sum())
+        self._count(0.0, full.argmax(-1) == draft.argmax(-1))
         size = max(1, _VALUES // full.shape[-1])
-        for temperature in temperatures:
-            overlap = 0.0
-            for logits in zip(full.split(size), draft.split(size), strict=True):
+        for logits in zip(full.split(size), draft.split(size), strict=True):
+            for temperature in temperatures:
                 p, q = ((each.float() / temperature).softmax(-1) for each in logits)
-                overlap += float(torch.minimum(p, q).sum())
-            self.overlap[temperature] = self.overlap.get(temperature, 0.0) + overlap
+                self._count(temperature, torch.minimum(p, q))
+
+    def _count(self, temperature: float, accepted: Tensor) -> None:
+        self.accepted[temperature] = self.accepted.get(temperature, 0.0) + float(accepted.sum())
 
     @property
     def agreement(self) -> float:
         """Top-1 agreement: the greedy acceptance rate on this text."""
-        return self.agreed / self.positions
+        return self.alpha(0.0)
 
     def alpha(self, temperature: float = 1.0) -> float:
         """Mean of 1 - TV(p, q): the acceptance rate of sampled drafts on this text (Leviathan et al., 2023)."""
-        return self.overlap[temperature] / self.positions
+        return self.accepted[temperature] / self.positions
 
 
 @dataclass
 class Acceptance:
-    """One draft against the target, teacher-forced: the figures of every sequence apart.
-
-    Attributes:
-        sequences: what was counted over the judged positions of each sequence.
-    """
+    """One draft against the target, teacher-forced: the figures of every sequence apart."""
 
     sequences: list[ExitFigures] = field(default_factory=list)
 
@@ -80,7 +76,7 @@ class Acceptance:
 
     def agreement(self) -> Estimate:
         """Top-1 agreement, the acceptance rate of greedy decoding; with a bootstrap interval over sequences."""
-        return Estimate.of_ratio([each.agreed for each in self.sequences], self._positions())
+        return self.alpha(0.0)
 
     def alpha(self, temperature: float) -> Estimate:
         """Acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement; interval as there.
@@ -88,21 +84,13 @@ class Acceptance:
         Raises:
             KeyError: it was not measured at this temperature.
         """
-        if temperature == 0:
-            return self.agreement()
-        return Estimate.of_ratio([each.overlap[temperature] for each in self.sequences], self._positions())
+        accepted = [each.accepted[temperature] for each in self.sequences]
+        return Estimate.of_ratio(accepted, [each.positions for each in self.sequences])
 
     def to_dict(self) -> dict[str, Any]:
         """All rates, ready for JSON."""
-        temperatures = self.sequences[0].overlap
-        return {
-            "positions": self.positions,
-            "agreement": self.agreement().to_dict(),
-            "alpha": {f"{temperature:g}": self.alpha(temperature).to_dict() for temperature in temperatures},
-        }
-
-    def _positions(self) -> list[int]:
-        return [each.positions for each in self.sequences]
+        rates = {f"{at:g}": self.alpha(at).to_dict() for at in self.sequences[0].accepted if at}
+        return {"positions": self.positions, "agreement": self.agreement().to_dict(), "alpha": rates}
 
 
 @torch.no_grad()
@@ -164,7 +152,7 @@ def teacher_forced(
                 runner = ModelRunner(model, adapter, cache, substitutes)
                 draft = runner.logits(drafter.path(readout.depth), ids, head=drafter.head).logits[0, judged]
             figures = ExitFigures()
-            figures.add(full, draft, tuple(temperatures))
+            figures.add(full, draft, temperatures)
             measured[name].sequences.append(figures)
     return measured
 

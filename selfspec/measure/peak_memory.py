@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,11 +43,9 @@ def resident_bytes() -> int | None:
 def _give_back_free_memory() -> None:
     """Return what the allocator holds free, which would otherwise hide what the work needs."""
     gc.collect()
-    try:
+    # Without glibc the level before is higher and the peak above it lower.
+    with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        # No glibc: then the level before is higher and the peak above it lower.
-        return
 
 
 def _reset_peak() -> bool:

@@ -39,7 +39,7 @@ def calibrated(model: PreTrainedModel) -> Profile:
     confirmed = [Confirmed("lookup+exit:2", estimate, 0.625, 2.5, 3), Confirmed("lookup", estimate, None, 1.0, 1)]
     kind = {
         "temperature": 0.0,
-        "acceptance": {"exit:2": Acceptance([ExitFigures(4, 3.0, {0.8: 3.0})]).to_dict()},
+        "acceptance": {"exit:2": Acceptance([ExitFigures(4, {0.0: 3.0, 0.8: 3.0})]).to_dict()},
         "predictions": {"exit:2": {"draft_length": 3, "speedup": 1.375}},
         "confirmed": [asdict(each) for each in confirmed],
     }

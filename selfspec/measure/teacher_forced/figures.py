@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -48,10 +48,7 @@ class TeacherForcedFigures:
     @classmethod
     def together(cls, parts: Sequence[TeacherForcedFigures]) -> TeacherForcedFigures:
         """Join several texts into one."""
-        return cls(*(torch.cat([getattr(part, name) for part in parts], 1) for name in _FIELDS))
-
-
-_FIELDS = ("agreed", "overlap", "chance")
+        return cls(*(torch.cat([getattr(part, each.name) for part in parts], 1) for each in fields(cls)))
 
 
 @dataclass(frozen=True)

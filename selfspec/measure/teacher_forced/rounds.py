@@ -34,16 +34,6 @@ class ExpectedRounds:
     rounds: tuple[float, ...]
     tokens: int
 
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens committed per target pass, bonus token included."""
-        return self.tokens * len(self.rounds) / sum(self.rounds)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted by judged draft tokens; NaN without any."""
-        return sum(self.accepted) / sum(self.judged) if sum(self.judged) else float("nan")
-
 
 def expected_rounds(figures: TeacherForcedFigures, draft_length: int) -> ExpectedRounds:
     """Replay a text, in rounds of up to `draft_length` tokens, at least 1."""

@@ -13,13 +13,12 @@ import torch
 
 from selfspec.api import SelfSpeculative
 from selfspec.measure.progress import Watch
-from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place
+from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place, rows_at_once
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.texts import sampled_texts
 
 # Rounding may move a probability twice as far as it was seen to; the statistic has squares.
 _SAFETY = 4
-_SCORES_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def check_fits(
 
 def _drawn(spec: SelfSpeculative, rule: str, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:
     prefix = torch.tensor([place.prefix], device=spec.model.device)
-    at_once = max(_SCORES_AT_ONCE // (NEW_TOKENS * spec.model.get_input_embeddings().num_embeddings), 1)
+    at_once = rows_at_once(spec.model, NEW_TOKENS)
     counts: Counter[Outcome] = Counter()
     while counts.total() < samples:
         rows = prefix.expand(min(at_once, samples - counts.total()), -1)

@@ -60,7 +60,7 @@ def choose_places(model: PreTrainedModel, texts: Sequence[Sequence[int]], sample
     width = min(_PREFIX, *(len(text) for text in texts))
     windows = sorted({tuple(text[at : at + width]) for text in texts for at in range(len(text) - width + 1)})
     prefixes = torch.tensor(windows, device=model.device)
-    logits = torch.cat([model(part).logits[:, -1].float() for part in prefixes.split(_rows(model, width))])
+    logits = torch.cat([model(part).logits[:, -1].float() for part in prefixes.split(rows_at_once(model, width))])
     places: list[Place] = []
     for temperature in _TEMPERATURES:
         taken = [place.prefix for place in places]
@@ -73,7 +73,7 @@ def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature
     entropy = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
     candidates = prefixes[(entropy - _FIRST_ENTROPY).abs().argsort()[:_CANDIDATES]]
     found: dict[tuple[int, ...], dict[Outcome, float]] = {}
-    for part in candidates.split(max(_rows(model, 1) // _BRANCHES, 1)):
+    for part in candidates.split(max(rows_at_once(model, 1) // _BRANCHES, 1)):
         found |= _cells(model, part, temperature, _SMALLEST_EXPECTED / samples)
     # Squared, because what is pooled hides what is wrong among it.
     prefix = max(found, key=lambda prefix: _variety(found[prefix]) * sum(found[prefix].values()) ** 2)
@@ -86,7 +86,7 @@ def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature
     return Place(prefix, temperature, cells, rest, sum((other - own) ** 2 / own for own, other in pairs))
 
 
-def _rows(model: PreTrainedModel, width: int) -> int:
+def rows_at_once(model: PreTrainedModel, width: int) -> int:
     """How many rows of so many tokens may be run at once, for the memory of their logits."""
     vocabulary: int = model.get_input_embeddings().num_embeddings
     return max(_LOGITS_AT_ONCE // (width * vocabulary), 1)
@@ -147,8 +147,8 @@ def _probabilities_at_once(
     probabilities = []
     start = len(prefix) - 1
     width = start + NEW_TOKENS
-    for first in range(0, len(outcomes), _rows(model, width)):
-        part = outcomes[first : first + _rows(model, width)]
+    for first in range(0, len(outcomes), rows_at_once(model, width)):
+        part = outcomes[first : first + rows_at_once(model, width)]
         # What follows an outcome that ended early is not looked at.
         texts = [[*prefix, *outcome, *[outcome[-1]] * NEW_TOKENS][: width + 1] for outcome in part]
         read = torch.tensor(texts, device=model.device)
