@@ -64,6 +64,7 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     from selfspec.environment import versions
     from selfspec.measure.embedded import PROMPTS
     from selfspec.model.checkpoint import load_checkpoint
+    from selfspec.tools.bench.arms import ArmSpec
     from selfspec.tools.bench.demo import demonstrate
 
     prepare_process(threads)
@@ -71,14 +72,13 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     prompts, draft = [checkpoint.encode(text) for text in PROMPTS], runs.draft.strip()
     with progress_bar("measuring") as progress:
         bar = StepBar(progress)
-        # Three arms, and two temperatures.
+        # Two temperatures, and three arms.
         bar.begin(2 * 3 * (len(prompts) * (1 + runs.repeats) + 1))
         greedy, sampled = (
             demonstrate(
                 checkpoint.model,
                 prompts,
-                draft,
-                runs.draft_length,
+                ArmSpec("draft", draft, length=runs.draft_length),
                 runs.max_new_tokens,
                 temperature,
                 runs.repeats,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,36 +76,11 @@ class ArmSpec:
         return self.kind in ("plain", "draft")
 
 
-class Arm(ABC):
-    """One way to decode with one model."""
-
-    def __init__(self, spec: ArmSpec) -> None:
-        self.spec = spec
-
-    def absence(self, cell: Cell) -> str | None:
-        """Why it cannot run in a cell; None where it can."""
-        return None
-
-    @abstractmethod
-    def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
-        """Decode prompts `[batch, prompt]` once, without padding; `seed` is that of what is drawn."""
-
-
-def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
-    """The arm that a spec names, of a stock model; packed, if the spec says so.
-
-    Raises:
-        SelfSpecError: it does not fit the model.
-    """
-    return OwnArm(spec, model) if spec.own else StockArm(spec, model)
-
-
-class OwnArm(Arm):
+class OwnArm:
     """A wrapped model. Without a draft it decodes plainly."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
-        super().__init__(spec)
-        runtime = runtime_named(spec.runtime)
+        self.spec, runtime = spec, runtime_named(spec.runtime)
         self.wrapped = wrap(bare(model), spec.draft, draft_length=spec.length, accept=spec.accept, runtime=runtime)
 
     def drafter(self, cell: Cell) -> Drafter | None:
@@ -115,6 +89,9 @@ class OwnArm(Arm):
         if isinstance(draft, DraftPolicy):
             return draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
         return draft
+
+    def absence(self, cell: Cell) -> None:
+        return None
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)
@@ -130,12 +107,11 @@ class OwnArm(Arm):
         return Call(rows, seconds, first_seconds, first_tokens, len(rounds), generation.stats, shapes)
 
 
-class StockArm(Arm):
+class StockArm:
     """`model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
-        super().__init__(spec)
-        self._model = bare(model)
+        self.spec, self._model = spec, bare(model)
 
     def absence(self, cell: Cell) -> str | None:
         if self.spec.kind in ("lookup", "early-exit") and cell.batch > 1:
@@ -175,6 +151,19 @@ class StockArm(Arm):
                 compiling._compile_all_devices = True
                 return {"cache_implementation": "static", "compile_config": compiling}
         return {}
+
+
+Arm = OwnArm | StockArm
+"""One way to decode prompts `[batch, prompt]`, without padding; `absence` says why it cannot in a cell."""
+
+
+def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
+    """The arm that a spec names, of a stock model; packed, if the spec says so.
+
+    Raises:
+        SelfSpecError: it does not fit the model.
+    """
+    return OwnArm(spec, model) if spec.own else StockArm(spec, model)
 
 
 class _FirstToken(StoppingCriteria):

@@ -94,12 +94,7 @@ def _shown(run: ArmRun, peak: int | None) -> dict[str, Any]:
         "name": run.arm.spec.name,
         "new_tokens": sum(call.tokens for call in run.calls[0]),
         "cycle_share": sum(cycle_share(text) * len(text) for text in texts) / sum(map(len, texts)),
-        "tokens_per_second": {
-            "median": _median(run),
-            "lowest": min(speeds),
-            "highest": max(speeds),
-            "repeats": speeds,
-        },
+        "tokens_per_second": {"median": _median(run), "lowest": min(speeds), "highest": max(speeds), "repeats": speeds},
         "peak_bytes": peak,
         "total": run.counts and run.counts.to_dict(),
     }
@@ -108,8 +103,7 @@ def _shown(run: ArmRun, peak: int | None) -> dict[str, Any]:
 def demonstrate(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
-    draft: str,
-    draft_length: int | None,
+    draft: ArmSpec,
     max_new_tokens: int,
     temperature: float,
     repeats: int,
@@ -120,8 +114,7 @@ def demonstrate(
     Args:
         model: of a supported architecture.
         prompts: each `[1, prompt]`.
-        draft: what drafts, by name.
-        draft_length: tokens drafted each round; None: as many as pay.
+        draft: the arm that drafts.
         max_new_tokens: tokens of each text; nothing ends one early.
         temperature: 0 decodes greedily.
         repeats: how often each way is timed, at least 1.
@@ -131,11 +124,7 @@ def demonstrate(
         DraftConfigError, PromptError: before any forward pass.
     """
     cell = Cell("demo", temperature, 1, max(prompt.shape[1] for prompt in prompts), max_new_tokens)
-    specs = {
-        "model_generate": ArmSpec("generate"),
-        "plain": ArmSpec("plain"),
-        "drafting": ArmSpec("draft", draft, length=draft_length),
-    }
+    specs = {"model_generate": ArmSpec("generate"), "plain": ArmSpec("plain"), "drafting": draft}
     runs = measure(model, cell, [make_arm(spec, model) for spec in specs.values()], prompts, repeats, 1, tick)
     arms, peaks = dict(zip(specs, runs, strict=True)), {}
 

@@ -26,18 +26,8 @@ SPEED, ACCEPTANCE, PREDICTION = "speed.png", "acceptance.png", "prediction.png"
 # The qualitative palette of Okabe and Ito (2008), which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 _MARKERS = "osD^vP*Xh"
-_STYLE: dict[Any, Any] = {
-    # Names may hold dollar signs.
-    "text.parse_math": False,
-    "axes.titlesize": 9,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "lines.markersize": 5,
-    "grid.alpha": 0.3,
-    "savefig.dpi": 130,
-}
+# Names may hold dollar signs.
+_STYLE: dict[Any, Any] = {"text.parse_math": False, "font.size": 8, "grid.alpha": 0.3, "lines.markersize": 5}
 # Of fewer draft tokens a share says little.
 _ENOUGH = 10
 _WIDTH = 5.2
@@ -54,15 +44,7 @@ def require_packages() -> None:
 
 
 def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[str]:
-    """Draw what there are results for.
-
-    Args:
-        cells: at least one.
-        folder: where the files go.
-
-    Returns:
-        The names of the files.
-    """
+    """Draw what there are results for, of at least one cell; return the names of the files."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
@@ -72,7 +54,7 @@ def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[str]:
                 (folder / name).unlink(missing_ok=True)
                 continue
             with whole(folder / name, KEPT) as draft:
-                figure.savefig(draft)
+                figure.savefig(draft, dpi=130)
     return [name for name, figure in drawn.items() if figure is not None]
 
 
@@ -127,7 +109,7 @@ def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
                 points.setdefault(arm.name, []).append(found.prediction)
     if not points:
         return None
-    figure, (panel,) = _panels([], 4.6)
+    figure, (panel,) = _panels([None], 4.6)
     furthest = 1.08 * max(max(each.predicted, each.measured.high) for own in points.values() for each in own)
     panel.plot([0, furthest], [0, furthest], color="#888888", linewidth=0.8)
     panel.plot([0, furthest], [0, 0.9 * furthest], color="#888888", linewidth=0.8, linestyle="--")
@@ -142,26 +124,23 @@ def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
     return figure
 
 
-def _panels(cells: Sequence[MeasuredCell], height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each cell, up to three beside one another; without cells a single panel."""
+def _panels(cells: Sequence[MeasuredCell | None], height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each cell, up to three beside one another, or with one for all."""
     # Not pyplot: it keeps state of its own, and asks for a display.
     from matplotlib.figure import Figure
 
-    number = max(len(cells), 1)
-    across = min(number, 3)
-    down = -(-number // across)
-    # Names of arms or cells take room beside the panels.
-    names = 2.6 if cells else 0.0
-    width = names + _WIDTH * across * (0.75 if across > 1 else 1)
-    figure = Figure(figsize=(width, height * down), layout="constrained")
-    panels: list[Axes] = list(figure.subplots(down, across, squeeze=False, sharey=bool(cells)).flat)
-    for panel in panels[number:]:
+    across = min(len(cells), 3)
+    down = -(-len(cells) // across)
+    figure = Figure(figsize=(1.8 + 4 * across, height * down), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+    for panel in panels[len(cells) :]:
         panel.set_visible(False)
     for panel, measured in zip(panels, cells, strict=False):
-        cell = measured.cell
-        conditions = f"batch {cell.batch}, prompt of {cell.context} tokens"
-        panel.set_title(f"{cell.workload}, temperature {cell.temperature:g}\n{conditions}")
-    return figure, panels[:number]
+        if measured is not None:
+            cell = measured.cell
+            place = f"batch {cell.batch}, prompt of {cell.context} tokens"
+            panel.set_title(f"{cell.workload}, temperature {cell.temperature:g}\n{place}")
+    return figure, panels[: len(cells)]
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Slip(StockArm):
         return call
 
 
-class Broken(Arm):
+class Broken(StockArm):
     """Cannot."""
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
@@ -118,13 +118,13 @@ def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> N
 
 
 def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("early-exit"))]
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("early-exit"), llama)]
     _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
     assert broken.absence == "IndexError: no such layer"
 
 
 def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("draft", "exit:1"))]
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("draft", "exit:1"), llama)]
     with pytest.raises(IndexError):
         measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
 
