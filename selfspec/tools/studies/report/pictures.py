@@ -101,8 +101,8 @@ def _exits(axes: Axes, panel: Panel) -> None:
 
 def _heat(axes: Axes, values: DataFrame, labels: DataFrame, what: str, **how: Any) -> None:
     """Draw a table as colours, with its labels on them."""
-    image = axes.imshow(values, cmap="viridis", aspect="auto", **how)
-    for (row, column), value in np.ndenumerate(values):
+    image: Any = axes.imshow(values, cmap="viridis", aspect="auto", **how)
+    for (row, column), value in np.ndenumerate(values.to_numpy(float)):
         if not np.isnan(value):
             colour = "white" if image.norm(value) < 0.6 else "black"
             axes.text(column, row, labels.iat[row, column], ha="center", va="center", fontsize=5, color=colour)
@@ -134,7 +134,7 @@ def _pareto(axes: Axes, panel: Panel) -> None:
     norm = Normalize(panel.best[-1]["predicted_speedup"], panel.best[0]["predicted_speedup"])
     for kind in dict.fromkeys(row["kind"] for row in panel.best):
         x, y, speeds = _columns([row for row in panel.best if row["kind"] == kind], "c", "alpha", "predicted_speedup")
-        dots = axes.scatter(x, y, 14, speeds, _MARKERS.get(kind, "o"), norm=norm, label=kind, zorder=3)
+        dots = axes.scatter(x, y, 14, speeds, marker=_MARKERS.get(kind, "o"), norm=norm, label=kind, zorder=3)
     axes.step(*_columns(pareto_front(panel.best), "c", "alpha"), where="post", color="#555555", lw=0.8)
     top = panel.best[0]
     axes.annotate(
@@ -143,6 +143,7 @@ def _pareto(axes: Axes, panel: Panel) -> None:
         xytext=(0.97, 0.04),
         textcoords="axes fraction",
         ha="right",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         arrowprops={"arrowstyle": "->", "color": COLOURS[1]},
     )
     axes.set(xlabel="draft cost ratio c", ylabel=_acceptance(panel), ylim=(0, 1.05))
@@ -185,9 +186,8 @@ def _tokens(axes: Axes, panel: Panel) -> None:
     axes.imshow(shades, aspect="auto", interpolation="nearest")
     axes.hlines(np.arange(_DOWN) - 0.5, -0.5, _ACROSS - 0.5, color="white", lw=0.8)
     axes.set_axis_off()
-    for colour, name in zip(colours, [*map(_short, drafts), NONE], strict=True):
-        axes.add_patch(Patch(color=colour, label=name))
-    _legend_below(axes, "cheapest draft that would have been right", 2, 0.0)
+    keys = [Patch(color=colour, label=name) for colour, name in zip(colours, [*map(_short, drafts), NONE], strict=True)]
+    _legend_below(axes, "cheapest draft that would have been right", 2, 0.0, handles=keys)
 
 
 def _lines(panel: Panel, drafts: Sequence[str], number: int) -> list[list[tuple[str, int]]]:
@@ -203,8 +203,8 @@ def printable(token: str) -> str:
     return "".join(letter if letter.isprintable() else "·" for letter in shown)
 
 
-def _legend_below(axes: Axes, title: str, columns: int, at: float) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, at), title=title, ncols=columns, title_fontsize=6)
+def _legend_below(axes: Axes, title: str, columns: int, at: float, **how: Any) -> None:
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, at), title=title, ncols=columns, title_fontsize=6, **how)
 
 
 def _columns(rows: Sequence[Row], *names: str) -> Any:
