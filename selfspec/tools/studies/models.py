@@ -131,8 +131,7 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     prompts = {
-        workload.name: torch.cat(workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens)).long()
-        for workload in read_workloads(study.workloads).values()
+        each: torch.cat(workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens)).long().to(model.device)
+        for each, workload in read_workloads(study.workloads).items()
     }
-    on_device = {workload: ids.to(model.device) for workload, ids in prompts.items()}
-    return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), on_device, tokenizer)
+    return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)
