@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.pass_function import PassTensors
 from selfspec.runtime.process_lock import ProcessLock
-from selfspec.runtime.runtime import RECORDING, Function, RecordingError, Runtime, equal
+from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, equal
 
 # Graphs of one kind of pass: one for each bucket of slots and each cache.
 _MOST_GRAPHS = 32
@@ -54,7 +54,7 @@ class CudaGraphs(Runtime):
     def is_tried(self, lengths: Sequence[int]) -> bool:
         return len(lengths) >= _TRIALS
 
-    def program(self, function: PassFunction, example: PassTensors) -> Function:
+    def program(self, function: Function, example: PassTensors) -> Function:
         return _Graphs(function, len(example.slots.buffers), self.recorder(example.tokens.device))
 
     def recorder(self, device: torch.device) -> Recorder:
@@ -94,8 +94,9 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             outputs = launch()
         current.wait_stream(self._stream)
-        # They were made on the other stream and are read on this one.
-        torch.cuda.synchronize(self._device)
+        # They were made on the other stream and are read on this one. Only this one is waited for: another thread may
+        # be capturing, and while one does nobody may wait for the whole device.
+        current.synchronize()
         return outputs
 
     def record(self, launch: Launch) -> Recording:
@@ -181,6 +182,8 @@ class _Graphs:
             with RECORDING:
                 expected = self._recorder.warmed(launch)
                 graph = _Graph(self._recorder.record(launch), static)
+        except OtherSizesError:
+            raise
         except RuntimeError as error:
             raise RecordingError(f"capturing it failed: {error}") from error
         if not equal(graph.run(inputs), expected):

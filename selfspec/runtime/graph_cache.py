@@ -281,6 +281,7 @@ class _Stopwatch:
 
     def lap(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not for the whole device: that fails while another thread captures a graph.
+            torch.cuda.current_stream(self._device).synchronize()
         started, self._started = self._started, self._clock()
         return self._started - started

@@ -20,8 +20,8 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.runtime import Function
+from selfspec.runtime.pass_function import PassTensors
+from selfspec.runtime.runtime import Function, OtherSizesError
 from selfspec.runtime.slot_cache import SlotCache
 
 PROMPT, NEW, BUCKET = 5, 20, 8
@@ -167,6 +167,23 @@ def test_what_cannot_be_captured_is_run_by_the_stock_modules(
     assert reason in refusal
 
 
+def test_a_program_inside_that_does_not_fit_these_sizes_may_fit_others(llama: PreTrainedModel) -> None:
+    def fits_no_size(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        raise OtherSizesError
+
+    @dataclass(frozen=True)
+    class Picky(StandIn):
+        def program(self, function: Function, example: PassTensors) -> Function:
+            return super().program(fits_no_size, example)
+
+    spec = _wrapped(llama, runtime=Picky(0, BUCKET))
+    prompt = tiny.prompt(PROMPT)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert not spec.programs.proved
+    assert not spec.programs.refusals
+
+
 def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
@@ -178,7 +195,7 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
 
     @dataclass(frozen=True)
     class Graphs(StandIn):
-        def program(self, function: PassFunction, example: PassTensors) -> Function:
+        def program(self, function: Function, example: PassTensors) -> Function:
             seen.extend(map(weakref.ref, example.slots.buffers))
             return super().program(function, example)
 
