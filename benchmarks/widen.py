@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 _CONTEXT = 512
 # Logits that no draw reaches.
@@ -88,7 +88,7 @@ def places(own: int, layers: int) -> list[int]:
 
 
 def widened(small: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausalLM:
-    """Return a llama of `size` that computes what `small` computes.
+    """Return a llama of `size` that computes what `small` computes, in its dtype and on its device.
 
     Raises:
         ValueError: the size is smaller than the model, or its heads do not divide as the model's do.
@@ -96,8 +96,9 @@ def widened(small: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausa
     if small.config.attention_bias or small.config.mlp_bias:
         raise ValueError("biases are not supported; widen a llama without them")
     config = _config(small.config, size)
-    wide = LlamaForCausalLM(config).to(small.dtype).eval()  # random; every weight is replaced below
-    generator = torch.Generator().manual_seed(seed)
+    with small.device:  # random; every weight is replaced below
+        wide = AutoModelForCausalLM.from_config(config, dtype=small.dtype).eval()
+    generator = torch.Generator(small.device).manual_seed(seed)
     own = dict(zip(places(len(small.model.layers), size.layers), small.model.layers, strict=True))
     scale = (small.config.hidden_size / size.hidden) ** 0.5
     template = small.model.layers[0]
@@ -175,7 +176,8 @@ def _fill_outputs(wide: Tensor, small: Tensor, generator: torch.Generator, adds:
 
 
 def _noise(like: Tensor, small: Tensor, generator: torch.Generator) -> Tensor:
-    return (torch.randn(like.shape, generator=generator) * small.float().std()).to(like.dtype)
+    noise = torch.randn(like.shape, generator=generator, device=like.device)
+    return (noise * small.float().std()).to(like.dtype)
 
 
 def _fill_norm(wide: Tensor, small: Tensor, scale: float) -> None:
@@ -197,7 +199,7 @@ def _unlikely(small: LlamaForCausalLM, generator: torch.Generator) -> Tensor:
     Raises:
         ValueError: no token of the small model is.
     """
-    tokens = torch.randint(small.config.vocab_size, (1, _CONTEXT), generator=generator)
+    tokens = torch.randint(small.config.vocab_size, (1, _CONTEXT), generator=generator, device=small.device)
     highest = small(tokens).logits[0].amax(0)
     least = int(highest.argmin())
     if highest[least] >= 0:

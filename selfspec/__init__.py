@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         LayerSkip,
         LowPrecision,
         PromptLookup,
-        Recycling,
         ReducedVocabulary,
         SkipFile,
     )
@@ -80,7 +79,6 @@ __all__ = [
     "ProfileError",
     "PromptError",
     "PromptLookup",
-    "Recycling",
     "ReducedVocabulary",
     "Round",
     "RowRound",
@@ -119,7 +117,6 @@ _HOMES = {
         "LayerSkip",
         "LowPrecision",
         "PromptLookup",
-        "Recycling",
         "ReducedVocabulary",
         "SkipFile",
     ],

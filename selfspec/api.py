@@ -154,7 +154,6 @@ class SelfSpeculative:
         self.runtime = runtime
         self.programs = GraphCache(runtime)
         self.substitutes = Substitutes()
-        self._memories: dict[Hashable, object] = {}
         self._shares: dict[tuple[Drafter, torch.dtype], float] = {}
         self._closed = False
         adapter.check(model)
@@ -324,7 +323,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self.programs, self.substitutes, self._memories = GraphCache(self.runtime), Substitutes(), {}
+        self.programs, self.substitutes = GraphCache(self.runtime), Substitutes()
         return self.model
 
     def _read(
@@ -359,16 +358,7 @@ class SelfSpeculative:
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(
-            self.model,
-            self.adapter,
-            request,
-            choice.draft,
-            controller,
-            rule,
-            seed,
-            self.programs,
-            self.substitutes,
-            self._memories,
+            self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs, self.substitutes
         )
 
     def _prepare(self) -> None:

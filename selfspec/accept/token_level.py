@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.accept.residual import less_q
 from selfspec.accept.tree_paths import first_path, tree_tables
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class TokenLevel:
         for rank in tree_tables(draft.tree, p.device).ranks:
             left = left[:, rank.before]
             if rank.siblings is not None:
-                residual = less_q(left, draft, (slice(None), rank.siblings))
+                residual = _less_q(left, draft, (slice(None), rank.siblings))
                 left = _normalised(torch.where(_is_empty(residual), left, residual))
             q = None if probs is None else probs[:, rank.nodes]
             chances[:, rank.nodes] = _chances(left, tokens[:, rank.nodes], q)
@@ -63,7 +62,7 @@ class TokenLevel:
         left = p[rows, place]
         for rank, (child, missing) in enumerate(_children(draft.tree, place)):
             left = _normalised(left) if rank else left
-            residual = less_q(left, draft, (rows, child))
+            residual = _less_q(left, draft, (rows, child))
             left = torch.where(missing[:, None] | _is_empty(residual), left, residual)
         return left
 
@@ -74,6 +73,15 @@ def _chances(p: Tensor, tokens: Tensor, probs: Tensor | None) -> Tensor:
     if probs is None:
         return p_token
     return (p_token / probs.gather(-1, index)[..., 0]).clamp(max=1.0)
+
+
+def _less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor]) -> Tensor:
+    """max(p - q, 0) with q of the nodes at an index of rows and nodes."""
+    if draft.probs is None:
+        q = torch.zeros_like(p).scatter_(-1, draft.tokens[nodes][..., None], 1.0)
+    else:
+        q = draft.probs[nodes]
+    return (p - q).clamp_min(0.0)
 
 
 def _is_empty(residual: Tensor) -> Tensor:

@@ -72,11 +72,6 @@ class Tree:
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
 
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """The number of earlier siblings of each node."""
-        return tuple(self.children[parent + 1].index(node) for node, parent in enumerate(self.parents))
-
 
 @lru_cache(maxsize=256)
 def _chain(length: int) -> Tree:

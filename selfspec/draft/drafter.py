@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from selfspec.draft.draft import Draft
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
-    from selfspec.decode.verdict import Verdict
     from selfspec.model.adapter import Adapter
     from selfspec.model.early_head import DraftHead
 
@@ -67,16 +65,6 @@ class Drafter(ABC):
         if self not in batch.draft_states:
             batch.draft_states[self] = self.begin(batch)
         return batch.draft_states[self]
-
-    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
-        """Learn from a round, before it is committed.
-
-        Args:
-            batch: before the round is committed.
-            draft: of the round, by whatever source.
-            logits: the target's own, `[rows, nodes + 1, vocab]`.
-            verdict: on the draft.
-        """
 
     @abstractmethod
     def propose(self, batch: Batch, budget: Budget) -> Draft:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,8 @@ from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 class _Noted(TorchDispatchMode):
     """Notes every operation, and what stood in the memory that it wrote to."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
@@ -32,6 +35,10 @@ class _Noted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is invoke_subgraph:
+            subgraph, _, *operands = args
+            with self:
+                return subgraph(*operands)
         if func is torch.ops.aten.lift_fresh.default:
             raise RuntimeError("operation not permitted when stream is capturing: numbers go to the device")
         for argument, value in zip(func._schema.arguments, args, strict=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +21,10 @@ from selfspec.model.checkpoint import DtypeName
 Pricing = Literal["measured", "weights"]
 """Where costs come from: timed on this machine, or the weights that a step reads."""
 
-# What studies need and decoding does not.
-_PACKAGES = ("matplotlib", "pandas", "plotly", "pyarrow", "scipy", "sqlalchemy")
+WORK = ("scipy", "sqlalchemy")
+REPORT = ("matplotlib", "pandas", "plotly", "pyarrow")
+"""Packages that studies need and decoding does not: to work, and to report."""
+
 _LARGE = 2**63
 
 
@@ -64,7 +66,9 @@ class Study:
         accept: acceptance rules, for points confirmed by generation; estimates are of rejection sampling by tokens.
         draft_lengths: those to choose from.
         seeds: of sampled texts.
-        texts: of a workload, each with so many `prompt_tokens`, to which the model adds `max_new_tokens`.
+        texts: texts of a workload.
+        prompt_tokens: tokens of each prompt.
+        max_new_tokens: tokens that the model adds to each.
         reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
         confirm: drafts of each model, workload, temperature and seed that are confirmed by real generation: half of
             them those that promise most, half at random.
@@ -91,7 +95,11 @@ class Study:
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
-        """Check what a file or options declare; messages call it `where`.
+        """Check what a file or options declare.
+
+        Args:
+            declared: values by name; one value may stand for a list of one.
+            where: what messages call it.
 
         Raises:
             StudyError: a name is not known, or a value cannot be.
@@ -111,7 +119,11 @@ class Study:
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
-    """Read a study from a TOML or YAML file; `changes` replace values of the file.
+    """Read a study from a TOML or YAML file.
+
+    Args:
+        file: declares it.
+        changes: values that replace the file's.
 
     Raises:
         StudyError: the file cannot be read, is malformed, or declares what cannot be.
@@ -138,12 +150,12 @@ def _parsed(file: Path, text: str) -> Any:
         raise StudyError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
 
 
-def require_packages() -> None:
+def require_packages(packages: Sequence[str] = WORK) -> None:
     """Refuse, before work starts, what needs a package that is missing.
 
     Raises:
         StudyError: naming the package and how to get it.
     """
-    for package in _PACKAGES:
+    for package in packages:
         if find_spec(package) is None:
             raise StudyError(f"studies need {package}; pip install 'selfspec[ablate]'")

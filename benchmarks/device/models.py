@@ -1,0 +1,159 @@
+"""The models that are measured: random ones of well-known shapes, and trained ones widened to such sizes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from widen import Size, places, widened
+
+from selfspec.errors import UnsupportedModelError
+from selfspec.measure.embedded import DEMO, model_place
+from selfspec.model.checkpoint import Checkpoint, load_checkpoint, read_config
+
+DTYPE = torch.bfloat16
+_Made = TypeVar("_Made")
+
+_LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SCALED |= {"original_max_position_embeddings": 8192}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Llama-3.2-1B.
+    "1B": {
+        **_LLAMA_3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**_SCALED, "factor": 32.0},
+    },
+    # Llama-3.1-8B.
+    "8B": {
+        **_LLAMA_3,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "rope_parameters": {**_SCALED, "factor": 8.0},
+    },
+}
+"""Configurations by the name of a size."""
+
+# Every product has a size that kernels for fewer bits take.
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+_SMALL |= {"head_dim": 32, "vocab_size": 512, "max_position_embeddings": 4096}
+_LAYERS = {"1B": 3, "8B": 4}
+
+# Widened models keep the heads' width and the ratio of query to key heads.
+_WIDENED = {
+    "1B": Size(hidden=2048, heads=32, intermediate=8192, layers=16, vocabulary=128_256),
+    "8B": Size(hidden=4096, heads=64, intermediate=14_336, layers=32, vocabulary=128_256),
+}
+
+
+class Models:
+    """Makes models on the device, in bfloat16, and holds the last one, since two may be too many.
+
+    Args:
+        device: where.
+        miniature: whether they are as small as can be.
+        small: folder of the trained llama that is widened; or "demo", the embedded one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+
+    def __init__(self, device: torch.device, miniature: bool, small: str = DEMO) -> None:
+        self._device = device
+        self._miniature = miniature
+        self._small = model_place(small)
+        self._small_config = read_config(self._small)
+        self._held: tuple[str, Any] = ("", None)
+
+    def config(self, shape: str) -> LlamaConfig:
+        """The configuration of a shape."""
+        small = {**_SMALL, "num_hidden_layers": _LAYERS[shape]} if self._miniature else {}
+        return LlamaConfig(**{**SHAPES[shape], **small})
+
+    def random(self, shape: str) -> PreTrainedModel:
+        """A model of a shape with random weights, always the same on one device."""
+        return self._kept(f"random {shape}", lambda: self._drawn(shape))
+
+    def small(self) -> Checkpoint:
+        """The small trained model."""
+        return self._kept("small", self._loaded)
+
+    def trained(self, shape: str) -> Checkpoint:
+        """A model of about a shape that says what the small trained one says, up to rounding."""
+        return self._kept(f"trained {shape}", lambda: self._widened(shape))
+
+    def exit_layer(self, shape: str, share: float) -> int:
+        """The exit of a trained model that has so large a share of the small model's layers before it."""
+        own: int = self._small_config.num_hidden_layers
+        return places(own, self._size(shape).layers)[max(1, round(share * own)) - 1] + 1
+
+    def drop(self) -> None:
+        """Let go of the model that is held."""
+        self._held = ("", None)
+        free_memory()
+
+    def _drawn(self, shape: str) -> PreTrainedModel:
+        torch.manual_seed(0)
+        # Made where it is to be: the memory of the host may not have the room.
+        with self._device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config(shape), dtype=DTYPE)
+        return model.eval()
+
+    def _loaded(self) -> Checkpoint:
+        checkpoint = load_checkpoint(self._small, dtype="bfloat16", device=str(self._device))
+        # Texts are as long as they are asked to be.
+        checkpoint.model.generation_config.eos_token_id = None
+        return checkpoint
+
+    def _widened(self, shape: str) -> Checkpoint:
+        small = self._loaded()
+        if not isinstance(small.model, LlamaForCausalLM):
+            raise UnsupportedModelError(f"{self._small} is no llama, and nothing else is widened; name another model")
+        return Checkpoint(widened(small.model, self._size(shape)), small.tokenizer)
+
+    def _size(self, shape: str) -> Size:
+        if not self._miniature:
+            return _WIDENED[shape]
+        small = self._small_config
+        return Size(
+            hidden=2 * small.hidden_size,
+            heads=2 * small.num_attention_heads,
+            intermediate=2 * small.intermediate_size,
+            layers=small.num_hidden_layers + 1,
+        )
+
+    def _kept(self, name: str, made: Callable[[], _Made]) -> _Made:
+        if self._held[0] != name:
+            self.drop()
+            self._held = (name, made())
+        kept: _Made = self._held[1]
+        return kept
+
+
+def free_memory() -> None:
+    """Give back memory of the device that nothing uses."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

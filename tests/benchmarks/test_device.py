@@ -1,0 +1,334 @@
+"""What is to run on a device runs on a CPU, in miniature, whole; and can be killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device import command
+from device.arms import plain, ready
+from device.command import main
+from device.figure import Figure, Rows, lacking
+from device.models import SHAPES, Models
+from device.runtimes import BOTH, CompiledGraphs, runtime
+from device.stage import Bench, Case, Stage
+from device.stages import STAGES
+from device.waits import counts
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+import selfspec
+from helpers import tiny
+from helpers.captures import Interpreted, StandIn
+from helpers.proving import ticking
+from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.waits import profiled
+from selfspec.runtime import named
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.named import RuntimeName
+from selfspec.tools.bench.cell import Cell
+
+STORIES = str(Path(__file__).resolve().parents[1] / "models" / "stories260K")
+MINIATURE = ["--device", "cpu", "--miniature", "--model", STORIES]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for graphs and for the compiler, so that what comes before and after them runs."""
+    monkeypatch.setitem(named._MAKING_PROGRAMS, RuntimeName.GRAPHS, StandIn)
+    monkeypatch.setitem(named._MAKING_PROGRAMS, RuntimeName.COMPILED, Interpreted)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def found_in(folder: Path, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{stage}.json").read_text())
+    return found
+
+
+def figures_of(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """All figures of a stage, with the names of case, row and figure in one."""
+    return [
+        (f"{case}, {row}, {name}", figure)
+        for case, found in record["cases"].items()
+        for row, figures in found["rows"].items()
+        for name, figure in figures.items()
+    ]
+
+
+@pytest.mark.tools
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("stage", [stage.name for stage in STAGES])
+def test_a_stage_runs_whole(stage: str, tmp_path: Path) -> None:
+    assert main([stage, *MINIATURE, "--to", str(tmp_path)]) == 0
+    record = found_in(tmp_path, stage)
+    assert record["cases"]
+    cannot = [found["reason"]["cannot"] for found in record["cases"].values() if found["reason"] is not None]
+    # A CPU lacks nothing that has a stand-in.
+    assert cannot == []
+    lacked = {figure["cannot"] for _, figure in figures_of(record)} - {None}
+    assert all("on a CPU" in reason or "a CPU has" in reason or "compiler" in reason for reason in lacked), lacked
+    summary = (tmp_path / "summary.md").read_text()
+    assert f"## {stage}" in summary
+    assert "**failed**" not in summary
+    assert not (tmp_path / f"{stage}.partial.json").exists()
+
+
+def test_an_arm_that_a_cpu_lacks_is_named_with_the_reason() -> None:
+    model, prompts = tiny.llama(), tiny.prompt(5)
+    specs = plain(RuntimeName.EAGER, RuntimeName.GRAPHS)
+    found = ready(specs, model, Cell("made", 0.0, 1, 5, 4), prompts)
+    assert [arm.spec for arm in found.arms] == specs[:1]
+    (reason,) = found.others.values()
+    assert reason.cannot is not None
+    assert "CUDA device" in reason.cannot
+
+
+def stage_of(monkeypatch: pytest.MonkeyPatch, **cases: Callable[[], Rows]) -> None:
+    """A stage `made` in place of all others."""
+    made = Stage("made", "Made up", 1, lambda bench: (Case(name, measure) for name, measure in cases.items()))
+    monkeypatch.setattr(command, "STAGES", (made,))
+    monkeypatch.setattr(command, "_NAMES", ["made"])
+
+
+def counting(calls: list[str], name: str) -> Rows:
+    calls.append(name)
+    return {"": {"number": Figure.number(len(calls))}}
+
+
+def test_a_killed_stage_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def killed() -> Rows:
+        calls.append("second")
+        if calls.count("second") == 1:
+            raise KeyboardInterrupt
+        return {"": {"number": Figure.of([1.0, 2.0, 3.0], "ms")}}
+
+    stage_of(monkeypatch, first=partial(counting, calls, "first"), second=killed)
+    words = [*MINIATURE, "--to", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    assert (tmp_path / "made.partial.json").exists()
+    assert main(words) == 0
+    assert calls == ["first", "second", "second"]
+    assert list(found_in(tmp_path, "made")["cases"]) == ["first", "second"]
+    # Complete: nothing is measured again, unless that is asked for.
+    assert main(words) == 0
+    assert len(calls) == 3
+    assert main([*words, "--again"]) == 0
+    assert calls[3:] == ["first", "second"]
+
+
+def test_what_ends_the_process_again_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deadly() -> Rows:
+        raise SystemExit(9)
+
+    calls: list[str] = []
+    stage_of(monkeypatch, deadly=deadly, last=partial(counting, calls, "last"))
+    words = [*MINIATURE, "--to", str(tmp_path)]
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="9"):
+            main(words)
+    assert main(words) == 1
+    assert calls == ["last"]
+    assert "ended 2 times" in found_in(tmp_path, "made")["cases"]["deadly"]["reason"]["failed"]
+
+
+def test_a_case_that_fails_is_recorded_and_the_next_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing() -> Rows:
+        raise ZeroDivisionError("no\nluck")
+
+    def refused() -> Rows:
+        raise UnsupportedOptionError("move it to a device")
+
+    calls: list[str] = []
+    stage_of(monkeypatch, failing=failing, refused=refused, last=partial(counting, calls, "last"))
+    assert main([*MINIATURE, "--to", str(tmp_path)]) == 1
+    cases = found_in(tmp_path, "made")["cases"]
+    assert cases["failing"]["reason"]["failed"] == "ZeroDivisionError: no luck"
+    assert cases["refused"]["reason"]["cannot"] == "move it to a device"
+    assert cases["last"]["rows"][""]["number"]["value"] == 1
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- **failed**: made: ZeroDivisionError: no luck (failing)" in summary
+    assert "- cannot: made: move it to a device (refused)" in summary
+    assert "failing: failed in 0 s: ZeroDivisionError" in capsys.readouterr().out
+    # What is refused is no failure.
+    stage_of(monkeypatch, refused=refused)
+    assert main([*MINIATURE, "--to", str(tmp_path), "--again"]) == 0
+
+
+def test_no_case_begins_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    stage_of(monkeypatch, first=partial(counting, calls, "first"))
+    words = [*MINIATURE, "--to", str(tmp_path)]
+    assert main([*words, "--minutes", "-1"]) == 1
+    assert calls == []
+    assert main(words) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["no-such-stage", "--to", "x"], "no stage 'no-such-stage'; choose from tests, verify"),
+        ([], "--to"),
+        (["--device", "cpu", "--to", "x"], "add --miniature"),
+        ([*MINIATURE, "--model", "no-such-folder", "--to", "x"], "no-such-folder"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--to", str(tmp_path)])
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_results_of_other_settings_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage_of(monkeypatch, first=partial(counting, [], "first"))
+    words = ["--device", "cpu", "--miniature", "--to", str(tmp_path)]
+    assert main([*words, "--model", STORIES]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "was made with" in capsys.readouterr().err
+    (tmp_path / "made.json").write_text("{")
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "made.json cannot be read" in capsys.readouterr().err
+
+
+def test_stages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == [stage.name for stage in STAGES]
+    assert all(stage.minutes < 9 for stage in STAGES)
+
+
+def test_names_of_cases_differ(tmp_path: Path) -> None:
+    for miniature in (True, False):
+        device = torch.device("cpu")
+        bench = Bench(device, miniature, tmp_path, Models(device, miniature))
+        for stage in STAGES:
+            names = [case.name for case in stage.cases(bench)]
+            assert len(set(names)) == len(names) > 0
+
+
+def test_shapes_are_those_of_the_models_they_are_named_after() -> None:
+    parameters = {}
+    for name in SHAPES:
+        config = Models(torch.device("meta"), miniature=False).config(name)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        parameters[name] = round(model.num_parameters() / 1e6)
+    assert parameters == {"1B": 1236, "8B": 8030}
+
+
+def test_random_models_are_the_same_every_time_and_trained_ones_say_what_the_small_one_does() -> None:
+    models = Models(torch.device("cpu"), miniature=True, small=STORIES)
+    first = models.random("1B")
+    assert models.random("1B") is first
+    assert first.dtype == torch.bfloat16
+    small = models.small()
+    prompt = small.encode("Once upon a time")
+    said = small.model.generate(prompt, max_new_tokens=12, do_sample=False)
+    wide = models.trained("1B")
+    assert wide.model.num_parameters() > 2 * small.model.num_parameters()
+    assert torch.equal(wide.model.generate(prompt, max_new_tokens=4, do_sample=False), said[:, : prompt.shape[1] + 4])
+    again = models.random("1B")
+    assert all(map(torch.equal, first.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(1)], ids=str)
+def test_compiled_passes_inside_graphs_give_the_models_text(draft: selfspec.Drafter | None) -> None:
+    model = tiny.llama()
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=CompiledGraphs(Interpreted(after=0), StandIn(0, 64)))
+    spec.programs = GraphCache(spec.runtime, ticking())
+    for seed in range(2):
+        prompt = tiny.prompt(5, seed=seed)
+        expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
+        assert torch.equal(spec.generate(prompt, max_new_tokens=12, do_sample=False).sequences, expected)
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+def test_both_runtimes_together_are_refused_where_one_is() -> None:
+    with pytest.raises(UnsupportedOptionError, match="CUDA device"):
+        selfspec.wrap(tiny.llama(), runtime=runtime(BOTH))
+
+
+def test_figures() -> None:
+    assert Figure.of([1.0, 2.0, 3.0, 4.0, 5.0], "ms").shown == "3 (1-5) ms"
+    assert Figure.number(float("nan"), lacking="nobody knows") == Figure(cannot="nobody knows")
+    assert Figure("EXACT").shown == "EXACT"
+    assert Figure.number(12345.6, "MiB").shown == "12346 MiB"
+    assert lacking(ValueError("bad")).shown == "FAILED"
+    with pytest.raises(ValueError, match="came out as inf"):
+        replace(Figure.number(1.0), value=float("inf"))
+
+
+def test_waits_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = ["default"]
+
+    def set_mode(mode: str) -> None:
+        # As torch does, when it is first used.
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        modes.append(mode)
+
+    class Waiting:
+        """Waits in a round as often as there have been rounds."""
+
+        def __init__(self) -> None:
+            self.rounds = 0
+
+        def __next__(self) -> None:
+            self.rounds += 1
+            for _ in range(self.rounds if modes[-1] == "warn" else 0):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+        def close(self) -> None:
+            assert self.rounds == 4
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[0])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    begun: Any = Waiting
+    found = counts(begun, 3)
+    assert found["waits a round"].samples == (2.0, 3.0, 4.0)
+    assert modes == ["default", *["warn", "default"] * 3]
+    if not torch.cuda.is_available():
+        assert [found[name].value for name in ("synchronisations", "launches", "device busy")] == [0, 0, 0]
+
+
+def test_the_profiler_sees_nothing_of_a_device_that_is_not_there() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = profiled(lambda: torch.ones(3).sum().item())
+    if not torch.cuda.is_available():
+        assert (found.copies_to_host, found.launches, found.busy_seconds) == (0, 0, 0)
