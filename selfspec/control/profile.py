@@ -100,7 +100,7 @@ class Profile(DraftPolicy):
                 raise ProfileError(f"{file}: {name}.draft is not understood ({error})") from error
             measured = raw[name]["costs"]["measured"] if chosen.costs else []
             # Costs have defaults, but those are for what nobody measured.
-            if drafts != bool(measured) or any(each.keys() < Costs.__dataclass_fields__.keys() for each in measured):
+            if drafts != bool(measured) or any(Costs.__dataclass_fields__.keys() - each.keys() for each in measured):
                 raise ProfileError(f"{file} is incomplete ({name}.costs); {remedy}")
         return cls(content.setting, content.greedy, content.sampled, content.report, source=str(file))
 

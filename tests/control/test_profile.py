@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from helpers import tiny
 from helpers.profiles import GREEDY, SAMPLED, profile_of
 from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, StorageError, pack
 from selfspec.control import CostAware
-from selfspec.control.costs import BatchCosts
+from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.draft_policy import DraftChoice
 from selfspec.control.profile_place import VARIABLE, default_file, find_profile, folder
 from selfspec.control.setting import Setting
@@ -90,6 +90,16 @@ def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
         Profile.load(file)
     assert str(file) in str(refused.value)
     assert "calibrate" in str(refused.value) or named == "is not understood"
+
+
+def test_costs_have_no_defaults(file: Path) -> None:
+    for name in (each.name for each in fields(Costs)):
+        content = json.loads(file.read_text())
+        content["greedy"]["costs"]["measured"][1]["other"] = content["greedy"]["costs"]["measured"][1].pop(name)
+        damaged = file.with_name("damaged.json")
+        damaged.write_text(json.dumps(content))
+        with pytest.raises(ProfileError, match=r"greedy\.costs"):
+            Profile.load(damaged)
 
 
 @pytest.mark.parametrize(

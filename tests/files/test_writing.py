@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from selfspec.errors import CheckpointError, StorageError
-from selfspec.files.writing import check_output_file, check_output_folder, whole, writing
+from selfspec.files.writing import check_output_file, check_output_folder, whole, write_json, writing
 
 
 @pytest.fixture
@@ -93,6 +94,14 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, file: Path) 
     with whole(tmp_path / "new" / "folder" / "file") as draft:
         draft.write_text("made")
     assert (tmp_path / "new" / "folder" / "file").read_text() == "made"
+
+
+def test_what_is_no_number_is_not_written_as_json(tmp_path: Path, file: Path) -> None:
+    write_json(file, {"a": 1.5})
+    with pytest.raises(StorageError, match=r"file\.json cannot be written .*not JSON compliant.*; all is kept"):
+        write_json(file, {"a": float("nan")}, "all is kept")
+    assert json.loads(file.read_text()) == {"a": 1.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
 
 
 @pytest.mark.parametrize(

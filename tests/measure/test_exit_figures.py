@@ -1,12 +1,10 @@
-"""What is measured of exits: agreement, alpha, cycles, and the speed-up that costs predict."""
+"""What is measured of exits: agreement, alpha and cycles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import forecast, speedup
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.measure.cycles import cycle_share
 
@@ -49,17 +47,3 @@ def test_a_token_without_a_row_counts_as_never_drafted() -> None:
 )
 def test_cycles(tokens: list[int], share: float) -> None:
     assert cycle_share(tokens) == share
-
-
-def test_speedup_is_the_formula() -> None:
-    alpha, gamma, costs = 0.7, 3, Costs(draft=0.3, verify=1.2, overhead=0.1)
-    expected = (1 - alpha**4) / ((1 - alpha) * (3 * 0.3 + 1.2 + 0.1))
-    assert speedup(alpha, gamma, costs) == pytest.approx(expected)
-    assert speedup(1.0, gamma, costs) == pytest.approx(4 / 2.2)
-
-
-def test_the_forecast_is_the_best_length() -> None:
-    costs = Costs(draft=0.25)
-    best = forecast(0.8, costs)
-    assert best.speedup == max(speedup(0.8, length, costs) for length in range(1, 9))
-    assert best.speedup == speedup(0.8, best.draft_length, costs)
