@@ -188,7 +188,9 @@ def _option(name: str, hint: Any, default: Any, panel: str | None) -> Parameter:
         kinds = _kinds(hint.__origin__)
         info.rich_help_panel = panel
         info.metavar = info.metavar or next((short for kind, short in _METAVARS.items() if kind in kinds), None)
-    annotation = cast(Any, Annotated)[hint.__origin__, info]
+    # typer reads the type of an option even where a parser makes its value.
+    kind = Any if getattr(info, "parser", None) else hint.__origin__
+    annotation = cast(Any, Annotated)[kind, info]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
