@@ -17,13 +17,10 @@ from selfspec.cli.text_stream import TextStream, continuation
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from selfspec.cli.display import DraftDisplay, PlainDisplay
     from selfspec.decode.generation import Generation
     from selfspec.decode.output import RowRound
     from selfspec.decode.stats import Stats
-    from selfspec.model.checkpoint import Checkpoint
 
 DRAFTS = {
     "none": "plain decoding",
@@ -147,6 +144,7 @@ def generate(
 
     from selfspec.accept import find_rule
     from selfspec.api import wrap
+    from selfspec.cli.display import DraftDisplay, PlainDisplay
     from selfspec.decode.option_values import Scope, check_values
     from selfspec.draft import Drafter
     from selfspec.environment import versions
@@ -164,10 +162,15 @@ def generate(
     # The sampling defaults of the checkpoint are dropped: the options alone say how to sample.
     spec = wrap(bare(checkpoint.model), draft=drafter, draft_length=draft_length, accept=rule)
     ids = checkpoint.encode(text)
-    generation = spec.stream(ids, seed=sampling.seed, tokenizer=checkpoint.tokenizer, **options)
-    rounds: list[RowRound] = []
-    ended_by = _show_rounds(generation, _display(shown, checkpoint, ids), rounds)
+    mask = torch.ones_like(ids)
+    generation = spec.stream(ids, mask, seed=sampling.seed, tokenizer=checkpoint.tokenizer, **options)
     prompt_ids: list[int] = ids[0].tolist()
+    display = None
+    if shown.output == "text":
+        stream = TextStream(checkpoint.tokenizer, prompt_ids)
+        display = DraftDisplay(stream, sys.stdout) if shown.show_drafts else PlainDisplay(stream, sys.stdout)
+    rounds: list[RowRound] = []
+    ended_by = _show_rounds(generation, display, rounds)
     new_ids = [token for row in rounds for token in row.tokens]
     if not generation.lossless:
         print(f"note: --accept {accept} is not lossless; this text is not the model's own", file=sys.stderr)
@@ -231,15 +234,6 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
     if not found:
         raise PromptError(f"{source} is empty; give some text, or --prompt '' to start from the bos token alone")
     return found
-
-
-def _display(shown: Shown, checkpoint: Checkpoint, prompt: Tensor) -> PlainDisplay | DraftDisplay | None:
-    from selfspec.cli.display import DraftDisplay, PlainDisplay
-
-    if shown.output == "json":
-        return None
-    stream = TextStream(checkpoint.tokenizer, prompt[0].tolist())
-    return DraftDisplay(stream, sys.stdout) if shown.show_drafts else PlainDisplay(stream, sys.stdout)
 
 
 def _show_rounds(

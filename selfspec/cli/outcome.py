@@ -23,12 +23,7 @@ class FailedCheckError(Exception):
 
 
 class FailedRunError(Exception):
-    """A run that failed or was interrupted after it had results.
-
-    Attributes:
-        cause: what ended it.
-        result: the results so far, as JSON prints them.
-    """
+    """A run that failed or was interrupted after it had results, which are as JSON prints them."""
 
     def __init__(self, cause: BaseException, result: Mapping[str, Any]) -> None:
         super().__init__(str(cause))

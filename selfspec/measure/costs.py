@@ -246,7 +246,8 @@ class _Bench:
         return _rest(drafting) - passes * _rest(plain)
 
     def _begin(self, spec: SelfSpeculative, room: int, prompt: Tensor, mask: Tensor | None = None) -> Generation:
-        return spec.stream(prompt, attention_mask=mask, max_new_tokens=room, seed=_SEED, **self._options)
+        mask = torch.ones_like(prompt) if mask is None else mask
+        return spec.stream(prompt, mask, max_new_tokens=room, seed=_SEED, **self._options)
 
 
 def _rest(generation: Generation) -> float:

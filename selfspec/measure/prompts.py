@@ -33,12 +33,7 @@ _FIELDS = ("prompt", "turns", "text")
 
 @dataclass(frozen=True)
 class Text:
-    """A text to go on from.
-
-    Attributes:
-        text: all of it.
-        whole: whether it is a whole document, of which a prompt is the beginning; of others a prompt keeps the end.
-    """
+    """A text to go on from: a whole document, of which a prompt is the beginning, or another, whose end it keeps."""
 
     text: str
     whole: bool
@@ -46,12 +41,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Workload:
-    """Texts of one sort.
-
-    Attributes:
-        name: what reports call it.
-        texts: at least one.
-    """
+    """Texts of one sort, at least one, under the name that reports call it."""
 
     name: str
     texts: tuple[Text, ...]

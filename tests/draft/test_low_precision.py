@@ -22,7 +22,7 @@ from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts
-from selfspec.measure.teacher_forced.paths import DraftPath
+from selfspec.measure.teacher_forced.figures import DraftPath
 from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes

@@ -156,6 +156,12 @@ def test_the_text_and_the_model_are_left_alone(planted: PreTrainedModel, clock: 
     assert torch.equal(planted(input_ids=ids).logits, expected)
 
 
+def test_a_padding_token_in_the_prompt_is_a_token(planted: PreTrainedModel, clock: Clock) -> None:
+    tokens = torch.randint(tiny.VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(0))
+    planted.generation_config.pad_token_id = int(tokens[0, 10])
+    assert _measured(planted, clock).context == 20
+
+
 def test_context_is_cut_to_what_the_model_has(planted: PreTrainedModel, clock: Clock) -> None:
     costs = measure_costs(planted, find_adapter(planted), [EarlyExit(1)], context=4096, repeats=1, clock=clock)
     assert 1 <= costs.context < tiny.CONTEXT

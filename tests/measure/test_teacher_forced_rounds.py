@@ -10,9 +10,13 @@ import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.measure.teacher_forced.figures import TeacherForcedFigures, WrittenTexts, teacher_forced_figures
+from selfspec.measure.teacher_forced.figures import (
+    DraftPath,
+    TeacherForcedFigures,
+    WrittenTexts,
+    teacher_forced_figures,
+)
 from selfspec.measure.teacher_forced.passes import LayerViews
-from selfspec.measure.teacher_forced.paths import DraftPath
 from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.model.registry import find_adapter
 

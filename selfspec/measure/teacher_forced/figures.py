@@ -1,15 +1,18 @@
-"""How often a draft would be right, token by token of a text, at every position of a draft."""
+"""How often many drafts would be right, token by token of a text: what their paths begin alike is computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText
-from selfspec.measure.teacher_forced.paths import DraftPath, readings
+from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.teacher_forced.passes import WHOLE, LayerViews, Parts, TeacherForcedText, parts_run
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_path import LayerPath, Part
 
 # Tokens of one pass, copies included.
 _MOST_TOKENS = 4096
@@ -31,11 +34,6 @@ class TeacherForcedFigures:
     chance: Tensor
 
     @property
-    def reach(self) -> int:
-        """Positions of a draft that are told apart."""
-        return self.agreed.shape[0]
-
-    @property
     def agreement(self) -> float:
         """Top-1 agreement at the first position of a draft."""
         return float(self.agreed[0].mean())
@@ -52,11 +50,32 @@ class TeacherForcedFigures:
 
 
 @dataclass(frozen=True)
-class WrittenTexts:
-    """Texts that a model wrote itself, on which its drafts are judged.
+class DraftPath:
+    """A draft path.
 
     Attributes:
-        ids: `[texts, tokens]`.
+        path: what a draft step runs, from tokens.
+        head: what reads its last states; None: the model's own norm and head.
+
+    Raises:
+        UnsupportedOptionError: some of it runs in fewer bits, which teacher forcing does not read.
+    """
+
+    path: LayerPath
+    head: DraftHead | None = None
+
+    def __post_init__(self) -> None:
+        if self.path.precision is not None:
+            raise UnsupportedOptionError(
+                "drafts in fewer bits cannot be teacher-forced; leave them out, or measure them with selfspec bench"
+            )
+
+
+@dataclass(frozen=True)
+class WrittenTexts:
+    """Texts that a model wrote itself, `[texts, tokens]`, on which its drafts are judged.
+
+    Attributes:
         first: the first token that is drafted.
         temperature: at which they were written, and at which p and q are compared; 0: greedily.
     """
@@ -87,6 +106,41 @@ def teacher_forced_figures(
         for path, logits in readings(text, paths):
             parts[path].append(judge.figures(logits))
     return [TeacherForcedFigures.together(each) for each in parts]
+
+
+def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tuple[int, Tensor]]:
+    """Read a text along many draft paths, in an order that shares the most work.
+
+    Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
+    same way after that share every layer up to where they part.
+
+    Yields:
+        The number of a path, and its logits of every drafted token as `TeacherForcedText.read` gives them.
+    """
+    ways = sorted((tuple(map(sorted, parts_run(each.path))), number) for number, each in enumerate(paths))
+    yield from _visit(text, paths, ways, 0, None)
+
+
+def _visit(
+    text: TeacherForcedText,
+    paths: Sequence[DraftPath],
+    ways: Sequence[tuple[tuple[list[Part], ...], int]],
+    layer: int,
+    hidden: Tensor | None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Continue from states that enter a layer; None: they are exact so far."""
+    if layer == paths[ways[0][1]].path.depth:
+        last = text.exact(layer) if hidden is None else hidden
+        for _, number in ways:
+            # An exit head reads behind the last layer that runs; nothing after that changed the states.
+            yield number, text.read(last, paths[number].head)
+        return
+    for way, group in groupby(ways, key=lambda each: each[0][layer]):
+        parts: Parts = frozenset(way)
+        states = None
+        if hidden is not None or parts != WHOLE:
+            states = text.run(layer, parts, text.exact(layer) if hidden is None else hidden)
+        yield from _visit(text, paths, list(group), layer + 1, states)
 
 
 class _Judge:

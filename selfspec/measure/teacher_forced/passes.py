@@ -40,12 +40,7 @@ def parts_run(path: LayerPath) -> tuple[Parts, ...]:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A view of the model that keeps what enters and leaves some of its layers.
-
-    Attributes:
-        module: the view.
-        seen: what entered and left each of these layers in the last pass.
-    """
+    """A view of the model that keeps what entered and left some of its layers in the last pass."""
 
     module: nn.Module
     seen: dict[int, tuple[Tensor, Tensor]]

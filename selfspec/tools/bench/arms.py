@@ -95,7 +95,7 @@ class OwnArm:
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)
-        generation = self.wrapped.stream(prompts, seed=seed, **cell.options)
+        generation = self.wrapped.stream(prompts, torch.ones_like(prompts), seed=seed, **cell.options)
         rounds = [next(generation)]
         first_seconds = watch.read()
         rounds += generation

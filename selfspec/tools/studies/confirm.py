@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from selfspec.api import wrap
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.stats import Stats
@@ -91,7 +93,15 @@ def _is_exact(texts: WrittenTexts, outputs: list[GenerateOutput]) -> bool | None
 def _options(texts: WrittenTexts) -> Mapping[str, Any]:
     sampled = {"temperature": texts.temperature, "top_k": 0, "top_p": 1.0} if texts.temperature else {}
     new_tokens = texts.ids.shape[1] - texts.first
-    return {"do_sample": bool(sampled), "max_new_tokens": new_tokens, "eos_token_id": None, **sampled}
+    # All of a prompt is text, whatever the padding token.
+    mask = torch.ones_like(texts.ids[:1, : texts.first])
+    return {
+        "attention_mask": mask,
+        "do_sample": bool(sampled),
+        "max_new_tokens": new_tokens,
+        "eos_token_id": None,
+        **sampled,
+    }
 
 
 def _seconds(stats: Stats) -> float:

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.teacher_forced.figures import TeacherForcedFigures, WrittenTexts, teacher_forced_figures
-from selfspec.measure.teacher_forced.paths import DraftPath
+from selfspec.measure.teacher_forced.figures import (
+    DraftPath,
+    TeacherForcedFigures,
+    WrittenTexts,
+    teacher_forced_figures,
+)
 from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.tools.studies.drafts import NamedDraft, draft_of
 from selfspec.tools.studies.models import StudiedModel

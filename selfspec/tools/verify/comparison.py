@@ -24,8 +24,6 @@ class Divergence:
     """One place where tokens are not equal.
 
     Attributes:
-        check: what was compared.
-        draft: which draft.
         rule: which acceptance rule; None where nothing was accepted or rejected.
         prompt: index of the prompt.
         position: index of the new token.
@@ -59,12 +57,9 @@ class Comparison:
     """Texts compared with the model's own.
 
     Attributes:
-        check: what is compared.
-        draft: which draft.
         rule: which acceptance rule; None where nothing is accepted or rejected.
         texts: how many.
         tokens: compared, of all texts.
-        divergences: where they part.
     """
 
     check: Check

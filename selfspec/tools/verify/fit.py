@@ -26,11 +26,7 @@ class Fit:
     """One test of goodness of fit.
 
     Attributes:
-        draft: which draft.
-        rule: which acceptance rule.
         prefix: token ids that the texts go on from.
-        temperature: of the sampling.
-        samples: drawn.
         cells: outcomes counted by themselves; all others are one more.
         statistic: Pearson's.
         degrees: of freedom; 0 where there is but one cell and so nothing to test.

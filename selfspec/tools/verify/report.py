@@ -78,11 +78,8 @@ class Report:
 
     Attributes:
         model: the model's class.
-        dtype: what it computes in.
-        device: where.
         depth: its number of layers.
         prompts: how many prompts there were.
-        settings: what was asked for.
         bound: what rounding explains.
         drafts: by draft, plain decoding first.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -123,13 +124,15 @@ def _check_greedy(
 ) -> None:
     """Decode the prompt of a reference text greedily, then read the text itself, and compare both with it."""
     prompt, expected = reference.prompt, reference.tokens
+    # All of it is text, whatever the padding token.
+    mask = torch.ones_like(prompt)
 
     def compare(comparison: Comparison, found: list[int]) -> None:
         comparison.add(number, expected, found, lambda at: tie_gap(reference.logits[at], expected[at], found[at]))
 
     # Without drafts there is nothing that a rule could judge.
     for rule in settings.greedy_rules if spec.draft is not None else settings.greedy_rules[:1]:
-        output = spec.generate(prompt, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
+        output = spec.generate(prompt, mask, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
         comparison = report.free_running.setdefault(rule, Comparison(Check.FREE_RUNNING, report.name, rule))
         compare(comparison, output.sequences[0, prompt.shape[1] :].tolist())
         report.stats = Stats.together([report.stats, output.stats])
@@ -148,4 +151,5 @@ def _check(tested: Mapping[str, SelfSpeculative], prompts: Sequence[Tensor], set
         if prompt.ndim != 2 or prompt.shape[0] != 1:
             raise PromptError(f"each prompt must be of shape [1, prompt], got {list(prompt.shape)}")
         # Reads and refuses the request; a generation runs only as it is iterated over.
-        next(iter(tested.values())).stream(prompt, max_new_tokens=settings.max_new_tokens, do_sample=False)
+        plain = next(iter(tested.values()))
+        plain.stream(prompt, torch.ones_like(prompt), max_new_tokens=settings.max_new_tokens, do_sample=False)

@@ -31,7 +31,7 @@ def sampled_texts(
     """
     output = spec.generate(
         ids,
-        mask,
+        torch.ones_like(ids) if mask is None else mask,
         max_new_tokens=new_tokens,
         do_sample=True,
         temperature=temperature,
@@ -58,6 +58,7 @@ def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) 
     """
     output = spec.generate(
         prompt,
+        torch.ones_like(prompt),
         max_new_tokens=len(tokens),
         do_sample=False,
         accept=_Dictated(),

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
 @pytest.mark.tools
 def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], draft: Drafter) -> None:
     report = verified(stories, prompts, QUICK, [draft])
-    assert report.verdict.exactness is Exactness.EXACT
+    assert report.exactness is Exactness.EXACT
     assert report.drafts[1].stats.accepted
 
 
@@ -99,7 +100,7 @@ def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], d
 @pytest.mark.tools
 def test_drafts_in_fewer_bits_of_other_architectures(model_type: str) -> None:
     report = verified(shrunken(model_type, torch.float32), [tiny.prompt(5)], FITS, [selfspec.LowPrecision()])
-    assert report.verdict.exactness is Exactness.EXACT
+    assert report.exactness is Exactness.EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -122,6 +123,15 @@ def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
     assert one.to_dict() == two.to_dict()
     other = verified(llama, [tiny.prompt(5)], replace(short, seed=1), drafts)
     assert [fit.statistic for fit in other.fits] != [fit.statistic for fit in one.fits]
+
+
+def test_as_many_steps_are_told_as_were_announced(llama: PreTrainedModel) -> None:
+    told: list[int | str] = []
+    watch = SimpleNamespace(begin=told.append, step=told.append)
+    short = replace(TEXTS, max_new_tokens=4)
+    verify(llama, [tiny.prompt(5), tiny.prompt(3)], [selfspec.EarlyExit(2)], short, watch=watch)
+    announced, *steps = told
+    assert announced == len(steps)
 
 
 def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
