@@ -21,8 +21,8 @@ from timed import seconds_of
 from torch import nn
 
 from selfspec.environment import environment
-from selfspec.kernels.few_rows import for_few_rows
-from selfspec.kernels.packed import PackedLinear
+from selfspec.runtime.few_rows import for_few_rows
+from selfspec.runtime.packed import PackedLinear
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 48)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.environment import environment
-from selfspec.kernels.few_rows import for_few_rows
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.peak_memory import resident_bytes
 from selfspec.model.checkpoint import load_checkpoint
@@ -35,6 +34,7 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Traced
+from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner

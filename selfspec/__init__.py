@@ -41,10 +41,10 @@ if TYPE_CHECKING:
         UnsupportedOptionError,
     )
     from selfspec.kernels.native import build_kernels
-    from selfspec.kernels.packed import pack, unpack
     from selfspec.measure import embedded as demo
     from selfspec.model.adapter import Adapter
     from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
+    from selfspec.runtime.packed import pack, unpack
     from selfspec.tools.studies.inline import ablate
 
 __version__ = "0.1.0"
@@ -124,7 +124,7 @@ _HOMES = {
     "decode.generation": ["Generation"],
     "decode.output": ["GenerateOutput", "Round", "RowRound"],
     "kernels.native": ["build_kernels"],
-    "kernels.packed": ["pack", "unpack"],
+    "runtime.packed": ["pack", "unpack"],
     "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
     "decode.stats": ["Stats"],
     "api": ["SelfSpeculative", "wrap"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
@@ -21,14 +20,14 @@ from transformers import (
 
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.arguments import check_kind, check_weights
-from selfspec.control import Control, Controller, CostAware, FixedLength, NoDraft
+from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.costs import Costs
-from selfspec.control.draft_policy import Always, DraftChoice, DraftPolicy
+from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
-from selfspec.draft import Drafter
+from selfspec.draft import Budget, Drafter
 from selfspec.draft.named import draft_name
 from selfspec.errors import (
     ClosedError,
@@ -147,14 +146,12 @@ class SelfSpeculative:
         self.model = model
         self.draft = draft
         self.control = _control(draft_length)
-        self._policy = draft if isinstance(draft, DraftPolicy) else Always(draft)
         self._draft_length = draft_length
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
         self.runtime = runtime
         self.programs = GraphCache(runtime)
         self.substitutes = Substitutes()
-        self._shares: dict[tuple[Drafter, torch.dtype], float] = {}
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -299,11 +296,7 @@ class SelfSpeculative:
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
-        """Return a wrapper of the same model with another draft. Both share their recorded passes.
-
-        Args:
-            draft: as in `wrap`.
-            draft_length: as in `wrap`.
+        """Return a wrapper of the same model with another draft, as in `wrap`. Both share their recorded passes.
 
         Raises:
             DraftConfigError, ProfileError: as `wrap`.
@@ -364,8 +357,11 @@ class SelfSpeculative:
     def _prepare(self) -> None:
         """Check runtime and draft on the model's device, and estimate costs there."""
         self.runtime.check(self.model.get_input_embeddings().weight.device)
-        self._policy.check_model(self.model, self.adapter)
-        self._choices = {greedy: self._checked(self._policy.choose_draft(greedy)) for greedy in (True, False)}
+        if isinstance(self.draft, DraftPolicy):
+            self.draft.check_model(self.model, self.adapter)
+            self._choices = {greedy: self._checked(self.draft.choose_draft(greedy)) for greedy in (True, False)}
+        else:
+            self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -386,7 +382,7 @@ class SelfSpeculative:
     def _controller(self, choice: DraftChoice, draft_length: int | Control | None) -> Controller:
         control = choice.control if draft_length is None else _control(draft_length)
         if choice.draft is None:
-            return NoDraft()
+            return Controller(Budget.chain(0))
         self._check_depth(choice.draft)
         assert choice.costs is not None
         return control.begin(choice.costs)
@@ -398,19 +394,9 @@ class SelfSpeculative:
             return choice
         self._check_depth(draft)
         draft.check_model(self.model, self.adapter)
-        return choice if choice.costs else replace(choice, costs=self._estimated(draft))
-
-    def _estimated(self, draft: Drafter) -> Costs:
-        # Estimated once for each dtype: it reads the size of every weight, which takes a small model half a plain step.
-        # Drafters of others may be unhashable.
-        key = (draft, self.dtype)
-        if not isinstance(draft, Hashable):
-            share = draft.cost(self.model, self.adapter)
-        elif key in self._shares:
-            share = self._shares[key]
-        else:
-            share = self._shares[key] = draft.cost(self.model, self.adapter)
-        return Costs.assumed(share, self.model.device)
+        if choice.costs:
+            return choice
+        return replace(choice, costs=Costs.assumed(draft.cost(self.model, self.adapter), self.model.device))
 
     def _check_depth(self, draft: Drafter) -> None:
         if not isinstance(draft, Drafter):

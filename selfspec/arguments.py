@@ -21,13 +21,7 @@ def shown(value: object) -> str:
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
-    """Refuse an argument that is no object of a class.
-
-    Args:
-        name: of the argument.
-        value: what was given; None: nothing.
-        kind: what it must be an object of.
-        remedy: what to write instead.
+    """Refuse an argument that is given and no object of a class.
 
     Raises:
         UnsupportedOptionError: naming the argument and the remedy.
@@ -38,13 +32,7 @@ def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
 
 
 def check_methods(name: str, value: object, methods: Sequence[str], remedy: str) -> None:
-    """Refuse an argument that lacks methods which are going to be called.
-
-    Args:
-        name: of the argument.
-        value: what was given; None: nothing.
-        methods: that it must have.
-        remedy: what to pass instead.
+    """Refuse an argument that is given and lacks methods which are going to be called.
 
     Raises:
         UnsupportedOptionError: naming the argument, what it lacks and the remedy.
@@ -56,11 +44,7 @@ def check_methods(name: str, value: object, methods: Sequence[str], remedy: str)
 
 
 def check_callables(name: str, value: object) -> None:
-    """Refuse what is no list of callables.
-
-    Args:
-        name: of the argument.
-        value: what was given; None: nothing.
+    """Refuse an argument that is given and no list of callables.
 
     Raises:
         UnsupportedOptionError: naming the argument.
@@ -75,12 +59,7 @@ def check_callables(name: str, value: object) -> None:
 
 
 def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
-    """What a logits processor returned, if it can be taken for scores.
-
-    Args:
-        processor: that was called.
-        found: what it returned.
-        given: the scores it was given, `[rows, vocab]`.
+    """What a logits processor found for the scores it was given, `[rows, vocab]`, if it can be taken for scores.
 
     Returns:
         `found`, `[rows, vocab]`, of any floating dtype.

@@ -947,10 +947,3 @@ def test_a_drafter_that_cannot_be_a_key_drafts(llama: PreTrainedModel) -> None:
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)
     out = selfspec.wrap(llama, Own(2)).generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)
     assert torch.equal(out.sequences, wanted)
-
-
-def test_what_a_draft_reads_is_estimated_again_for_another_dtype(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.LowPrecision(8))
-    before = spec._estimated(selfspec.LowPrecision(8)).draft
-    llama.bfloat16()
-    assert spec._estimated(selfspec.LowPrecision(8)).draft > 2 * before

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Draft
 from selfspec.errors import UnsupportedOptionError
-
-if TYPE_CHECKING:
-    from selfspec.cache.tree import Tree
-    from selfspec.draft.draft import Draft
 
 
 @dataclass(frozen=True)

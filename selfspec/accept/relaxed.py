@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from selfspec.accept.tree_paths import at_parents, longest_path
-
-if TYPE_CHECKING:
-    from selfspec.cache.tree import Tree
-    from selfspec.draft.draft import Draft
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Draft
 
 
 @dataclass(frozen=True)

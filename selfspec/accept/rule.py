@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from selfspec.cache.tree import Tree
-    from selfspec.draft.draft import Draft
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Draft
 
 
 @runtime_checkable

@@ -1,22 +1,19 @@
 """Token-level rejection sampling: each draft token is accepted with probability min(1, p/q), until one is rejected.
 
-A rule gives probabilities; `selfspec.decode.accept_draws` draws by them.
+A rule gives probabilities; `selfspec.decode.coupling` draws by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from selfspec.accept.tree_paths import first_path, tree_tables
-
-if TYPE_CHECKING:
-    from selfspec.cache.tree import Tree
-    from selfspec.draft.draft import Draft
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Draft
 
 
 @dataclass(frozen=True)

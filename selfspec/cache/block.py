@@ -47,11 +47,7 @@ class Block:
         return self.start, self.depths, self.sees
 
     def positions(self, slots: Tensor) -> Tensor:
-        """Position ids of what lies in some slots of each row, `[batch or 1, slots]`: before the block, the slot's own.
-
-        Args:
-            slots: `[batch or 1, slots]`.
-        """
+        """Positions of what lies in some slots of each row, `[batch or 1, slots]`: before the block, the slot's own."""
         place = slots - self.start
         inside = self.start + self.depths[self._clamped(place)]
         return torch.where(place < 0, slots, inside)

@@ -10,17 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache
-from transformers.cache_utils import LinearAttentionLayer
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from selfspec.model.layer_call import call_with, hidden_states
-
-if TYPE_CHECKING:
-    from selfspec.cache.cursors import Cursors
+from selfspec.cache.cursors import Cursors
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,12 @@ class Snapshot:
 
     conv: dict[int, Tensor]
     recurrent: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, layer: LinearAttentionCacheLayerMixin) -> Snapshot:
+        """The states of a layer as they are now, not copied."""
+        held = (layer.conv_states, layer.recurrent_states)
+        return cls(*({index: state for index, state in each.items() if state is not None} for each in held))
 
     @property
     def nbytes(self) -> int:
@@ -88,10 +89,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def record(self, node: int) -> None:
         """Keep the working state as that after a node."""
-        self._after[node] = Snapshot(
-            {index: state for index, state in self.conv_states.items() if state is not None},
-            {index: state for index, state in self.recurrent_states.items() if state is not None},
-        )
+        self._after[node] = Snapshot.of(self)
         self._most = max(self._most, sum(each.nbytes for each in (self.settled, *self._after.values())))
 
     def nodes(self, width: int) -> range:
@@ -126,26 +124,6 @@ class RecurrentLayer(LinearAttentionLayer):
     def reset(self) -> None:
         super().reset()
         self._settled, self._after = None, {}
-
-
-def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a recurrent module of layer `index` one token at a time, and keep the layer's state after each.
-
-    A padding mask is left out of the call: rows hold no padding here.
-    """
-    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-    states = None if cache is None else cache.layers[index]
-    # Layers of several kinds may go by the same name.
-    if not isinstance(states, RecurrentLayer):
-        return module(*args, **kwargs)
-    unmasked = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}
-    tokens = hidden_states(args, kwargs).split(1, 1)
-    outputs = []
-    for node, token in zip(states.nodes(len(tokens)), tokens, strict=True):
-        states.enter(node)
-        outputs.append(call_with(module, token, args, unmasked))
-        states.record(node)
-    return torch.cat(outputs, 1)
 
 
 def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -184,10 +184,6 @@ class SharedCache(Cache):
     def reading(self, width: int, first: int = -1) -> Iterator[None]:
         """Let the pass that runs within read nodes `first`, `first + 1`, ... of the block.
 
-        Args:
-            width: how many.
-            first: -1: the last committed token.
-
         Raises:
             ValueError: the open tree has fewer nodes.
         """
@@ -286,10 +282,6 @@ class SharedCache(Cache):
 
         Tokens past the limit are scrap of rows near their end; they are given the last position, since a table of
         learned positions has no more.
-
-        Args:
-            width: number of nodes.
-            first: the first of them.
         """
         return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
 
@@ -315,10 +307,6 @@ class SharedCache(Cache):
 
         None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
         and before every layer has seen tokens.
-
-        Args:
-            width: number of nodes that it reads.
-            first: the first of them.
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
         if not laid_out or any(layer.keys is None for layer in self._slotted):
@@ -340,12 +328,6 @@ class SharedCache(Cache):
         Otherwise a 4-D mask `[batch, 1, width, slots]` in the form of the model's attention kernel, or a dict of one
         per layer type where the config has layer types; or a padding mask `[batch, slots]` where rows are aligned on
         the right.
-
-        Args:
-            config: of the text model.
-            width: number of nodes that the pass reads.
-            dtype: of additive masks.
-            first: the first of the nodes.
         """
         padded, block = self._cursors.padded(width), self._cursors.block(width, first)
         if (self._cursors.uniform and not padded and block is None) or not self._slotted:
@@ -501,11 +483,7 @@ class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
 
 
 class CacheReader:
-    """Replaces a cache where an attention must find keys and values but not write its own.
-
-    Args:
-        cache: what it reads.
-    """
+    """Replaces a cache where an attention must find keys and values but not write its own."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache

@@ -50,9 +50,6 @@ def past_length(past: Cache) -> int:
 def check_past(past: Cache) -> None:
     """Refuse a cache whose contents cannot be taken over.
 
-    Args:
-        past: what the caller passes as `past_key_values`, or as `cache_params`.
-
     Raises:
         UnsupportedOptionError: it is no dynamic cache of whole keys and values and of states.
     """
@@ -65,11 +62,7 @@ def check_past(past: Cache) -> None:
 
 
 def check_rows(past: Cache, rows: int) -> None:
-    """Refuse a cache of another batch.
-
-    Args:
-        past: checked.
-        rows: of the batch, as it will run.
+    """Refuse a cache of another batch than one of so many rows.
 
     Raises:
         UnsupportedOptionError: naming both numbers.
@@ -83,10 +76,6 @@ def check_rows(past: Cache, rows: int) -> None:
 
 def check_kinds(past: Cache, cache: SharedCache) -> None:
     """Refuse a cache that was filled by a model of other layers.
-
-    Args:
-        past: checked.
-        cache: of the model that is to read it.
 
     Raises:
         UnsupportedOptionError: naming the layers.
@@ -117,12 +106,7 @@ def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
         cache.commit(known)
     for own, layer in zip(cache.layers, past.layers, strict=False):
         if isinstance(own, RecurrentLayer) and any(_has_states(layer)):
-            own.begin_with(
-                Snapshot(
-                    {index: state.clone() for index, state in layer.conv_states.items() if state is not None},
-                    {index: state.clone() for index, state in layer.recurrent_states.items() if state is not None},
-                )
-            )
+            own.begin_with(Snapshot.of(layer).mapped(torch.clone))
 
 
 def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:

@@ -24,10 +24,11 @@ class Tree:
             if not -1 <= parent < node:
                 raise ValueError(f"node {node} of a tree must come after its parent, got parent {parent}")
 
-    @classmethod
-    def chain(cls, length: int) -> Tree:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def chain(length: int) -> Tree:
         """The tree with one branch of `length` nodes."""
-        return _chain(length)
+        return Tree(tuple(range(-1, length - 1)))
 
     def __len__(self) -> int:
         """Number of nodes."""
@@ -71,8 +72,3 @@ class Tree:
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
-
-
-@lru_cache(maxsize=256)
-def _chain(length: int) -> Tree:
-    return Tree(tuple(range(-1, length - 1)))

@@ -105,8 +105,8 @@ class ModelOptions(Machine):
         Raises:
             SelfSpecError: the checkpoint cannot be used.
         """
-        from selfspec.kernels.packed import pack
         from selfspec.model.checkpoint import load_checkpoint
+        from selfspec.runtime.packed import pack
 
         checkpoint = load_checkpoint(self.place, self.dtype, self.device)
         if self.packed:

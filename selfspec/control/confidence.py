@@ -8,9 +8,9 @@ from numbers import Real
 
 from torch import Tensor
 
-from selfspec.control.budget import Budget
 from selfspec.control.controller import Control, Controller, check_length
 from selfspec.control.costs import CostsByRows
+from selfspec.draft.draft import Budget
 from selfspec.errors import DraftConfigError
 
 
@@ -42,13 +42,13 @@ class ConfidentController(Controller):
     """Decides for `ConfidenceStop`."""
 
     def __init__(self, control: ConfidenceStop) -> None:
-        self.most = Budget.chain(control.longest)
+        super().__init__(Budget.chain(control.longest))
         self._threshold = control.threshold
         self._unfinished: Sequence[bool] = ()
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         self._unfinished = unfinished
-        return self.most.within(remaining - 1)
+        return super().budget(remaining, unfinished)
 
     def goes_on(self, scores: Tensor) -> bool:
         confidences = zip(confidences_of(scores), self._unfinished, strict=True)

@@ -10,18 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from selfspec.arguments import shown
-from selfspec.control.budget import Budget
 from selfspec.control.costs import CostsByRows
-from selfspec.control.row_outcome import RowOutcome
+from selfspec.draft.draft import Budget, Draft
 from selfspec.errors import DraftConfigError
-
-if TYPE_CHECKING:
-    from selfspec.draft.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -38,18 +33,36 @@ class Evidence:
     chances: tuple[float, ...]
 
 
-class Controller(ABC):
-    """Decides for one generation.
+@dataclass(frozen=True)
+class RowOutcome:
+    """The outcome of a round for one unfinished row.
 
     Attributes:
-        most: the largest budget that it gives; the cache keeps slots for its nodes.
+        judged: draft tokens the target judged.
+        accepted: draft tokens accepted, committed or not.
+        committed: tokens committed, the bonus or recovered token included.
+        dropped: tokens accepted and then dropped to keep rows in lockstep.
+    """
+
+    judged: int
+    accepted: int
+    committed: int
+    dropped: int = 0
+
+
+class Controller:
+    """Decides for one generation: here, that every draft takes all it may. Others override what they decide otherwise.
+
+    Attributes:
+        most: the largest budget that it gives; the cache keeps slots for its nodes. A depth of 0: decoding is plain.
         judges_prompt: whether it learns from the draft's acceptance on the prompt.
     """
 
-    most: Budget
     judges_prompt = False
 
-    @abstractmethod
+    def __init__(self, most: Budget) -> None:
+        self.most = most
+
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         """Choose what the draft of the next round may take.
 
@@ -59,6 +72,7 @@ class Controller(ABC):
             remaining: tokens still wanted, at least 1.
             unfinished: whether each running row is unfinished.
         """
+        return self.most.within(remaining - 1)
 
     def tries(self, match: int) -> bool:
         """Whether a source may draft in this round.
@@ -131,12 +145,3 @@ def check_length(length: int) -> None:
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise DraftConfigError(f"draft length must be an integer of at least 1, got {shown(length)}")
-
-
-class NoDraft(Controller):
-    """Plain decoding."""
-
-    most = Budget.chain(0)
-
-    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        return self.most

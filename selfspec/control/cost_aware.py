@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
-from selfspec.control.batch_progress import BatchProgress
-from selfspec.control.budget import Budget
 from selfspec.control.confidence import confidences_of
-from selfspec.control.controller import Control, Controller, Evidence, check_length
+from selfspec.control.controller import Control, Controller, Evidence, RowOutcome, check_length
 from selfspec.control.costs import CostsByRows
-from selfspec.control.loss_budget import MAY_LOSE, LossBudget, may_lose
-from selfspec.control.prospects import Prospects
-from selfspec.control.row_outcome import RowOutcome
-
-if TYPE_CHECKING:
-    from selfspec.draft.draft import Draft
-
+from selfspec.control.forecast import Prospects
+from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, may_lose
+from selfspec.draft.draft import Budget, Draft
 
 # Matches of a look-up this long or longer are one source of drafts.
 _LONG_MATCH = 12
@@ -72,7 +65,7 @@ class CostAwareController(Controller):
     judges_prompt = True
 
     def __init__(self, longest: int, costs: CostsByRows) -> None:
-        self.most = Budget.chain(longest)
+        super().__init__(Budget.chain(longest))
         self._by_rows, self._costs = costs, costs.in_batch(1)
         self._prospects = Prospects(self._costs, longest)
         self._acceptance = AcceptanceModel()
@@ -99,7 +92,7 @@ class CostAwareController(Controller):
         self._rounds += 1
         self._reached = [1.0] * len(unfinished)
         self._confidences = []
-        return self.most.within(remaining - 1)
+        return super().budget(remaining, unfinished)
 
     def _begin(self, remaining: int) -> None:
         self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)

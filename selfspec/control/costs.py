@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
 
 from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.model.substitutes import substituted_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
-    from selfspec.model.early_head import DraftHead
-
 
 # Every round takes some time; where differences of measured times say otherwise, it is noise.
 _LEAST_ROUND = 0.01
@@ -32,11 +21,7 @@ class CostsByRows(Protocol):
     """Says what the parts of a round cost in a batch of any size."""
 
     def in_batch(self, rows: int) -> Costs:
-        """The costs of rounds over so many rows.
-
-        Args:
-            rows: of the batch, at least 1.
-        """
+        """The costs of rounds over so many rows, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +67,7 @@ class Costs:
 
     @classmethod
     def assumed(cls, draft: float, device: torch.device) -> Costs:
-        """Where only c is known: what a target pass and all else cost on the machines that were looked at.
-
-        Args:
-            draft: c.
-            device: that passes run on.
-        """
+        """Where only c is known: what a target pass and all else cost on the machines that were looked at."""
         # Two CPUs were looked at, and no GPU.
         each_row = 0.08 if device.type == "cpu" else 0.0
         return cls(draft, verify=1.1, widening=0.03, overhead=0.05, each_row=each_row)
@@ -98,9 +78,6 @@ class Costs:
         For more rows than these that is by what a further row adds, for fewer by what a further token does.
 
         Each further token of a block is one more in every row, so blocks widen a pass the more the larger the batch.
-
-        Args:
-            rows: of the batch, at least 1.
         """
         each = self.widening / self.rows
         if rows > self.rows:
@@ -151,9 +128,6 @@ class BatchCosts:
         """The costs of rounds over so many rows: between two sizes that were measured on a line over their logarithms.
 
         Outside of these by the nearest one, as `Costs.in_batch` takes it.
-
-        Args:
-            rows: of the batch, at least 1.
         """
         smaller = [costs for costs in self.measured if costs.rows <= rows]
         larger = [costs for costs in self.measured if costs.rows >= rows]
@@ -175,60 +149,3 @@ class BatchCosts:
             rows=rows,
             each_row=between(below.each_row, above.each_row),
         )
-
-
-def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: DraftHead | None = None) -> float:
-    """The draft cost ratio c by the weights that a step reads: those of the path by those of the full network.
-
-    Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both.
-
-    Args:
-        model: the stock model.
-        adapter: where its layers are.
-        path: what a draft step runs.
-        head: what reads its last states; None: the model's own norm and head.
-    """
-    layers = adapter.decoder_layers(model)
-    output = model.get_output_embeddings()
-    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    elsewhere = _ids([*layers, *looked_up, output])
-    rest = sum(weight.nbytes for weight in model.parameters() if id(weight) not in elsewhere)
-    rows = _bytes(output.parameters())
-    full = rest + rows + sum(_bytes(layer.parameters()) for layer in layers)
-    read = rest + sum(_layer_bytes(layer, index, adapter, path) for index, layer in enumerate(layers))
-    if head is None or head.tokens is None:
-        read += int(rows * _bits_of(path, output.weight)) if path.head_substituted else rows
-    else:
-        read += rows * len(head.tokens) // output.weight.shape[0]
-    if head is not None and head.adapter is not None:
-        read += sum(weight.numel() for weight in head.adapter.parameters()) * output.weight.element_size()
-    return float(read / full)
-
-
-def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> int:
-    sublayers = [Sublayer(index, part) for part in Part]
-    if not any(map(path.runs, sublayers)):
-        return 0
-    read = _bytes(layer.parameters())
-    for sublayer in sublayers:
-        modules = [layer.get_submodule(name) for name in adapter.modules_of(layer, sublayer.part)]
-        if not path.runs(sublayer):
-            read -= sum(_bytes(module.parameters()) for module in modules)
-        elif path.precision is not None and sublayer in path.substituted:
-            weights = [weight for module in modules for weight in substituted_weights(module, path.precision)]
-            read -= sum(int(weight.nbytes * (1 - _bits_of(path, weight))) for weight in weights)
-    return read
-
-
-def _bits_of(path: LayerPath, weight: Tensor) -> float:
-    """The bits of a substitute's weight by those of the weight itself."""
-    assert path.precision is not None
-    return path.precision.bits / (8 * weight.element_size())
-
-
-def _bytes(weights: Iterable[Tensor]) -> int:
-    return sum(weight.nbytes for weight in weights)
-
-
-def _ids(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(weight) for module in modules for weight in module.parameters()}

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from selfspec.control import Control, CostAware
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Drafter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
+from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,7 @@ class DraftChoice:
     most_rows: int | None = None
 
     def in_batch(self, rows: int) -> DraftChoice:
-        """What drafts in a batch.
-
-        Args:
-            rows: of it, at least 1.
-        """
+        """What drafts in a batch of so many rows."""
         return self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)
 
 
@@ -49,11 +42,7 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def choose_draft(self, greedy: bool) -> DraftChoice:
-        """What drafts in a generation.
-
-        Args:
-            greedy: whether it decodes greedily; else it samples.
-        """
+        """What drafts in a generation that decodes greedily, or samples."""
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
         """Refuse a model that the plan was not made for. Asked once, when the model is wrapped.
@@ -61,17 +50,3 @@ class DraftPolicy(ABC):
         Raises:
             SelfSpecError: naming what does not fit.
         """
-
-
-@dataclass(frozen=True)
-class Always(DraftPolicy):
-    """The same draft for every request.
-
-    Attributes:
-        draft: proposes tokens; None: plain decoding.
-    """
-
-    draft: Drafter | None
-
-    def choose_draft(self, greedy: bool) -> DraftChoice:
-        return DraftChoice(self.draft)

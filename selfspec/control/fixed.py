@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.control.budget import Budget
 from selfspec.control.controller import Control, Controller, check_length
 from selfspec.control.costs import CostsByRows
+from selfspec.draft.draft import Budget
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,4 @@ class FixedLength(Control):
         check_length(self.length)
 
     def begin(self, costs: CostsByRows) -> Controller:
-        return FixedController(self.length)
-
-
-class FixedController(Controller):
-    """Decides for `FixedLength`."""
-
-    def __init__(self, length: int) -> None:
-        self.most = Budget.chain(length)
-
-    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        return self.most.within(remaining - 1)
+        return Controller(Budget.chain(self.length))

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from selfspec.environment import device_name
 from selfspec.errors import ProfileError
 from selfspec.kernels import native
-from selfspec.kernels.packed import packed_layers
 from selfspec.model.fingerprint import fingerprint
+from selfspec.runtime.packed import packed_layers
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,13 +10,28 @@ from transformers import Cache
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control import Controller
-from selfspec.decode.noise import Noise
-from selfspec.decode.sampling import Sampling
+from selfspec.decode.noise import Noise, Purpose
+from selfspec.decode.sampling import Sampling, proper
 from selfspec.decode.score_record import ScoreRecords
-from selfspec.decode.sequences import Sequences
+from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.decode.stopping import Stopping
 from selfspec.draft.draft import Draft
 from selfspec.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class DrawnToken:
+    """The next token of a chain, in each row.
+
+    Attributes:
+        token: `[rows, 1]`.
+        q: the distribution that it is scored with, `[rows, 1, vocab]`.
+        scores: whose softmax that is, `[rows, 1, vocab]`.
+    """
+
+    token: Tensor
+    q: Tensor
+    scores: Tensor
 
 
 @dataclass
@@ -87,6 +102,19 @@ class Batch:
     def no_draft(self) -> Draft:
         """Return a draft of no tokens."""
         return Draft.chain(self.last_tokens[:, :0])
+
+    def draw_draft(self, logits: Tensor, drafted: Sequence[Tensor]) -> DrawnToken:
+        """Draw the next token of a chain.
+
+        Args:
+            logits: of the draft at the end of the chain, `[rows, 1, vocab]`.
+            drafted: the tokens of the chain so far, `[rows, 1]` each.
+        """
+        place = len(drafted)
+        scores = self.sampling.scores(logits, Prefixes(self.sequences, drafted))
+        q = proper(self.sampling.probabilities(scores))
+        decided = self.sampling.decide(q, self.cache.positions(1, place - 1) + 1, self.noise)
+        return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q, scores)
 
     def drop_finished(self) -> None:
         """Drop finished rows once half of the running rows are finished: all copies together then cost less than two.

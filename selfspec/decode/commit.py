@@ -10,16 +10,7 @@ from selfspec.draft import Draft
 
 
 def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
-    """Make a verdict final.
-
-    Args:
-        batch: moved on by the round.
-        draft: of the round.
-        verdict: on the draft.
-
-    Returns:
-        What every row of the batch committed.
-    """
+    """Make a verdict final; return what every row of the batch committed."""
     rows = [RowRound((), (), 0)] * batch.size
     for number, row in verdict.rows.items():
         batch.committed[number] += row.tokens

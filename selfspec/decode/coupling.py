@@ -1,12 +1,12 @@
-"""The distributions that a rule judges; and, of coupled drafts, how alike draft and target are.
+"""The distributions that a rule judges, and the draws by the chances it gives, for a whole draft or place by place.
 
 Coupled decoding chooses the token of each position with noise that draft and target share, and greedy decoding takes
 the best one. Nothing is left to draw then, and the rule judges one-hot distributions: q at the draft's tokens, whatever
 they were chosen from, and p at the target's choice. To judge a coupled draft by its real q would be exact, and waste
 tokens on which both agree.
 
-How often both choose the same token depends on how alike p and q are. 1 - TV(p, q), the sum of min(p, q), is the best
-acceptance rate of any rule. It is a diagnostic, computed here and for coupled chains alone; nothing decides by it.
+How often both of a coupled draft choose the same token depends on how alike p and q are. 1 - TV(p, q), the sum of
+min(p, q), is the best acceptance rate of any rule. It is a diagnostic, of coupled chains alone; nothing decides by it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
+from selfspec.decode.noise import Purpose
 from selfspec.draft import Draft
 
 
@@ -54,3 +56,38 @@ def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: 
     if draft.probs is not None and draft.tree.is_chain:
         overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
     return Effective(replace(draft, probs=None), decided, overlap)
+
+
+def accept(
+    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Accept draft tokens, and draw the token after them.
+
+    Args:
+        batch: whose sampling and noise are used.
+        seen: the distributions that the rule judges.
+        logits: the target's own, `[rows, nodes + 1, vocab]`.
+        rule: gives the chances.
+        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
+        first: number of the first of these nodes in the whole draft.
+
+    Returns:
+        Place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, recovered from the residual or
+        the bonus token, `[rows]`.
+    """
+    mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
+    if judged is not None:
+        mask &= judged
+    place = rule.accepted(mask, seen.draft.tree)
+    recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+    # A row commits one such token a round, so they all have the noise of one place.
+    token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
+    return place, token
+
+
+def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:
+    """Draw whether each draft token is accepted, `[rows, nodes]`."""
+    if batch.sampling.decided and rule.lossless:
+        # Nothing is drawn: the chances of a lossless rule are 0 and 1.
+        return accept_probs > 0.5
+    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs

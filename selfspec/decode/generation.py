@@ -80,8 +80,8 @@ class Generation(Iterator[Round]):
             sequences=Sequences(request.input_ids, request.pad),
             stopping=request.stopping,
             records=ScoreRecords(
-                scores=ScoreRecord(request.pad) if request.returned.scores else None,
-                logits=ScoreRecord(request.pad) if request.returned.logits else None,
+                scores=ScoreRecord(request.pad) if request.scores else None,
+                logits=ScoreRecord(request.pad) if request.logits else None,
             ),
             past=_past_to_fill(request, cache),
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
@@ -133,7 +133,7 @@ class Generation(Iterator[Round]):
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
         """
         output = self.finish()
-        return output if self._request.returned.whole else output.sequences
+        return output if self._request.whole else output.sequences
 
     def output(self) -> GenerateOutput:
         """Return what has been generated so far."""
@@ -178,7 +178,7 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
     if request.past is not None:
         check_kinds(request.past, cache)
     if request.past is None or not is_callers(request.past):
-        return DynamicCache() if request.returned.whole else None
+        return DynamicCache() if request.whole else None
     apart = len(request.lengths) > 1 and bool(request.stopping.eos or request.stopping.criteria)
     if apart and not cache.rolls_back_by_cursor:
         raise UnsupportedOptionError(

@@ -11,9 +11,8 @@ from torch import Tensor
 from selfspec.accept import Rule
 from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
-from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
-from selfspec.decode.coupling import effective
+from selfspec.decode.coupling import accept, effective
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.row_lengths import ended, row_lengths, within
 from selfspec.decode.sequences import Prefixes
@@ -113,10 +112,10 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
     judged = within(draft, lengths)
     if judged is not None:
         seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
-    found = accept(batch, seen, logits, rule, judged=judged)
+    place, token = accept(batch, seen, logits, rule, judged=judged)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    finite = finite.gather(1, found.place[:, None])[:, 0]
-    accepted = _Accepted(found.place, found.place, found.token, finite, seen.overlap, block, logits, scores)
+    finite = finite.gather(1, place[:, None])[:, 0]
+    accepted = _Accepted(place, place, token, finite, seen.overlap, block, logits, scores)
     return accepted if draft.tree.is_chain else accepted.along_path(draft.tree)
 
 

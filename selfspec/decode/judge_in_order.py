@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
-from selfspec.decode.coupling import effective
+from selfspec.decode.coupling import accept, effective
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError
@@ -121,11 +120,10 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     positions = batch.cache.positions(place + 1)[:, place:] + 1
     seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
     places = token.shape[1] + 1
-    found = accept(
-        batch, replace(seen, p=seen.p.expand(-1, places, -1)), logits[:, place : place + places], rule, first=place
-    )
-    chosen = torch.where(found.place > 0, token[:, 0], found.token) if token.shape[1] else found.token
-    return _Place(chosen, found.place, finite[:, 0], seen.overlap, scores)
+    seen = replace(seen, p=seen.p.expand(-1, places, -1))
+    accepted, own = accept(batch, seen, logits[:, place : place + places], rule, first=place)
+    chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
+    return _Place(chosen, accepted, finite[:, 0], seen.overlap, scores)
 
 
 def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:

@@ -21,19 +21,7 @@ from selfspec.draft import Drafter
 def rounds(
     batch: Batch, request: Request, drafter: Drafter | None, rule: Rule, stats: Stats, clock: PhaseClock
 ) -> Generator[Round, None, None]:
-    """Generate, round by round.
-
-    Args:
-        batch: before its first round.
-        request: the prompts.
-        drafter: proposes tokens; None: decoding is plain.
-        rule: accepts or rejects draft tokens.
-        stats: counts every round.
-        clock: measures the time of each phase.
-
-    Yields:
-        What each round committed.
-    """
+    """Generate, and yield what each round committed; `stats` counts the rounds, and `clock` times their phases."""
     judge = judge_in_order if batch.sampling.in_order else judge_together
     with clock.phase("prefill"):
         prefill(batch, request, drafter)

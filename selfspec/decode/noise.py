@@ -66,20 +66,31 @@ class Noise:
         noise._numbers, noise._ahead = (), []
         return noise
 
-    def uniform(self, purpose: Purpose, first: int, count: int) -> Tensor:
+    def uniform(self, purpose: int, first: int, count: int) -> Tensor:
         """Uniform numbers in [0, 1), multiples of 2^-52.
 
         As doubles they stay below 1; rounded to float32, the largest would be 1.
 
         Args:
-            purpose: what they are for.
+            purpose: a `Purpose`; the second number of a place has this and the number of all purposes.
             first: the first place of the round.
             count: places.
 
         Returns:
             `[rows, count]`, float64.
         """
-        return self._uniform(purpose, first, count)
+        if not self._numbers or self._numbers[0].shape[1] < first + count:
+            places, purposes = max(_PLACES_AT_ONCE, first + count), 2 * len(Purpose)
+            rounds = max(1, min(_ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE // (len(self._keys) * places * purposes)))
+            bits = self._bits(
+                np.arange(rounds)[:, None, None, None], np.arange(purposes)[:, None, None], np.arange(places)
+            )
+            numbers = torch.from_numpy(_shifted(bits, 12) * 2.0**-52)
+            # Pinned and not waited for: the upload must not cost the round a synchronisation.
+            numbers = numbers if self._on_host else numbers.pin_memory().to(self._device, non_blocking=True)
+            self._ahead = list(numbers.unbind())[::-1]
+            self._numbers = self._ahead.pop().unbind()
+        return self._numbers[purpose].narrow(1, first, count)
 
     def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
         """One token from each of the given distributions. Nothing waits for the device.
@@ -96,10 +107,10 @@ class Noise:
         # A CPU takes longer for a logarithm of each entry than for all passes over a small model's head; on a GPU sums
         # in turn would be the slow part, and not reproducible.
         if self._on_host and vocab <= _LARGE:
-            return drawn_by_inversion(weights, self._uniform(purpose, first, count))
+            return drawn_by_inversion(weights, self.uniform(purpose, first, count))
         if self._on_host:
-            second = self._uniform(purpose + len(Purpose), first, count)
-            return drawn_by_blocks(weights, self._uniform(purpose, first, count), second)
+            second = self.uniform(purpose + len(Purpose), first, count)
+            return drawn_by_blocks(weights, self.uniform(purpose, first, count), second)
         return drawn_by_race(weights, self._bits(np.array(0), np.array(purpose), np.arange(first, first + count)))
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
@@ -134,21 +145,6 @@ class Noise:
         # The upper 53 bits make a double in (0, 1).
         uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
         return -uniform.log()
-
-    def _uniform(self, purpose: int, first: int, count: int) -> Tensor:
-        """`uniform`; a purpose has a second number for each place, under its own number and that of all purposes."""
-        if not self._numbers or self._numbers[0].shape[1] < first + count:
-            places, purposes = max(_PLACES_AT_ONCE, first + count), 2 * len(Purpose)
-            rounds = max(1, min(_ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE // (len(self._keys) * places * purposes)))
-            bits = self._bits(
-                np.arange(rounds)[:, None, None, None], np.arange(purposes)[:, None, None], np.arange(places)
-            )
-            numbers = torch.from_numpy(_shifted(bits, 12) * 2.0**-52)
-            # Pinned and not waited for: the upload must not cost the round a synchronisation.
-            numbers = numbers if self._on_host else numbers.pin_memory().to(self._device, non_blocking=True)
-            self._ahead = list(numbers.unbind())[::-1]
-            self._numbers = self._ahead.pop().unbind()
-        return self._numbers[purpose].narrow(1, first, count)
 
     def _bits(
         self, rounds: NDArray[np.int64], purposes: NDArray[np.int64], places: NDArray[np.int64]

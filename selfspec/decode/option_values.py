@@ -39,13 +39,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class _Check:
-    """One line of the table.
-
-    Attributes:
-        names: options.
-        must_be: what they must be, in words.
-        allows: whether it allows a value.
-    """
+    """One line of the table: options, what they must be, and whether a value is allowed."""
 
     names: tuple[str, ...]
     must_be: str
@@ -82,8 +76,8 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_token(value: object, scope: Scope) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < scope.vocabulary
+def _is_token(value: Any, scope: Scope) -> bool:
+    return _is_integer(value) and 0 <= value < scope.vocabulary
 
 
 def _listed(value: object) -> list[Any] | None:
@@ -126,11 +120,8 @@ def _is_padding(value: object, scope: Scope) -> bool:
 
 
 def _are_words(value: object, scope: Scope) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(word, list) and _is_word(word, scope) for word in value)
-    )
+    words = value if isinstance(value, list) else []
+    return bool(words) and all(isinstance(word, list) and _is_word(word, scope) for word in words)
 
 
 def _is_word(word: object, scope: Scope) -> bool:
@@ -171,18 +162,8 @@ def _are_strings(value: object, _: Scope) -> bool:
 
 _ID = "a token id of the model's vocabulary"
 _CHECKS = (
-    _Check(
-        (
-            "do_sample",
-            "renormalize_logits",
-            "remove_invalid_values",
-            "return_dict_in_generate",
-            "output_scores",
-            "output_logits",
-        ),
-        "True or False",
-        _is_flag,
-    ),
+    _Check(("do_sample", "renormalize_logits", "remove_invalid_values"), "True or False", _is_flag),
+    _Check(("return_dict_in_generate", "output_scores", "output_logits"), "True or False", _is_flag),
     _Check(("max_new_tokens", "max_length"), "a positive integer", _is_whole(1)),
     _Check(("num_beams",), "1: selfspec samples or decodes greedily; use model.generate for beam search", _is_whole(1)),
     _Check(("num_return_sequences",), "an integer of at least 1, the rows to return for each prompt", _is_whole(1)),
@@ -219,11 +200,7 @@ _CHECKS = (
     _Check(("forced_bos_token_id",), _ID, _is_token),
     _Check(("forced_eos_token_id",), f"{_ID}, or a list of such ids", _are_forced),
     _Check(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids of the model's vocabulary", _are_tokens),
-    _Check(
-        ("bad_words_ids",),
-        "a list of lists of token ids of the model's vocabulary, none of them empty",
-        _are_words,
-    ),
+    _Check(("bad_words_ids",), "a list of lists of token ids of the model's vocabulary, none empty", _are_words),
     _Check(
         ("sequence_bias",),
         "a dict from tuples of token ids of the model's vocabulary to floats, none NaN, or a list of such pairs",
@@ -241,14 +218,12 @@ _SAMPLING_CHECKS = (
     _Check(("top_h",), "a number above 0 and up to 1", _in_unit_interval_above_0),
     _Check(("epsilon_cutoff", "eta_cutoff"), "a number in 0..1; 0.0 keeps all tokens", _in_unit_interval),
 )
+CHECKED = frozenset(name for check in (*_CHECKS, *_SAMPLING_CHECKS) for name in check.names)
+"""Every option of the table."""
 
 
 def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
     """Refuse values that are not valid.
-
-    Args:
-        value_of: the value of an option by its name; None: it is not set.
-        scope: what they have to fit.
 
     Raises:
         UnsupportedOptionError: naming the option, its value and what it must be.
@@ -263,13 +238,7 @@ def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
 
 
 def value_in_call(name: str, options: Mapping[str, Any], configs: Sequence[GenerationConfig | None]) -> Any:
-    """Return the value of an option as `transformers` will read it: of a keyword, or of the first config that has one.
-
-    Args:
-        name: of the option.
-        options: keywords.
-        configs: the caller's own first, then the model's.
-    """
+    """Return the value of an option as `transformers` will read it: a keyword, or of the first config that has one."""
     if name in options:
         return options[name]
     found = (getattr(config, name, None) for config in configs)

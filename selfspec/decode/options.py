@@ -13,73 +13,35 @@ from transformers.generation import GenerationMode
 
 from selfspec.arguments import check_callables
 from selfspec.cache.masks import smallest_window
+from selfspec.decode.option_values import CHECKED
 from selfspec.errors import UnsupportedOptionError
 
-_HONOURED = frozenset(
-    {
-        "max_length",
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "num_return_sequences",
-        "use_cache",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "return_dict_in_generate",
-        "output_scores",
-        "output_logits",
-        # Read by transformers, which makes logits processors and stopping criteria of them.
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "sequence_bias",
-        "min_length",
-        "min_new_tokens",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "renormalize_logits",
-        "remove_invalid_values",
-        "watermarking_config",
-        "top_h",
-        "guidance_scale",
-        "max_time",
-        "stop_strings",
-        # Read by other decoding methods alone, or by transformers before it calls selfspec.
-        "early_stopping",
-        "length_penalty",
-        "diversity_penalty",
-        "num_beam_groups",
-        "low_memory",
-        "decoder_start_token_id",
-        "transformers_version",
-        "disable_compile",
-        # Read only with an assistant, a `cache_implementation` or in continuous batching.
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "assistant_ensemble_weight",
-        "speculation_type",
-        "max_matching_ngram_size",
-        "cache_config",
-        "max_cache_len",
-        "compile_config",
-        "continuous_batching_config",
-    }
-)
+# Those of the table, and others that change nothing here.
+_HONOURED = (CHECKED - {"num_beams"}) | {
+    "use_cache",
+    "guidance_scale",
+    # Read by other decoding methods alone, or by transformers before it calls selfspec.
+    "early_stopping",
+    "length_penalty",
+    "diversity_penalty",
+    "num_beam_groups",
+    "low_memory",
+    "transformers_version",
+    "disable_compile",
+    # Read only with an assistant, a `cache_implementation` or in continuous batching.
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "speculation_type",
+    "max_matching_ngram_size",
+    "cache_config",
+    "max_cache_len",
+    "compile_config",
+    "continuous_batching_config",
+}
 
 # Names that inputs of models have for the cache.
 CACHES = ("past_key_values", "cache_params")
@@ -121,13 +83,10 @@ _REMEDIES = {
 
 
 def check_not_dropped(frame: FrameType | None) -> None:
-    """Refuse arguments of `model.generate` that it does not pass to a `custom_generate` callable.
+    """Refuse arguments of `model.generate` that it does not pass to the `custom_generate` callable of this frame.
 
     `transformers` drops some arguments silently. They are still among the local variables of its `generate`. Nothing is
     checked where Python keeps no frames, or `generate` is not the caller.
-
-    Args:
-        frame: of the callable that `generate` calls.
 
     Raises:
         UnsupportedOptionError: naming the argument.
@@ -197,13 +156,8 @@ def check_model_inputs(
 ) -> None:
     """Refuse inputs of the model that selfspec does not pass to it.
 
-    `transformers` adds caches and default positions; only what differs from these was asked for.
-
-    Args:
-        config: of the text model.
-        inputs: of the model, the mask of all columns among them.
-        width: columns that the prefill reads.
-        generation_config: says whether more than the sequences is returned.
+    `transformers` adds caches and default positions; only what differs from these was asked for. The mask of all
+    columns is among the inputs, and the prefill reads `width` of them.
 
     Raises:
         UnsupportedOptionError: naming the input.

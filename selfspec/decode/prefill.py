@@ -67,9 +67,9 @@ def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Ev
     """
     end = drafter.leaves_at(batch.runner.depth)
     assert end is not None
-    compared = batch.runner.compare(end.layer, end.head, prompts, _MOST)
+    draft, target = batch.runner.compare(end.layer, end.head, prompts, _MOST)
     prefixes = Prefixes(batch.sequences)
-    q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (compared.draft, compared.target))
+    q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (draft, target))
     chances = torch.minimum(p, q).sum(-1)
     if batch.sampling.greedy:
         # On so few tokens, the overlap of two distributions tells as much as whether their best tokens are equal.

@@ -10,35 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation import (
-    ClassifierFreeGuidanceLogitsProcessor,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    WatermarkLogitsProcessor,
-)
+from transformers import LogitsProcessorList, generation
 
 from selfspec.arguments import check_scores
 from selfspec.decode.sequences import Prefixes, first_end
@@ -217,15 +189,7 @@ class RollbackProcessing:
 
 
 def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
-    """Apply processors to the scores of one place of each row.
-
-    Args:
-        processors: in order.
-        ids: prefixes, `[batch, length]`.
-        scores: `[batch, vocab]`.
-
-    Returns:
-        `[batch, vocab]`, on the device of `scores`.
+    """Apply processors, in order, to the scores of one place of each row, `[batch, vocab]`, whose prefixes are `ids`.
 
     Raises:
         UnsupportedOptionError: a processor returned no scores of this shape.
@@ -239,34 +203,34 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
 # Those that depend on the scores alone. Exact classes: a subclass may do anything.
 _WARPERS = frozenset(
     {
-        EpsilonLogitsWarper,
-        EtaLogitsWarper,
-        InfNanRemoveLogitsProcessor,
-        LogitNormalization,
-        MinPLogitsWarper,
-        SuppressTokensLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopHLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        TypicalLogitsWarper,
+        generation.EpsilonLogitsWarper,
+        generation.EtaLogitsWarper,
+        generation.InfNanRemoveLogitsProcessor,
+        generation.LogitNormalization,
+        generation.MinPLogitsWarper,
+        generation.SuppressTokensLogitsProcessor,
+        generation.TemperatureLogitsWarper,
+        generation.TopHLogitsWarper,
+        generation.TopKLogitsWarper,
+        generation.TopPLogitsWarper,
+        generation.TypicalLogitsWarper,
     }
 )
 # Those that depend on the prefix too, and remember nothing.
 _STATELESS = _WARPERS | {
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    WatermarkLogitsProcessor,
+    generation.EncoderNoRepeatNGramLogitsProcessor,
+    generation.EncoderRepetitionPenaltyLogitsProcessor,
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+    generation.WatermarkLogitsProcessor,
 }
 
 
@@ -276,7 +240,7 @@ def is_stateless(processor: Any) -> bool:
     Those of `transformers` are, but for SynthID's, guidance and the caller's prefix function. Any other declares it by
     an attribute `stateless = True`, on the processor or on the prefix function.
     """
-    if type(processor) is PrefixConstrainedLogitsProcessor:
+    if type(processor) is generation.PrefixConstrainedLogitsProcessor:
         processor = processor._prefix_allowed_tokens_fn
     return type(processor) in _STATELESS or getattr(processor, "stateless", False) is True
 
@@ -297,7 +261,7 @@ def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit:
         UnsupportedOptionError: a processor needs more than the rows of the batch, by name.
     """
     for processor in processors:
-        if isinstance(processor, ClassifierFreeGuidanceLogitsProcessor):
+        if isinstance(processor, generation.ClassifierFreeGuidanceLogitsProcessor):
             raise UnsupportedOptionError(
                 f"the logits processor {type(processor).__name__} is not supported: it needs a batch of conditional "
                 "and unconditional rows; pass guidance_scale=... instead"

@@ -10,12 +10,8 @@ from selfspec.draft import Draft, Drafter
 def propose(batch: Batch, drafter: Drafter | None) -> Draft:
     """Begin a round: give it fresh noise and room in the cache, and let the drafter propose tokens.
 
-    There is no draft in the round that reads the last embedding of a prompt, nor while the logits of some row are not
-    finite.
-
-    Args:
-        batch: before the round.
-        drafter: proposes tokens; None: decoding is plain.
+    There is no draft without a drafter, nor in the round that reads the last embedding of a prompt, nor while the
+    logits of some row are not finite.
     """
     batch.noise.begin_round()
     batch.cache.reserve(batch.longest)

@@ -30,21 +30,6 @@ from selfspec.errors import PromptError, UnsupportedOptionError
 
 
 @dataclass(frozen=True)
-class Returned:
-    """What a call of `generate` asks to be returned.
-
-    Attributes:
-        whole: an output object, not the sequences alone (`return_dict_in_generate`).
-        scores: the scores of each new token.
-        logits: the target's logits of each new token.
-    """
-
-    whole: bool
-    scores: bool
-    logits: bool
-
-
-@dataclass(frozen=True)
 class Request:
     """One call, ready to run.
 
@@ -58,7 +43,9 @@ class Request:
         sampling: how logits become probabilities.
         stopping: where rows end.
         pad: token id that fills rows which ended early.
-        returned: what is returned beside the sequences.
+        whole: whether an output object is returned, not the sequences alone (`return_dict_in_generate`).
+        scores: whether the scores of each new token are returned with it.
+        logits: whether the target's logits are.
         streamer: receives the prompt and then each committed token; None: there is none.
         past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
     """
@@ -70,7 +57,9 @@ class Request:
     sampling: Sampling
     stopping: Stopping
     pad: int
-    returned: Returned
+    whole: bool
+    scores: bool
+    logits: bool
     streamer: BaseStreamer | None = None
     past: Cache | None = None
 
@@ -195,14 +184,6 @@ def prepared_request(
 ) -> Request:
     """Check what `transformers` passes to a `custom_generate` callable.
 
-    Args:
-        model: the model that will run.
-        input_ids: the text, `[batch, prompt]`.
-        logits_processor: all of them.
-        stopping_criteria: all of them.
-        generation_config: with all defaults filled in.
-        **model_kwargs: what else goes to the model: mask, positions, embeddings, caches.
-
     Raises:
         PromptError: see `read_request`.
         UnsupportedOptionError: an option that cannot be honoured, by name.
@@ -253,11 +234,9 @@ def prepared_request(
         stopping=stopping,
         # It may be negative if no token ends a row; then nothing is padded.
         pad=0 if pad is None else max(int(pad.flatten()[0]), 0),
-        returned=Returned(
-            whole,
-            scores=whole and bool(generation_config.output_scores),
-            logits=whole and bool(generation_config.output_logits),
-        ),
+        whole=whole,
+        scores=whole and bool(generation_config.output_scores),
+        logits=whole and bool(generation_config.output_logits),
         past=past,
     )
 

@@ -22,13 +22,9 @@ from selfspec.draft import Draft
 
 
 def row_lengths(batch: Batch, draft: Draft) -> list[int]:
-    """The depth up to which the draft is judged in each running row.
+    """The depth up to which the draft of a round is judged in each running row.
 
     All of them where tokens are decided, since these do not depend on the draft.
-
-    Args:
-        batch: before the round is committed.
-        draft: of the round.
     """
     whole = [draft.tree.depth] * len(batch.running)
     if batch.sampling.decided:

@@ -80,14 +80,7 @@ class ScoreRecords:
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, ...] | None:
-        """Keep those of tokens about to be committed.
-
-        Args:
-            scores: `[rows, places, vocab]`, of the running rows.
-            logits: the same before processors and warpers.
-            rows: numbers of the running rows.
-            starts: new tokens that each row of the batch has before the first place.
-            counts: places of each row of the batch to keep, from the first.
+        """Keep those of tokens about to be committed. Arguments as in `ScoreRecord.keep`.
 
         Returns:
             The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.

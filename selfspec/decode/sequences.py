@@ -93,10 +93,5 @@ class Prefixes:
 
 
 def first_end(run: Sequence[int], eos: Collection[int]) -> int:
-    """Return where a run of tokens has its first end-of-sequence token; its length where it has none.
-
-    Args:
-        run: tokens.
-        eos: token ids that end a row.
-    """
+    """Return where a run of tokens has its first end-of-sequence token; its length where it has none."""
     return next((index for index, token in enumerate(run) if token in eos), len(run))

@@ -7,23 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from selfspec.control.costs import share_read
-from selfspec.decode.noise import Purpose
-from selfspec.decode.sampling import proper
-from selfspec.decode.sequences import Prefixes
-from selfspec.draft.draft import Draft, Resume
+from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, Exit
+from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
+from selfspec.model.weights_read import share_read
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
-    from selfspec.model.adapter import Adapter
 
 
 class LayerPathDrafter(Drafter):
@@ -65,19 +60,19 @@ class LayerPathDrafter(Drafter):
         path = self.path(batch.runner.depth)
         token = batch.last_tokens
         tokens: list[Tensor] = []
-        distributions, states = [], []
-        for node in range(-1, budget.depth - 1):
-            step = batch.runner.logits(path, token, head=self.head, first=node)
-            scores = batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))
-            q = proper(batch.sampling.probabilities(scores))
-            decided = batch.sampling.decide(q, batch.cache.positions(1, node) + 1, batch.noise)
-            token = batch.sampling.draw(decided, batch.noise, Purpose.DRAFT, node + 1)
+        distributions: list[Tensor] = []
+        states: list[ExactStates] = []
+        for place in range(budget.depth):
+            step = batch.runner.logits(path, token, head=self.head, first=place - 1)
+            drawn = batch.draw_draft(step.logits, tokens)
+            token = drawn.token
             tokens.append(token)
-            distributions.append(q)
-            states.append(step.states)
-            if len(tokens) < budget.depth and not batch.controller.goes_on(scores):
+            distributions.append(drawn.q)
+            if step.states is not None:
+                states.append(step.states)
+            if len(tokens) < budget.depth and not batch.controller.goes_on(drawn.scores):
                 break
-        start, left = path.resume_point, [step for step in states if step is not None]
-        resume = None if start is None else Resume(start, ExactStates.concatenated(left))
+        start = path.resume_point
+        resume = None if start is None else Resume(start, ExactStates.concatenated(states))
         probs = None if batch.sampling.greedy else torch.cat(distributions, 1)
         return Draft.chain(torch.cat(tokens, 1), probs, resume, steps=len(tokens))

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedModel
+
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.draft import Draft
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.errors import DraftConfigError
+from selfspec.model.adapter import Adapter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
-    from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True)

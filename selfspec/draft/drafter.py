@@ -6,15 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfspec.draft.draft import Draft
+from transformers import PreTrainedModel
+
+from selfspec.draft.draft import Budget, Draft
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import DraftHead
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
-    from selfspec.model.adapter import Adapter
-    from selfspec.model.early_head import DraftHead
 
 
 @dataclass(frozen=True)

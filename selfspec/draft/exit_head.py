@@ -5,26 +5,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.errors import ExitHeadError
 from selfspec.files.json_text import read_json
+from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
 
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError
+from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
 
 MOST_LAYERS = 10_000
 """Far more layers than any model has; a number beyond it is a slip of the hand."""
@@ -68,7 +65,7 @@ class LayerSkip(LayerPathDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         layers = adapter.decoder_layers(model)
-        lacking = [layer for layer in self.mlp if not adapter.mlp_modules_of(layers[layer])]
+        lacking = [layer for layer in self.mlp if not adapter.modules_of(layers[layer], Part.MLP)]
         if lacking:
             raise DraftConfigError(
                 f"mlp={lacking}: these layers of {type(model).__name__} have no MLP that could be skipped; skip "

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.draft.draft import Draft
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.suffix_index import SuffixIndex
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
-    from selfspec.control.budget import Budget
     from selfspec.decode.batch import Batch
-    from selfspec.decode.sequences import Sequences
 
 # The index of a text takes memory in proportion to the square of this.
 _LONGEST = 64
@@ -48,8 +46,8 @@ class PromptLookup(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def begin(self, batch: Batch) -> RowIndexes:
-        return RowIndexes(self, batch.sequences)
+    def begin(self, batch: Batch) -> list[SuffixIndex]:
+        return [SuffixIndex(self.shortest, self.longest) for _ in range(batch.size)]
 
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         found = self.look_up(batch, budget)
@@ -58,13 +56,14 @@ class PromptLookup(Drafter):
     def look_up(self, batch: Batch, budget: Budget) -> Draft:
         """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
         indexes = self.state(batch)
-        assert isinstance(indexes, RowIndexes)
+        assert isinstance(indexes, list)
         slowest = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
         rows: list[list[int]] = []
         # Matches of the slowest rows: what the others gain does not end the batch sooner.
         behind: list[int] = []
         for row in batch.running:
-            index = indexes.of(row)
+            index: SuffixIndex = indexes[row]
+            index.extend(batch.sequences.tokens_from(row, len(index)))
             match = index.find() if row in batch.unfinished else None
             if row in batch.unfinished and len(batch.committed[row]) == slowest:
                 behind.append(0 if match is None else match.length)
@@ -83,29 +82,3 @@ class PromptLookup(Drafter):
         return Draft.chain(
             torch.tensor(tokens, device=batch.last_tokens.device), match_length=least, row_lengths=lengths
         )
-
-
-class RowIndexes:
-    """The n-grams of each row of a generation.
-
-    Args:
-        look_up: says which sizes are indexed.
-        sequences: prompts and committed tokens.
-    """
-
-    def __init__(self, look_up: PromptLookup, sequences: Sequences) -> None:
-        self._look_up = look_up
-        self._sequences = sequences
-        self._indexes: dict[int, SuffixIndex] = {}
-
-    def of(self, row: int) -> SuffixIndex:
-        """Return the index of a row, brought up to date with what was committed.
-
-        Args:
-            row: number of the row.
-        """
-        if row not in self._indexes:
-            self._indexes[row] = SuffixIndex(self._look_up.shortest, self._look_up.longest)
-        index = self._indexes[row]
-        index.extend(self._sequences.tokens_from(row, len(index)))
-        return index

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_json
+from selfspec.model.adapter import Adapter
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,7 @@ class SkipFile(LayerPathDrafter):
 
 
 def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, Any]) -> None:
-    """Write a skip set and the weights it is for.
-
-    Args:
-        skip: the set.
-        base: fingerprint of the weights.
-        file: what to write; replaced whole if it is there.
-        about: whatever else is worth knowing, ready for JSON.
+    """Write a skip set, the fingerprint of the weights it is for, and whatever else is worth knowing about it.
 
     Raises:
         StorageError: it cannot be written.

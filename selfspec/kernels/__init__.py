@@ -1,1 +1,1 @@
-"""Kernels for few rows and grouped queries on a CPU, and packed weights."""
+"""Products of few rows and of weights in few bits. Nothing here knows of models."""

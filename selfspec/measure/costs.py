@@ -31,9 +31,9 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.probe import Given, Probe, Sample
 from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.stock import bare
-from selfspec.measure.timing import Timer
 from selfspec.model.adapter import Adapter
 from selfspec.runtime import Eager, Traced
+from selfspec.runtime.timer import Timer
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 LENGTHS = (1, 3, 7)

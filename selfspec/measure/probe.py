@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
-from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.decode.verify import verify
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN
-from selfspec.measure.timing import Timer
 from selfspec.model.adapter import Adapter
+from selfspec.runtime.timer import Timer
 
 
 @dataclass

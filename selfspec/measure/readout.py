@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_call import hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.view import hidden_states
 
 
 class Readout:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from selfspec.decode.stats import Stats
+from selfspec.runtime.timer import Timer
 
 
 @dataclass(frozen=True, order=True)
@@ -51,26 +51,6 @@ class Call:
     def tokens(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.rows))
-
-
-class Timer:
-    """Times work to its end on the device."""
-
-    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
-        self._clock = clock
-        self._device = device
-
-    def now(self) -> float:
-        """The time when all that was asked of the device is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._clock()
-
-    def of(self, work: Callable[[], object]) -> float:
-        """Seconds that a piece of work takes."""
-        began = self.now()
-        work()
-        return self.now() - began
 
 
 class Stopwatch(Timer):

@@ -53,35 +53,22 @@ class Adapter:
     ragged: Literal["mask", "padding", "none"] = "mask"
     requires: tuple[tuple[str, object], ...] = ()
 
-    @property
-    def attention_modules(self) -> tuple[str, ...]:
-        """Every attribute that holds an attention, or what replaces it."""
-        return (self.attention,) if isinstance(self.attention, str) else self.attention
+    def modules(self, part: Part) -> tuple[str, ...]:
+        """Every attribute of a decoder layer that may hold one of its sublayers, or a part of it."""
+        names = self.attention if part is Part.ATTENTION else self.mlp
+        return (names,) if isinstance(names, str) else names
 
-    @property
-    def mlp_modules(self) -> tuple[str, ...]:
-        """Every attribute that holds a part of the MLP."""
-        return (self.mlp,) if isinstance(self.mlp, str) else self.mlp
+    def modules_of(self, layer: nn.Module, part: Part) -> tuple[str, ...]:
+        """Those of `modules` that a layer has."""
+        return tuple(name for name in self.modules(part) if isinstance(getattr(layer, name, None), nn.Module))
 
     def returns(self, attention: str) -> int:
-        """Number of values that one of `attention_modules` returns."""
+        """Number of values that one of the attentions returns."""
         return 1 if attention in self.recurrent else self.attention_returns
-
-    def attention_modules_of(self, layer: nn.Module) -> tuple[str, ...]:
-        """Those of `attention_modules` that a layer has."""
-        return tuple(name for name in self.attention_modules if isinstance(getattr(layer, name, None), nn.Module))
 
     def path(self, model: nn.Module) -> list[str]:
         """The attributes that lead from the causal LM to its decoder layers; the first holds all but the head."""
         return self.layers.format(base=getattr(model, "base_model_prefix", "")).split(".")
-
-    def mlp_modules_of(self, layer: nn.Module) -> tuple[str, ...]:
-        """Those of `mlp_modules` that a layer has."""
-        return tuple(name for name in self.mlp_modules if isinstance(getattr(layer, name, None), nn.Module))
-
-    def modules_of(self, layer: nn.Module, part: Part) -> tuple[str, ...]:
-        """The attributes of a layer that hold one of its sublayers."""
-        return self.attention_modules_of(layer) if part is Part.ATTENTION else self.mlp_modules_of(layer)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that does not have what this adapter names.
@@ -102,8 +89,7 @@ class Adapter:
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
             raise UnsupportedModelError(f"the adapter's layers={self.layers!r} is no ModuleList of decoder layers")
         for layer in layers:
-            lacking = [] if self.attention_modules_of(layer) else [*self.attention_modules]
-            lacking += [] if self.mlp_modules_of(layer) else self.mlp_modules
+            lacking = [name for part in Part if not self.modules_of(layer, part) for name in self.modules(part)]
             if lacking:
                 raise UnsupportedModelError(
                     f"the adapter names {lacking[0]!r}, which {type(layer).__name__} does not have; it has "
@@ -116,9 +102,9 @@ class Adapter:
         Raises:
             UnsupportedModelError: it takes no position ids, or no mask for each token.
         """
-        placed = self.ragged == "mask" and "position_ids" in inspect.signature(type(model).forward).parameters
+        placed = self.ragged == "mask" and takes(model, "position_ids")
         # States know neither positions nor masks.
-        if not placed and set(self.attention_modules) != set(self.recurrent):
+        if not placed and set(self.modules(Part.ATTENTION)) != set(self.recurrent):
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot read a tree of drafts: it takes no position ids, or no mask for each "
                 "token; draft a chain"
@@ -129,3 +115,8 @@ class Adapter:
         layers = model.get_submodule(".".join(self.path(model)))
         assert isinstance(layers, nn.ModuleList)
         return list(layers)
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's `forward` has a parameter of that name."""
+    return name in inspect.signature(type(model).forward).parameters

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -117,8 +117,17 @@ def read_config(name: str) -> PreTrainedConfig:
     try:
         model_type = PreTrainedConfig.get_config_dict(_source(name))[0].get("model_type")
     except (OSError, ValueError) as error:
-        _refuse_source(name, error)
-    _check_architecture(name, model_type)
+        if folder is not None:
+            raise CheckpointError(
+                f"the config.json of {name!r} cannot be read ({_one_line(error)}); copy it from the original again"
+            ) from error
+        raise CheckpointError(
+            f"there is no folder {name!r} here, and the model hub did not give it ({_one_line(error)}); check the "
+            "name, the network and, for a gated model, your login, or download it and give the folder"
+        ) from error
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
+    adapter_for(model_type)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
     # Field validation raises other types.
@@ -191,24 +200,6 @@ def _local_folder(name: str) -> Path | None:
 def _source(name: str) -> str:
     """What `transformers` is given for `name`."""
     return str(_local_folder(name) or name)
-
-
-def _refuse_source(name: str, error: Exception) -> NoReturn:
-    reason = _one_line(error)
-    if _local_folder(name) is not None:
-        raise CheckpointError(
-            f"the config.json of {name!r} cannot be read ({reason}); copy it from the original again"
-        ) from error
-    raise CheckpointError(
-        f"there is no folder {name!r} here, and the model hub did not give it ({reason}); check the name, the network "
-        "and, for a gated model, your login, or download it and give the folder"
-    ) from error
-
-
-def _check_architecture(name: str, model_type: object) -> None:
-    if not isinstance(model_type, str):
-        raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
-    adapter_for(model_type)
 
 
 def _check_config_files(folder: Path) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_call import hidden_states
-from selfspec.model.view import replaced, view_with_layers
+from selfspec.model.view import hidden_states, replaced, view_with_layers
 
 
-class ComparedModel:
+def compared_view(model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> nn.Module:
     """A view of a stock model whose last layer gives, as further rows after its own, the states at an exit.
 
     Norm and head read each token by itself, so one pass over both gives the logits of both.
@@ -25,16 +24,14 @@ class ComparedModel:
         exit_layer: the first layer that the exit leaves out, at least 1.
         head: of the exit; None: the model's own norm and head.
 
-    Attributes:
-        module: the view; called like the model. Logits `[2 * batch, tokens, vocab]`: of the target, then of the exit.
+    Returns:
+        Called like the model. Logits `[2 * batch, tokens, vocab]`: of the target, then of the exit.
     """
-
-    def __init__(self, model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> None:
-        layers = list(adapter.decoder_layers(model))
-        at_exit: list[Tensor] = []
-        layers[exit_layer] = replaced(layers[exit_layer], partial(_recording, layers[exit_layer], at_exit))
-        layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], at_exit, head))
-        self.module = view_with_layers(model, adapter.path(model), layers)
+    layers = adapter.decoder_layers(model)
+    at_exit: list[Tensor] = []
+    layers[exit_layer] = replaced(layers[exit_layer], partial(_recording, layers[exit_layer], at_exit))
+    layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], at_exit, head))
+    return view_with_layers(model, adapter.path(model), layers)
 
 
 def _recording(layer: nn.Module, at_exit: list[Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
-from selfspec.cache.recurrent import token_by_token
+from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.model.adapter import Adapter
-from selfspec.model.layer_call import call_with, hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
-from selfspec.model.view import replaced, view_with, view_with_layers
+from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,7 @@ class Boundary:
 
 
 class GatedModel:
-    """A view of a stock model that runs one path.
-
-    Args:
-        model: the stock causal LM. It is neither changed nor copied.
-        adapter: where its layers and sublayers are.
-        path: what the view runs.
-        substitutes: of the model; None: a path that needs some makes them for itself.
+    """A view of a stock model, which is neither changed nor copied, that runs one path.
 
     Attributes:
         module: the view; called like the model.
@@ -160,7 +154,7 @@ def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath
 def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath, boundary: Boundary) -> nn.Module:
     attention, mlp = Sublayer(index, Part.ATTENTION), Sublayer(index, Part.MLP)
     forwards: dict[str, Callable[..., Any]] = {}
-    for name in adapter.attention_modules_of(layer):
+    for name in adapter.modules_of(layer, Part.ATTENTION):
         module, returns = layer.get_submodule(name), adapter.returns(name)
         if not path.runs(attention):
             instead = (
@@ -177,11 +171,31 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Layer
         if path.resume_point == mlp:
             forwards[name] = partial(boundary.record_attention, name, forwards.get(name, module))
     if mlp in path.skipped:
-        for name in adapter.mlp_modules_of(layer):
+        for name in adapter.modules_of(layer, Part.MLP):
             forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
     if not forwards:
         return layer
     return view_with(layer, {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
+
+
+def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a recurrent module of layer `index` one token at a time, and keep the layer's state after each.
+
+    A padding mask is left out of the call: rows hold no padding here.
+    """
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    states = None if cache is None else cache.layers[index]
+    # Layers of several kinds may go by the same name.
+    if not isinstance(states, RecurrentLayer):
+        return module(*args, **kwargs)
+    unmasked = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}
+    tokens = hidden_states(args, kwargs).split(1, 1)
+    outputs = []
+    for node, token in zip(states.nodes(len(tokens)), tokens, strict=True):
+        states.enter(node)
+        outputs.append(call_with(module, token, args, unmasked))
+        states.record(node)
+    return torch.cat(outputs, 1)
 
 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +223,7 @@ def _publishing(module: nn.Module, attention: Sublayer, path: LayerPath) -> Call
 
 def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> nn.Module | None:
     """The layer with every attention of it publishing, if later layers read what one of them publishes."""
-    modules = [(name, layer.get_submodule(name)) for name in adapter.attention_modules_of(layer)]
+    modules = [(name, layer.get_submodule(name)) for name in adapter.modules_of(layer, Part.ATTENTION)]
     publishing = {
         name: replaced(module, _publishing(module, Sublayer(index, Part.ATTENTION), path))
         for name, module in modules

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from selfspec.adapters import ADAPTERS, REFUSED
-from selfspec.errors import (
-    UnsupportedModelError,
-)
+from selfspec.errors import UnsupportedModelError
 from selfspec.model.adapter import Adapter
 
 

@@ -14,7 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
+from selfspec.model.layer_path import Part
 from selfspec.model.registry import find_adapter
+from selfspec.model.weights_read import weights_outside
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,7 @@ class ModelSummary:
     @property
     def exits(self) -> tuple[ExitSummary, ...]:
         """Every exit layer, 1..N-1 of N layers."""
-        reads = ((layer, self._bytes_read(layer)) for layer in range(1, len(self.layers)))
-        return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
+        return self.exits_reading(self.vocabulary)
 
     def exits_reading(self, rows: int) -> tuple[ExitSummary, ...]:
         """Every exit where a draft step reads only `rows` rows of the head; bytes are rounded down.
@@ -166,7 +167,7 @@ class ModelSummary:
         if not 1 <= rows <= self.vocabulary:
             raise DraftConfigError(f"a reduced vocabulary of {rows} is out of range: this model has {self.vocabulary}")
         saved = self.head.bytes * (self.vocabulary - rows) // self.vocabulary
-        reads = ((choice.layer, choice.bytes_read - saved) for choice in self.exits)
+        reads = ((layer, self._bytes_read(layer) - saved) for layer in range(1, len(self.layers)))
         return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,10 +185,6 @@ class ModelSummary:
 def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSummary:
     """Describe a model without running it. Its weights may be on the meta device.
 
-    Args:
-        model: any causal LM of a supported architecture.
-        adapter: where the model keeps its layers, for an architecture selfspec does not know.
-
     Raises:
         UnsupportedModelError: there is no adapter for it.
     """
@@ -197,7 +194,6 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     windows = _windows(config, len(modules))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    accounted = _ids(embeddings) | _ids(modules) | _ids([head])
     return ModelSummary(
         model=type(model).__name__,
         model_type=config.model_type,
@@ -207,7 +203,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         context=getattr(config, "max_position_embeddings", None),
         embedding=Weights.of(weight for module in embeddings for weight in module.parameters()),
         layers=tuple(_layer(module, adapter, window) for module, window in zip(modules, windows, strict=True)),
-        final_norm=Weights.of(weight for weight in model.parameters() if id(weight) not in accounted),
+        final_norm=Weights.of(weights_outside(model, [*embeddings, *modules, head])),
         head=Weights.of(head.parameters()),
         tied=head.weight is embedding.weight,
         total=Weights.of(model.parameters()),
@@ -227,13 +223,11 @@ def describe_config(config: PreTrainedConfig) -> ModelSummary:
 
 
 def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerSummary:
-    attentions = adapter.attention_modules_of(layer)
-    mlps = adapter.mlp_modules_of(layer)
-    accounted = _ids([layer.get_submodule(name) for name in (*attentions, *mlps)])
+    attentions, mlps = (adapter.modules_of(layer, part) for part in Part)
     return LayerSummary(
         attention=_sublayer(layer, attentions),
         mlp=_sublayer(layer, mlps),
-        norms=Weights.of(weight for weight in layer.parameters() if id(weight) not in accounted),
+        norms=Weights.of(weights_outside(layer, [layer.get_submodule(name) for name in (*attentions, *mlps)])),
         window=window,
     )
 
@@ -283,7 +277,3 @@ def _shape(config: PreTrainedConfig) -> Sequence[int]:
     shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
     heads: int = 1 if shared else getattr(config, "num_key_value_heads", None) or queries
     return [heads, head_dim, getattr(config, "v_head_dim", None) or head_dim]
-
-
-def _ids(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(weight) for module in modules for weight in module.parameters()}

@@ -10,7 +10,7 @@ from functools import partial
 from types import BuiltinFunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from selfspec.errors import UnsupportedModelError
 
@@ -34,13 +34,7 @@ def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Modu
 
 
 def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
-    """A view of a model whose decoder layers are replaced.
-
-    Args:
-        module: the model.
-        names: of the attributes on the way to the list of its layers.
-        layers: their replacements.
-    """
+    """A view of a model whose decoder layers are replaced."""
     if not names:
         return view_with(module, {str(index): layer for index, layer in enumerate(layers)})
     return view_with(module, {names[0]: view_with_layers(module.get_submodule(names[0]), names[1:], layers)})
@@ -98,6 +92,19 @@ def runs_as_written(function: Callable[..., Any], home: str) -> bool:
     # A wrapper says that it comes from where the wrapped one does; what it looks names up in does not lie.
     space = getattr(function, "__globals__", {})
     return isinstance(function, BuiltinFunctionType) or space.get("__name__") == home
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states of a call, `[batch, tokens, hidden]`."""
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+def call_with(module: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module as it was called, but with other hidden states."""
+    if args:
+        return module(hidden, *args[1:], **kwargs)
+    return module(**{**kwargs, "hidden_states": hidden})
 
 
 def copied(module: nn.Module) -> nn.Module:

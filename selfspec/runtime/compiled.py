@@ -73,13 +73,7 @@ class Compiled(AnyLength):
 
 
 class _Compiled:
-    """A compiled pass, called like the pass. Weights are arguments, so it holds no copy of them.
-
-    Args:
-        function: the pass.
-        example: what it was run on.
-        runtime: lowers its graph.
-    """
+    """A compiled pass, called like the pass. Weights are arguments, so it holds no copy of them."""
 
     def __init__(self, function: PassFunction, example: PassTensors, runtime: Compiled) -> None:
         roots = (function.view.module, *(call.layer for call in function.layers))
@@ -170,12 +164,7 @@ def _shared(layers: Sequence[LayerCall]) -> Iterator[None]:
 
 
 class _SharedGraph:
-    """Runs one layer's graph with the weights it is given.
-
-    Args:
-        call: of the layer.
-        name: of the graph.
-    """
+    """Runs one layer's graph with the weights it is given."""
 
     def __init__(self, call: LayerCall, name: str) -> None:
         self._call = call

@@ -12,11 +12,10 @@ from torch import Tensor
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.pass_function import PassTensors
 from selfspec.runtime.process_lock import ProcessLock
-from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, equal
+from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesError, RecordingError, Runtime, equal
 
 # Graphs of one kind of pass: one for each bucket of slots and each cache.
 _MOST_GRAPHS = 32
-_TRIALS = 3
 
 Launch = Callable[[], tuple[Tensor, ...]]
 """Run a pass over tensors at fixed addresses; returns its outputs."""
@@ -52,7 +51,7 @@ class CudaGraphs(Runtime):
             )
 
     def is_tried(self, lengths: Sequence[int]) -> bool:
-        return len(lengths) >= _TRIALS
+        return len(lengths) >= TRIALS
 
     def program(self, function: Function, example: PassTensors) -> Function:
         return _Graphs(function, len(example.slots.buffers), self.recorder(example.tokens.device))
@@ -63,11 +62,7 @@ class CudaGraphs(Runtime):
 
 
 class Recorder:
-    """Captures the passes of one kind, which share memory for intermediate results.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Captures the passes of one kind, which share memory for intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -6,56 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from selfspec.model.adapter import Adapter
-from selfspec.model.early_head import DraftHead
-from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.layer_calls import LayerCall
+from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.model_state import ModelState
-from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.recordable import run_watched, why_not
 from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
+from selfspec.runtime.timer import Timer
 
 # Comparisons over one number of slots after which a program is used over that number, if over no other yet.
 _SAME = 3
 # Kinds of passes that are kept count of. Batches that shrink row by row bring new ones with each row.
 _MOST_KINDS = 256
-
-
-@dataclass(frozen=True)
-class PassKind:
-    """What passes have in common that one program can run.
-
-    Attributes:
-        path: what they run.
-        head: what reads the last states; None: the model's own.
-        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
-        rows: of the batch.
-        width: tokens of each row.
-        uniform: whether all rows write the same slots.
-        masked: whether they need a mask.
-        nodes: of the tree whose nodes they read; None: of a chain.
-        windowed: whether some layer sees less than all slots.
-        padded: whether slots past the last token may be seen, and are masked.
-        entering: names of the attentions whose outputs enter with states; None: no states enter.
-    """
-
-    path: LayerPath
-    head: DraftHead | None
-    base: str | None
-    rows: int
-    width: int
-    uniform: bool
-    masked: bool
-    nodes: int | None
-    windowed: bool
-    padded: bool
-    entering: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -162,25 +126,17 @@ class BoundPrograms:
     A generation keeps those of the state that the model was in when it began. Nothing is recorded while the model is
     in another.
 
-    Args:
-        runtime: makes programs.
-        clock: tells the time, in seconds.
-        state: what they are bound to.
-
     Attributes:
-        state: the same.
+        runtime: makes programs.
+        state: what they are bound to.
         candidates: how far kinds of passes have come.
     """
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], state: ModelState) -> None:
+        self.runtime = runtime
         self.state = state
         self.candidates: dict[PassKind, _Candidate] = {}
-        self._runtime = runtime
         self._clock = clock
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        """Let calls replace layers of a view, where the runtime can make something of that: see `Runtime`."""
-        return self._runtime.put_calls(view, model, adapter)
 
     def run(
         self,
@@ -214,7 +170,7 @@ class BoundPrograms:
                 candidate.refuse(str(error))
                 return stock()
         candidate.passes += 1
-        after = self._runtime.after
+        after = self.runtime.after
         # Another thread may be making the program.
         wanted = candidate.refused is None and after is not None and candidate.passes > after
         if not wanted or not candidate.making.acquire(blocking=False):
@@ -233,22 +189,23 @@ class BoundPrograms:
     ) -> PassResult:
         if not self.state.holds():
             return stock()
-        watch = _Stopwatch(self._clock, tensors.tokens.device)
+        timer = Timer(self._clock, tensors.tokens.device)
+        began = timer.now()
         expected = stock()
-        stock_seconds = watch.lap()
+        stock_seconds = timer.now() - began
         try:
             if candidate.program is None:
                 candidate.program = self._make(tensors, function())
-            watch.lap()
+            began = timer.now()
             given = candidate.program.run(tensors)
-            seconds = watch.lap()
+            seconds = timer.now() - began
         except OtherSizesError:
             return expected
         # Whatever goes wrong in making or trying a program, the stock modules write its keys and values once more.
         except Exception as error:
             candidate.refuse(f"{type(error).__name__}: {error}".splitlines()[0])
             return stock()
-        if not self._runtime.agree(given.flat(), expected.flat()):
+        if not self.runtime.agree(given.flat(), expected.flat()):
             candidate.refuse("it gave something else than the stock modules")
             return stock()
         if candidate.lengths:
@@ -257,7 +214,7 @@ class BoundPrograms:
             candidate.seconds.append(seconds)
         length = tensors.slots.visible.shape[0]
         candidate.lengths.append(length)
-        tried = len(candidate.lengths) > 1 and self._runtime.is_tried(candidate.lengths)
+        tried = len(candidate.lengths) > 1 and self.runtime.is_tried(candidate.lengths)
         if tried or candidate.serves(length):
             if min(candidate.seconds) < min(candidate.stock_seconds):
                 candidate.proved = tried
@@ -267,21 +224,5 @@ class BoundPrograms:
 
     def _make(self, tensors: PassTensors, function: PassFunction) -> _Program:
         left = run_watched(lambda: function.result(tensors.flat())).states
-        program = self._runtime.program(function, tensors)
-        return _Program(program, function.base is None, None if left is None else tuple(left.attention))
-
-
-class _Stopwatch:
-    """Seconds between laps, the work of the device included."""
-
-    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
-        self._clock = clock
-        self._device = device
-        self._started = clock()
-
-    def lap(self) -> float:
-        if self._device.type == "cuda":
-            # Not for the whole device: that fails while another thread captures a graph.
-            torch.cuda.current_stream(self._device).synchronize()
-        started, self._started = self._started, self._clock()
-        return self._started - started
+        program = self.runtime.program(function, tensors)
+        return _Program(program, function.kind.base is None, None if left is None else tuple(left.attention))

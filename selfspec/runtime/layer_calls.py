@@ -147,20 +147,12 @@ class LayerCall:
         if any(leaf is not _TENSOR and leaf is not None for leaf in self._results.leaves):
             return None
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in self.example)
-        return (self._arguments.form.tree, tuple(map(repr, self._arguments.form.leaves)), shapes, self._structure())
-
-    def _structure(self) -> tuple[object, ...]:
-        return tuple((name, _likeness(module)) for name, module in self.layer.named_modules())
+        structure = tuple((name, _likeness(module)) for name, module in self.layer.named_modules())
+        return (self._arguments.form.tree, tuple(map(repr, self._arguments.form.leaves)), shapes, structure)
 
 
 def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-    """Replace the layers of a view that it runs unchanged by calls.
-
-    Args:
-        view: of a model.
-        model: that it is a view of; only this view reads its weights.
-        adapter: where its layers are.
-    """
+    """Replace the layers of a view that it runs unchanged by calls: see `Runtime.put_calls`."""
     layers = adapter.decoder_layers(view.module)
     calls = tuple(
         LayerCall(layer, index)

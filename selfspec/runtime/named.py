@@ -19,21 +19,13 @@ class RuntimeName(StrEnum):
     GRAPHS = "graphs"
 
 
-_MAKING_PROGRAMS: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
-    RuntimeName.TRACED: Traced,
-    RuntimeName.COMPILED: Compiled,
-    RuntimeName.GRAPHS: CudaGraphs,
-}
-
-
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
-    """Make a runtime.
-
-    Args:
-        name: one of `RUNTIMES`.
-        after: passes of a kind before a program is made for it; None: the runtime's default.
-    """
+    """Make a runtime, with its default for the passes of a kind before a program is made where `after` is None."""
     if name is RuntimeName.EAGER:
         return Eager()
-    kind = _MAKING_PROGRAMS[name]
-    return kind() if after is None else kind(after=after)
+    kinds: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
+        RuntimeName.TRACED: Traced,
+        RuntimeName.COMPILED: Compiled,
+        RuntimeName.GRAPHS: CudaGraphs,
+    }
+    return kinds[name]() if after is None else kinds[name](after=after)

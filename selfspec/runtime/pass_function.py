@@ -11,11 +11,44 @@ from transformers import PreTrainedConfig
 from selfspec.cache.block import Block
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import Slots
-from selfspec.kernels.packed import PackedLinear
+from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.held_weights import HeldWeights
 from selfspec.runtime.layer_calls import LayerCall
+from selfspec.runtime.packed import PackedLinear
 from selfspec.runtime.slot_cache import SlotCache
+
+
+@dataclass(frozen=True)
+class PassKind:
+    """What passes have in common that one program can run.
+
+    Attributes:
+        path: what they run.
+        head: what reads the last states; None: the model's own.
+        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
+        rows: of the batch.
+        width: tokens of each row.
+        uniform: whether all rows write the same slots.
+        masked: whether they need a mask.
+        nodes: of the tree whose nodes they read; None: of a chain.
+        windowed: whether some layer sees less than all slots.
+        padded: whether slots past the last token may be seen, and are masked.
+        entering: names of the attentions whose outputs enter with states; None: no states enter.
+    """
+
+    path: LayerPath
+    head: DraftHead | None
+    base: str | None
+    rows: int
+    width: int
+    uniform: bool
+    masked: bool
+    nodes: int | None
+    windowed: bool
+    padded: bool
+    entering: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -69,36 +102,24 @@ class PassFunction:
     Attributes:
         view: runs the path.
         layers: calls that replace some of its layers.
-        base: attribute of the view that holds all but the head; None: the pass ends with the head.
+        kind: of the pass.
         cache_name: what the model calls its cache.
         config: of the text model.
-        masked: whether the pass needs a mask.
-        in_tree: whether it reads nodes of a tree.
-        padded: whether it may look at slots past its last token.
-        entering: names of the attentions whose outputs enter; None: no states enter.
         packed: the packed layers of the view, which nothing else runs.
     """
 
     view: GatedModel
     layers: tuple[LayerCall, ...]
-    base: str | None
+    kind: PassKind
     cache_name: str
     config: PreTrainedConfig
-    masked: bool
-    in_tree: bool
-    padded: bool
-    entering: tuple[str, ...] | None
     packed: tuple[PackedLinear, ...] = ()
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.result(tensors).flat()
 
     def result(self, tensors: tuple[Tensor, ...]) -> PassResult:
-        """The same, not in a row.
-
-        Args:
-            tensors: those of `PassTensors.flat`.
-        """
+        """The same, not in a row."""
         count = len(self.packed)
         holders = tuple(layer._parameters for layer in self.packed)
         with HeldWeights(holders, ("weight",) * count).replaced(tensors[:count]):
@@ -107,25 +128,25 @@ class PassFunction:
     def _result(self, tensors: tuple[Tensor, ...]) -> PassResult:
         tokens, slot_mapping, positions, visible, *rest = tensors
         block = None
-        if self.in_tree:
+        if self.kind.nodes is not None:
             start, depths, sees, *rest = rest
             block = Block(start, depths, sees)
         entering = None
-        if self.entering is not None:
+        if self.kind.entering is not None:
             hidden, *rest = rest
-            count = len(self.entering)
-            attention = dict(zip(self.entering, rest[:count], strict=True))
+            count = len(self.kind.entering)
+            attention = dict(zip(self.kind.entering, rest[:count], strict=True))
             entering, rest = ExactStates(hidden, attention), rest[count:]
         mask = None
-        if self.masked:
+        if self.kind.masked:
             rows, seen, dtype = tokens.shape[0], visible.shape[0], rest[0].dtype
-            mask = attention_mask(self.config, slot_mapping, rows, seen, dtype, block=block, padded=self.padded)
+            mask = attention_mask(self.config, slot_mapping, rows, seen, dtype, block=block, padded=self.kind.padded)
         slots = Slots(slot_mapping, positions, visible, tuple(rest), block)
         inputs = {
-            self.cache_name: SlotCache.of_slots(slots, self.padded),
+            self.cache_name: SlotCache.of_slots(slots, self.kind.padded),
             **model_inputs(tokens, positions, mask),
         }
-        return run_view(self.view, self.base, entering, inputs)
+        return run_view(self.view, self.kind.base, entering, inputs)
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:

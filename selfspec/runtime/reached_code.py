@@ -26,9 +26,6 @@ class ReachedCode:
     Names are followed wherever code mentions them: in its module, in modules found there, and among the methods of its
     class. So it may name more than a pass runs, but misses nothing that is called by name.
 
-    Args:
-        model: its modules, and the functions that they hold as attributes.
-
     Attributes:
         names: by id of a namespace: the namespace, and the names looked up in it.
         mappings: kernels by name, from which a configuration chooses.

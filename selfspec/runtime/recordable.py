@@ -24,11 +24,7 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forwa
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Say why this model cannot be recorded now; None: it can be.
-
-    Args:
-        model: a stock model.
-    """
+    """Say why this stock model cannot be recorded now; None: it can be."""
     if any(GLOBAL_HOOKS):
         return "every module of this process has hooks"
     for name, module in model.named_modules():
@@ -48,11 +44,7 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def is_watched(device: torch.device) -> bool:
-    """Whether a torch mode or autocast is active in this thread, which sees or changes every operation.
-
-    Args:
-        device: where passes run.
-    """
+    """Whether a torch mode or autocast is active here for a device, which sees or changes every operation."""
     return (
         _get_current_dispatch_mode() is not None
         # A default device is such a mode too.

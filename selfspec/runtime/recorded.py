@@ -6,25 +6,17 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.masks import needs_mask, smallest_window
 from selfspec.cache.shared_cache import SharedCache, Slots
-from selfspec.kernels.packed import packed_layers
-from selfspec.model.adapter import Adapter
+from selfspec.model.adapter import Adapter, takes
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.graph_cache import BoundPrograms, GraphCache, PassKind
-from selfspec.runtime.pass_function import PassFunction, PassResult, PassTensors
+from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
+from selfspec.runtime.packed import packed_layers
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
-from selfspec.runtime.runner import ModelRunner, PassCall, takes_positions, with_kernels
+from selfspec.runtime.runner import ModelRunner, PassCall, with_kernels
 
 
 class RecordedRunner(ModelRunner):
-    """A runner that hands passes of a round to programs; what has no program runs on the stock modules.
-
-    Args:
-        model: the stock causal LM.
-        adapter: where its layers are.
-        cache: what all passes read and write, from its cursors on.
-        programs: of the model as it is now.
-        substitutes: of the model; None: paths that need some make them for this generation.
-    """
+    """A runner that hands passes of a round to the programs of the model; what has none runs on the stock modules."""
 
     def __init__(
         self,
@@ -76,18 +68,8 @@ class RecordedRunner(ModelRunner):
         frozen = frozen_view(self._stock_model)
         packed, model = tuple(packed_layers(frozen)), with_kernels(frozen)
         view = self._gated_view(model, kind.path, kind.head)
-        return PassFunction(
-            view,
-            self._programs.put_calls(view, model, self._adapter),
-            kind.base,
-            self._cache_name,
-            self._config,
-            kind.masked,
-            kind.nodes is not None,
-            kind.padded,
-            kind.entering,
-            packed,
-        )
+        calls = self._programs.runtime.put_calls(view, model, self._adapter)
+        return PassFunction(view, calls, kind, self._cache_name, self._config, packed)
 
 
 def runner_for(
@@ -99,18 +81,14 @@ def runner_for(
 ) -> ModelRunner:
     """Make the runner of one generation: a recorded one where this model's passes can be recorded now.
 
-    Args:
-        model: the stock causal LM.
-        adapter: where its layers are.
-        cache: what all passes read and write.
-        programs: of the wrapped model; None: the stock modules run every pass.
-        substitutes: of the wrapped model; None: paths that need some make them for this generation.
+    Without `programs` the stock modules run every pass.
 
     Raises:
         UnsupportedOptionError: the model has moved to where the runtime cannot run it.
     """
     # A runtime that needs passes of few shapes can do nothing for others.
-    if programs is not None and programs.bucket == cache.bucket and takes_positions(model) and not adapter.publishes:
+    recordable = takes(model, "position_ids") and not adapter.publishes
+    if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)
         if bound is not None:
             return RecordedRunner(model, adapter, cache, bound, substitutes)

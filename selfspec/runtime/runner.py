@@ -5,7 +5,6 @@ This one runs the stock modules. `selfspec.runtime.recorded` has the other, whic
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.kernels.few_rows import for_few_rows
-from selfspec.kernels.grouped_queries import for_grouped_queries
-from selfspec.kernels.norms import for_norms
-from selfspec.model.adapter import Adapter
-from selfspec.model.compared_view import ComparedModel
+from selfspec.model.adapter import Adapter, takes
+from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
+from selfspec.runtime.few_rows import for_few_rows
+from selfspec.runtime.grouped_queries import for_grouped_queries
+from selfspec.runtime.norms import for_norms
 from selfspec.runtime.pass_function import PassResult, model_inputs, run_view
 
 
@@ -37,19 +36,6 @@ class Pass:
 
     logits: Tensor
     states: ExactStates | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Logits of the same tokens at an early exit and at the end of the network.
-
-    Attributes:
-        draft: at the exit, `[batch, tokens, vocab]`; -inf at tokens that cannot be drafted.
-        target: at the end, same shape.
-    """
-
-    draft: Tensor
-    target: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,9 +82,8 @@ class ModelRunner:
         self._substitutes = substitutes or Substitutes()
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        parameters = inspect.signature(type(model).forward).parameters
-        self._takes_positions = takes_positions(model)
-        self._cache_name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
+        self._takes_positions = takes(model, "position_ids")
+        self._cache_name = next(name for name in ("past_key_values", "cache_params") if takes(model, name))
         self._gated: dict[tuple[LayerPath, DraftHead | None], GatedModel] = {}
 
     def logits(
@@ -129,9 +114,9 @@ class ModelRunner:
     @property
     def keeps_last_logits(self) -> bool:
         """Whether the model can leave out logits of all but the last tokens of a pass."""
-        return "logits_to_keep" in inspect.signature(type(self._stock_model).forward).parameters
+        return takes(self._stock_model, "logits_to_keep")
 
-    def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> Comparison:
+    def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Run a prompt, with the logits of its last tokens at an early exit and at the end.
 
         Args:
@@ -139,11 +124,14 @@ class ModelRunner:
             head: of the exit; None: the model's own norm and head.
             tokens: `[batch, tokens]`.
             most: how many tokens are compared at most.
+
+        Returns:
+            `[batch, tokens, vocab]` each: of the exit, -inf at tokens that cannot be drafted; and at the end.
         """
-        view = ComparedModel(self._model, self._adapter, exit_layer, head).module
+        view = compared_view(self._model, self._adapter, exit_layer, head)
         kept = {"logits_to_keep": min(most, tokens.shape[1])} if self.keeps_last_logits else {}
         target, draft = view(**self._inputs(tokens), **kept).logits[:, -most:].chunk(2)
-        return Comparison(draft if head is None else head.alone(draft), target)
+        return (draft if head is None else head.alone(draft)), target
 
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
@@ -210,11 +198,6 @@ class ModelRunner:
         positions = self._cache.positions(width, first) if self._takes_positions else None
         mask = self._cache.attention_mask(self._config, width, self._dtype, first)
         return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}
-
-
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model is told the position of each token."""
-    return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def with_kernels(model: nn.Module) -> PreTrainedModel:

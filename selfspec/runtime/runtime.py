@@ -19,8 +19,9 @@ from selfspec.runtime.process_lock import ProcessLock
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A pass as a function of tensors alone."""
 
-# Numbers of visible slots at which a program must agree with the stock modules.
-_TRIALS = 3
+TRIALS = 3
+"""Comparisons in which a program must agree with the stock modules."""
+
 RECORDING = ProcessLock()
 """Held while recording: warning filters and graph captures belong to the whole process."""
 
@@ -37,9 +38,9 @@ class Runtime(ABC):
     """How passes are run."""
 
     @property
-    @abstractmethod
     def after(self) -> int | None:
         """Passes of a kind that the stock modules run before a program replaces them; None: all."""
+        return None
 
     @property
     def bucket(self) -> int:
@@ -63,13 +64,13 @@ class Runtime(ABC):
         """
         return ()
 
-    @abstractmethod
     def is_tried(self, lengths: Sequence[int]) -> bool:
-        """Whether a program has agreed with the stock modules often enough.
+        """Whether a program has agreed with the stock modules often enough: here, over three numbers of slots.
 
         Args:
             lengths: the number of visible slots in each comparison.
         """
+        return len(set(lengths)) >= TRIALS
 
     def agree(self, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         """Whether a program agrees with the stock modules: here, bit for bit.
@@ -99,13 +100,6 @@ class Runtime(ABC):
 class Eager(Runtime):
     """The stock modules, always."""
 
-    @property
-    def after(self) -> int | None:
-        return None
-
-    def is_tried(self, lengths: Sequence[int]) -> bool:
-        return True
-
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         return function
 
@@ -126,9 +120,6 @@ class AnyLength(Runtime):
 
     def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
         return put_calls(view, model, adapter)
-
-    def is_tried(self, lengths: Sequence[int]) -> bool:
-        return len(set(lengths)) >= _TRIALS
 
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -31,13 +31,7 @@ class Traced(AnyLength):
 
 
 def traced(function: Function, example: tuple[Tensor, ...], layers: Sequence[LayerCall] = ()) -> Function:
-    """A function of tensors, called from C++.
-
-    Args:
-        function: what to trace.
-        example: what it was run on.
-        layers: calls in it that can run functions, each with the arguments of that run.
-    """
+    """Trace a function of tensors, to be called from C++; `layers` are calls in it, which kept what they were given."""
     # A separate unit: torch.jit.trace would keep its result, and every weight, in a unit of the process forever.
     unit = torch._C.CompilationUnit()
     with RECORDING, warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:

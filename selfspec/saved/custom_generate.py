@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from selfspec.api import wrap
+from selfspec import wrap
 from selfspec.decode.output import GenerateOutput
 from selfspec.saved.recipe import Recipe
 

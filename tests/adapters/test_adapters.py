@@ -16,7 +16,7 @@ import selfspec.adapters
 from helpers import tiny
 from helpers.reference import layers_of, sublayer_module
 from selfspec.adapters import ADAPTERS
-from selfspec.model.layer_path import Part, sublayers
+from selfspec.model.layer_path import sublayers
 
 DRAFTS = [
     selfspec.EarlyExit(1),
@@ -52,8 +52,7 @@ def test_a_declaration_names_the_layers_and_sublayers_of_the_stock_model(archite
     assert layers == list(layers_of(model))
     for sublayer in sublayers(len(layers)):
         layer, wanted = layers[sublayer.layer], sublayer_module(model, sublayer)
-        is_attention = sublayer.part is Part.ATTENTION
-        names = adapter.attention_modules_of(layer) if is_attention else adapter.mlp_modules_of(layer)
+        names = adapter.modules_of(layer, sublayer.part)
         assert [layer.get_submodule(name) for name in names] == [wanted]
 
 

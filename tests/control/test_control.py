@@ -20,9 +20,9 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, assert_rows_are_stock
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
-from selfspec.control import Budget, Control, Controller, CostAware, Evidence, RowOutcome
+from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
 from selfspec.control.costs import CostsByRows
-from selfspec.draft import Draft
+from selfspec.draft import Budget, Draft
 
 CHEAP = selfspec.Costs(draft=0.1)
 DEAR = selfspec.Costs(draft=0.9, verify=1.2)

@@ -16,8 +16,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
 from helpers.tiny_joint import BATCHES, PROMPT, ROWS, TOKENS, joint, network
-from selfspec.control import Budget
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 
 WARM, SHARP = Warp(temperature=1.5), Warp(temperature=0.7)
 FILTERED = Warp(temperature=1.4, top_k=4, top_p=0.85)

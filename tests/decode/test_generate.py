@@ -30,11 +30,10 @@ from helpers.joints import (
     small,
 )
 from selfspec.accept import TokenLevel
-from selfspec.control import Budget
 from selfspec.decode.batch import Batch
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.sequences import Prefixes
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 from selfspec.runtime import Runtime
 
 

@@ -13,8 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, Syn
 import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
-from selfspec.control import Budget
-from selfspec.draft import Drafter
+from selfspec.draft import Budget, Drafter
 
 VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
 ROWS, BATCHES = 512, 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
-from selfspec.control import Budget, Control, Controller
+from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.batch import Batch
 from selfspec.decode.output import Round
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 
 CHEAP = selfspec.Costs(draft=0.1)
 
@@ -40,11 +40,8 @@ class InStep(Control):
 
 class _InStep(Controller):
     def __init__(self, longest: int, threshold: float) -> None:
-        self.most = Budget.chain(longest)
+        super().__init__(Budget.chain(longest))
         self._threshold = threshold
-
-    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        return self.most.within(remaining - 1)
 
     def goes_on(self, scores: Tensor) -> bool:
         return bool((scores.softmax(-1).amax(-1) >= self._threshold).any())

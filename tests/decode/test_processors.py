@@ -15,10 +15,9 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
-from selfspec.control import Budget
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
 from selfspec.decode.sequences import Prefixes, Sequences
-from selfspec.draft import Drafter
+from selfspec.draft import Budget, Drafter
 
 WIDTH, NEW = 10, 20
 PADDING = (4, 0, 7)

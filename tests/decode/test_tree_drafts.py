@@ -15,8 +15,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import BATCHES, PROMPTS, TOKENS, VOCAB, Warp, joint, small
 from selfspec.cache.tree import Tree
-from selfspec.control import Budget
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 
 FORK = Tree((-1, -1, 0, 0, 1, 2, 4))
 SHAPES = [Tree((-1, -1, -1)), FORK, Tree((-1, 0, -1, 2, 3, 3))]

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.reference import Calls
-from selfspec.control import Budget, Control, Controller
+from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
+from selfspec.draft import Budget
 from selfspec.draft.named import draft_name, parse_draft
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])

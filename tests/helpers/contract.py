@@ -88,10 +88,10 @@ class Subject:
                 handles.append(_replace(layer, "input"))
                 continue
             if attention in left_out:
-                names = self.adapter.attention_modules_of(layer)
+                names = self.adapter.modules_of(layer, Part.ATTENTION)
                 handles += [_replace(layer.get_submodule(name), self.adapter.without_attention) for name in names]
             if mlp in left_out:
-                names = self.adapter.mlp_modules_of(layer)
+                names = self.adapter.modules_of(layer, Part.MLP)
                 handles += [_replace(layer.get_submodule(name), self.adapter.without_mlp) for name in names]
         try:
             logits = self.stock_logits(self.text)[:, PAST:]
@@ -188,7 +188,7 @@ def skip_attention(subject: Subject) -> None:
 def skip_mlp(subject: Subject) -> None:
     """Every MLP left out, and resuming the full pass there."""
     for index, layer in enumerate(subject.adapter.decoder_layers(subject.model)):
-        if subject.adapter.mlp_modules_of(layer):
+        if subject.adapter.modules_of(layer, Part.MLP):
             _path(subject, LayerPath.without(subject.depth, [Sublayer(index, Part.MLP)]))
 
 
@@ -215,8 +215,8 @@ def stream(subject: Subject) -> None:
         _replace(layer.get_submodule(name), by)
         for layer in layers
         for name, by in (
-            *((name, subject.adapter.without_attention) for name in subject.adapter.attention_modules_of(layer)),
-            *((name, subject.adapter.without_mlp) for name in subject.adapter.mlp_modules_of(layer)),
+            *((name, subject.adapter.without_attention) for name in subject.adapter.modules_of(layer, Part.ATTENTION)),
+            *((name, subject.adapter.without_mlp) for name in subject.adapter.modules_of(layer, Part.MLP)),
         )
     ]
     try:
@@ -275,7 +275,7 @@ def greedy(subject: Subject) -> None:
     subject.model(subject.tokens(PAST, 1, 0))
     before = Snapshot(subject.model)
     last = subject.depth - 1
-    has_mlp = bool(subject.adapter.mlp_modules_of(subject.adapter.decoder_layers(subject.model)[last]))
+    has_mlp = bool(subject.adapter.modules_of(subject.adapter.decoder_layers(subject.model)[last], Part.MLP))
     drafts: list[selfspec.Drafter | None] = [
         None,
         selfspec.EarlyExit(1),

@@ -8,9 +8,8 @@ import pytest
 from transformers import dynamic_module_utils
 
 import selfspec
-from selfspec.control import Budget
 from selfspec.decode.batch import Batch
-from selfspec.draft import Draft
+from selfspec.draft import Budget, Draft
 from selfspec.draft.along_layer_path import LayerPathDrafter
 
 

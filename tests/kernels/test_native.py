@@ -13,9 +13,9 @@ import selfspec
 from helpers import own_kernels, tiny
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.kernels.few_rows import for_few_rows
 from selfspec.kernels.low_bits import EightBitsLinear
 from selfspec.runtime import Runtime
+from selfspec.runtime.few_rows import for_few_rows
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ def test_logits_are_those_of_two_passes(architecture: str, exit_layer: int, most
     if ADAPTERS[model.config.model_type].recurrent:
         pytest.skip("states do not roll back by a cursor, so that a prompt is never compared")
     one, other, third = (bench(model) for _ in range(3))
-    compared = one.runner.compare(exit_layer, None, one.tokens, most)
+    draft, target = one.runner.compare(exit_layer, None, one.tokens, most)
     left = LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION))
-    assert torch.allclose(compared.draft, other.steps(left)[0][:, -most:], atol=EXACT, rtol=0)
-    assert torch.allclose(compared.target, third.steps(third.full)[0][:, -most:], atol=EXACT, rtol=0)
+    assert torch.allclose(draft, other.steps(left)[0][:, -most:], atol=EXACT, rtol=0)
+    assert torch.allclose(target, third.steps(third.full)[0][:, -most:], atol=EXACT, rtol=0)
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def test_the_head_of_an_exit_reads_its_states_alone(llama: PreTrainedModel) -> N
     size = llama.config.hidden_size
     head = DraftHead(torch.nn.Linear(size, size, dtype=torch.float64), torch.tensor([3, 7, 11]))
     one, other = bench(llama), bench(llama)
-    compared = one.runner.compare(2, head, one.tokens, 32)
+    draft, target = one.runner.compare(2, head, one.tokens, 32)
     left = LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION))
-    assert torch.allclose(compared.draft, other.runner.logits(left, other.tokens, head=head).logits, atol=EXACT, rtol=0)
-    assert torch.allclose(compared.target, other.logits(other.full), atol=EXACT, rtol=0)
+    assert torch.allclose(draft, other.runner.logits(left, other.tokens, head=head).logits, atol=EXACT, rtol=0)
+    assert torch.allclose(target, other.logits(other.full), atol=EXACT, rtol=0)

@@ -240,29 +240,29 @@ CATALOGUE = (
     Mutation(
         "stale q: the distribution of the draft step before",
         "LayerPathDrafter.propose",
-        "distributions.append(q)",
-        "distributions.append(last if distributions else q)\nlast = q",
+        "distributions.append(drawn.q)",
+        "distributions.append(last if distributions else drawn.q)\nlast = drawn.q",
         (_OWN_Q, _JOINT),
     ),
     Mutation(
         "an argmax draft scored with a softmax q",
-        "LayerPathDrafter.propose",
-        "batch.sampling.draw(decided, _1, _2, _3)",
+        "Batch.draw_draft",
+        "self.sampling.draw(decided, _1, _2, _3)",
         "decided.argmax(-1)",
         (_OWN_Q,),
     ),
     Mutation(
         "draft tokens drawn at a temperature 10 % off the one they are scored with",
-        "LayerPathDrafter.propose",
-        "batch.sampling.draw(decided, _1, _2, _3)",
-        "batch.sampling.draw(decided**1.1, _1, _2, _3)",
+        "Batch.draw_draft",
+        "self.sampling.draw(decided, _1, _2, _3)",
+        "self.sampling.draw(decided**1.1, _1, _2, _3)",
         (_OWN_Q,),
     ),
     Mutation(
         "a draft that overflowed is scored with NaN",
-        "LayerPathDrafter.propose",
-        "proper(batch.sampling.probabilities(scores))",
-        "batch.sampling.probabilities(scores)",
+        "Batch.draw_draft",
+        "proper(self.sampling.probabilities(scores))",
+        "self.sampling.probabilities(scores)",
         ("test_generate.py", "-k", "not_finite"),
     ),
     Mutation(
@@ -274,9 +274,9 @@ CATALOGUE = (
     ),
     Mutation(
         "a coupled draft takes its noise from the place before",
-        "LayerPathDrafter.propose",
-        "batch.cache.positions(1, node) + 1",
-        "batch.cache.positions(1, node)",
+        "Batch.draw_draft",
+        "self.cache.positions(1, place - 1) + 1",
+        "self.cache.positions(1, place - 1)",
         (_COUPLED,),
     ),
     # What p is and what is drawn from it.
@@ -317,16 +317,16 @@ CATALOGUE = (
     ),
     Mutation(
         "draft tokens and their acceptance share their noise",
-        "LayerPathDrafter.propose",
+        "Batch.draw_draft",
         "Purpose.DRAFT",
         "Purpose.ACCEPT",
         (_DRAWN,),
     ),
     Mutation(
         "all draft tokens of a round are drawn with the same noise",
-        "LayerPathDrafter.propose",
-        "batch.sampling.draw(_1, _2, _3, node + 1)",
-        "batch.sampling.draw(_1, _2, _3, 0)",
+        "Batch.draw_draft",
+        "self.sampling.draw(_1, _2, _3, place)",
+        "self.sampling.draw(_1, _2, _3, 0)",
         (_DRAWN,),
     ),
     Mutation(
@@ -530,16 +530,16 @@ CATALOGUE = (
     ),
     Mutation(
         "a draft step's processors do not see the draft so far",
-        "LayerPathDrafter.propose",
-        "Prefixes(batch.sequences, tokens)",
-        "Prefixes(batch.sequences)",
+        "Batch.draw_draft",
+        "Prefixes(self.sequences, drafted)",
+        "Prefixes(self.sequences)",
         (_AS_GOOD,),
     ),
     Mutation(
         "drafts are not processed at all",
-        "LayerPathDrafter.propose",
-        "batch.sampling.scores(step.logits, Prefixes(batch.sequences, tokens))",
-        "step.logits.float()",
+        "Batch.draw_draft",
+        "self.sampling.scores(logits, Prefixes(self.sequences, drafted))",
+        "logits.float()",
         (_AS_GOOD,),
     ),
     Mutation(
@@ -612,7 +612,7 @@ CATALOGUE = (
     Mutation(
         "every draft step writes over the last committed token",
         "LayerPathDrafter.propose",
-        "batch.runner.logits(_1, _2, head=_3, first=node)",
+        "batch.runner.logits(_1, _2, head=_3, first=place - 1)",
         "batch.runner.logits(_1, _2, head=_3, first=-1)",
         (_GREEDY,),
     ),
@@ -661,7 +661,7 @@ CATALOGUE = (
     Mutation(
         "a program is trusted whatever bits it gives",
         "BoundPrograms._try",
-        "not self._runtime.agree(given.flat(), expected.flat())",
+        "not self.runtime.agree(given.flat(), expected.flat())",
         "False",
         ("test_what_gives_other_bits_or_fails_is_never_used",),
     ),
@@ -696,7 +696,7 @@ CATALOGUE = (
     Mutation(
         "layers that attend otherwise share a function",
         "LayerCall.likeness",
-        "self._structure()",
+        "tuple((name, _likeness(module)) for name, module in self.layer.named_modules())",
         "()",
         ("test_layers_that_attend_otherwise_are_not",),
     ),
@@ -1162,9 +1162,9 @@ CATALOGUE = (
     ),
     Mutation(
         "a look-up takes in what was generated only once",
-        "RowIndexes.of",
-        "self._sequences.tokens_from(row, len(index))",
-        "self._sequences.tokens_from(row, 0) if len(index) == 0 else ()",
+        "PromptLookup.look_up",
+        "batch.sequences.tokens_from(row, len(index))",
+        "batch.sequences.tokens_from(row, 0) if len(index) == 0 else ()",
         ("test_prompt_lookup.py",),
     ),
     # Linears of few rows.
@@ -1466,8 +1466,8 @@ CATALOGUE = (
     Mutation(
         "token ids beyond the vocabulary are taken",
         "_is_token",
-        "0 <= int(value) < scope.vocabulary",
-        "0 <= int(value)",
+        "0 <= value < scope.vocabulary",
+        "0 <= value",
         ("test_bad_input.py", "-k", "suppress_tokens or bad_words"),
     ),
     Mutation(
@@ -1567,8 +1567,8 @@ CATALOGUE = (
     Mutation(
         "the target is held against itself on the prompt",
         "prefill_with_evidence",
-        "compared.draft",
-        "compared.target",
+        "draft, target = batch.runner.compare(_1, _2, _3, _4)",
+        "target = batch.runner.compare(_1, _2, _3, _4)[1]\ndraft = target",
         ("test_evidence_is_the_exit_beside_the_target",),
     ),
     Mutation(

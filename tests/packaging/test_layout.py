@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,24 +15,28 @@ from selfspec.adapters import ADAPTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The rooms, from the ground up. A room imports only rooms that its line names, and itself.
-MAY_IMPORT = {
-    "errors": {"decode"},
+# The rooms, from the ground up. A room imports the rooms that its line names, which stand above it here, and itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
     "arguments": {"errors"},
-    "environment": {"kernels"},
     "files": {"errors"},
-    "kernels": {"errors", "model"},
-    "cache": {"errors", "model"},
+    "kernels": {"errors"},
+    "environment": {"kernels"},
+    "cache": {"errors"},
     "model": {"adapters", "cache", "errors", "files", "kernels"},
     "adapters": {"model"},
     "runtime": {"cache", "errors", "kernels", "model"},
+    "draft": {"arguments", "cache", "errors", "files", "model"},
     "accept": {"arguments", "cache", "draft", "errors"},
-    "draft": {"arguments", "cache", "control", "decode", "errors", "files", "model"},
     "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
-    "saved": {"accept", "api", "control", "decode", "draft", "errors", "files"},
+    "saved": {"accept", "control", "decode", "draft", "errors", "files"},
     "api": {"accept", "arguments", "control", "decode", "draft", "errors", "files", "model", "runtime", "saved"},
 }
+# The registry of `model` looks up what `adapters` declares: the two are one step.
+ONE_STEP = ("model", "adapters")
+# Arrows that only type checkers follow: what is handed to a room from below.
+FOR_TYPES = {"errors": {"decode"}, "cache": {"model"}, "draft": {"decode"}}
 ENGINE = set(MAY_IMPORT)
 # What tools are made of. It imports no tool.
 MEASURE = "measure"
@@ -70,26 +75,50 @@ def _room(module: str) -> str:
 ENGINE_MODULES = sorted(module for module in MODULES if _room(module) in ENGINE)
 
 
-def _imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Every module that a source imports, wherever in the source: `selfspec` itself if it takes a name from there."""
+@dataclass(frozen=True)
+class Import:
+    """A module that another one imports; `selfspec` itself if it takes a name from there.
+
+    Attributes:
+        name: of the module.
+        for_types: whether type checkers alone see it.
+    """
+
+    name: str
+    for_types: bool
+
+
+def _imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
+    """Every import of a source, wherever in the source."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    unseen = {id(node) for outer in ast.walk(tree) if _is_for_types(outer) for node in ast.walk(outer)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            yield from (Import(name.name, id(node) in unseen) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
             for name in node.names:
                 full = f"{base}.{name.name}"
-                yield full if full in MODULES else base
+                yield Import(full if full in MODULES else base, id(node) in unseen)
 
 
-def _allowed(room: str, other: str) -> bool:
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _imports_of(module: str) -> list[Import]:
+    path = MODULES[module]
+    return list(_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
+
+
+def _allowed(room: str, other: str, for_types: bool) -> bool:
     """Whether a module of one room may import one of another."""
     if room == other or room in {"selfspec", *FRONT} or other == "selfspec":
         return True
     if room in ENGINE:
-        return other in MAY_IMPORT[room]
+        return other in MAY_IMPORT[room] or (for_types and other in FOR_TYPES.get(room, ()))
     if room == MEASURE:
         return other in ENGINE
     return other in ENGINE | {MEASURE, "tools"}
@@ -97,8 +126,8 @@ def _allowed(room: str, other: str) -> bool:
 
 def _breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     """Imports that a module may not have, by its room."""
-    names = [name for name in _imports(source, module, is_package) if name.partition(".")[0] == "selfspec"]
-    return [name for name in names if not _allowed(_room(module), _room(name))]
+    found = [each for each in _imports(source, module, is_package) if each.name.partition(".")[0] == "selfspec"]
+    return [each.name for each in found if not _allowed(_room(module), _room(each.name), each.for_types)]
 
 
 def _words(source: str) -> Iterator[str]:
@@ -141,11 +170,25 @@ def test_a_module_imports_only_what_its_room_may(module: str) -> None:
     assert _breaches(path.read_text(encoding="utf-8"), module, path.name == "__init__.py") == []
 
 
+def test_arrows_of_the_engine_point_down() -> None:
+    order = list(MAY_IMPORT)
+    upward = [
+        (room, other)
+        for room, others in MAY_IMPORT.items()
+        for other in others
+        if order.index(other) > order.index(room) and (room, other) != ONE_STEP
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_line_of_the_table_names_what_its_room_imports(room: str) -> None:
+    found = {_room(each.name) for module in ENGINE_MODULES if _room(module) == room for each in _imports_of(module)}
+    assert found & ENGINE - {room} == MAY_IMPORT[room] | FOR_TYPES.get(room, set())
+
+
 def test_no_two_modules_import_each_other() -> None:
-    imports = {
-        module: set(_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
-        for module, path in MODULES.items()
-    }
+    imports = {module: {each.name for each in _imports_of(module)} for module in MODULES}
     mutual = [
         (module, other)
         for module, names in imports.items()
@@ -165,6 +208,9 @@ def test_no_two_modules_import_each_other() -> None:
         ("selfspec.draft.early_exit", "def late():\n    from selfspec.measure.costs import anything"),
         ("selfspec.model.view", "from selfspec.decode.batch import Batch"),
         ("selfspec.cache.masks", "from selfspec.draft import Drafter"),
+        ("selfspec.kernels.native", "from selfspec.model.view import view_of"),
+        ("selfspec.draft.early_exit", "from selfspec.decode.batch import Batch"),
+        ("selfspec.cache.masks", "if TYPE_CHECKING:\n    from selfspec.decode.batch import Batch"),
         ("selfspec.measure.costs", "from selfspec.tools.bench import anything"),
         ("selfspec.tools.bench.arms", "from selfspec.tools.verify.run import verify"),
         ("selfspec.tools.bench.arms", "from selfspec.cli.app import app"),
@@ -181,6 +227,7 @@ def test_an_import_from_above_is_seen(module: str, source: str) -> None:
         "from selfspec.model.layer_path import LayerPath",
         "from . import drafter",
         "from ..model.gated_view import GatedModel",
+        "if TYPE_CHECKING:\n    from selfspec.decode.batch import Batch",
     ],
 )
 def test_an_import_within_the_engine_is_allowed(source: str) -> None:

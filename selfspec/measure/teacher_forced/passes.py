@@ -17,9 +17,8 @@ from selfspec.measure.teacher_forced.context import draft_masks, exact_context
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
-from selfspec.model.layer_call import hidden_states
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.model.view import replaced, view_with_layers
+from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.pass_function import model_inputs
 from selfspec.runtime.runner import takes_positions
 

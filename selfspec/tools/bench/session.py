@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.environment import environment
-from selfspec.kernels.packed import pack
 from selfspec.measure.progress import Watch
+from selfspec.runtime.packed import pack
 from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import costs_of

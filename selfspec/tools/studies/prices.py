@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from selfspec.api import wrap
-from selfspec.control.costs import Costs, share_read
+from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
@@ -21,6 +21,7 @@ from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.weights_read import share_read
 from selfspec.runtime import Eager
 from selfspec.tools.studies.drafts import NamedDraft, draft_kind, draft_of
 from selfspec.tools.studies.models import StudiedModel

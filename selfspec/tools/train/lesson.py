@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.control.costs import Costs, share_read
+from selfspec.control.costs import Costs
 from selfspec.control.forecast import forecast
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
+from selfspec.model.weights_read import share_read
 
 # Blocks of held-out text read at once.
 _BATCH = 4

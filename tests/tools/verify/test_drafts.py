@@ -6,9 +6,8 @@ import pytest
 
 import selfspec
 from selfspec.cli.options import read_draft
-from selfspec.control import Budget
 from selfspec.decode.batch import Batch
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import draft_name
 from selfspec.model.layer_path import Part

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
-from selfspec.control import Budget
 from selfspec.decode.batch import Batch
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
 from selfspec.model.gated_view import ExactStates

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from helpers import tiny
 from helpers.snapshot import Snapshot
 from selfspec.kernels import native
-from selfspec.kernels.norms import for_norms
+from selfspec.runtime.norms import for_norms
 
 
 class Doubled(LlamaRMSNorm):

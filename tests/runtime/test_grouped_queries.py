@@ -12,7 +12,7 @@ from helpers.bench import Bench
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.kernels.grouped_queries import for_grouped_queries
+from selfspec.runtime.grouped_queries import for_grouped_queries
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

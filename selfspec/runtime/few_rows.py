@@ -32,11 +32,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def for_few_rows(module: nn.Module) -> nn.Module:
-    """A view of a module that computes few rows fast; the module itself where there is nothing to gain.
-
-    Args:
-        module: a model, or a part of one. It is neither changed nor copied.
-    """
+    """A view of a model, or a part of one, that computes few rows fast; itself where there is nothing to gain."""
     # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
     with_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
     on_the_left = partial(_on_the_left, _pays_with_avx512 if with_avx512 else _pays_without_avx512)

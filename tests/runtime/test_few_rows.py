@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
-from selfspec.kernels.few_rows import for_few_rows
+from selfspec.runtime.few_rows import for_few_rows
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_the_weight_is_on_the_left_where_that_was_the_faster_way(
     rows: range,
 ) -> None:
     processor(capability)
-    monkeypatch.setattr("selfspec.kernels.few_rows.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("selfspec.runtime.few_rows.torch.get_num_threads", lambda: threads)
     widths = _spied(monkeypatch)
     view = for_few_rows(nn.Linear(width, 8))
     for count in range(1, 65):
@@ -151,7 +151,7 @@ def test_plain_decoding_of_one_row_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _left_factors(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, draft: selfspec.Drafter | None) -> list[int]:
     widths = _spied(monkeypatch)
-    monkeypatch.setattr("selfspec.kernels.few_rows.torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("selfspec.runtime.few_rows.torch.get_num_threads", lambda: 2)
     spec = selfspec.wrap(model, draft, draft_length=4)
     spec.generate(tiny.prompt(12), max_new_tokens=9, do_sample=False)
     return widths
@@ -166,5 +166,5 @@ def _spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         widths.append(right.shape[1])
         return product(left, right)
 
-    monkeypatch.setattr("selfspec.kernels.few_rows.torch.mm", spy)
+    monkeypatch.setattr("selfspec.runtime.few_rows.torch.mm", spy)
     return widths

@@ -137,21 +137,13 @@ def pack(model: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def unpack(model: nn.Module) -> None:
-    """Give packed layers their plain weights back, bit by bit.
-
-    Args:
-        model: packed or not.
-    """
+    """Give the packed layers of a model, if it has any, their plain weights back, bit by bit."""
     for layer in packed_layers(model):
         layer.give_back()
 
 
 def packed_layers(model: nn.Module) -> Iterator[PackedLinear]:
-    """Every packed layer of a model, each as often as the model names it.
-
-    Args:
-        model: packed or not.
-    """
+    """Every packed layer of a model, each as often as the model names it."""
     for _, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PackedLinear):
             yield module

@@ -15,11 +15,7 @@ from selfspec.model.view import view_of, view_running
 
 
 def for_norms(module: nn.Module) -> nn.Module:
-    """A view of a module whose norms are one operation each; the module itself where there are none.
-
-    Args:
-        module: a model, or a part of one. It is neither changed nor copied.
-    """
+    """A view of a model, or a part of one, whose norms are one operation each; itself where there are none."""
     return view_of(module, _in_one_step) if native.load_kernels() else module
 
 

@@ -14,8 +14,8 @@ import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
 from selfspec import pack, unpack
-from selfspec.kernels.packed import PackedLinear, packable_dtypes, packed_layers
 from selfspec.model.fingerprint import fingerprint, plain
+from selfspec.runtime.packed import PackedLinear, packable_dtypes, packed_layers
 
 DTYPES = packable_dtypes()
 
@@ -158,7 +158,7 @@ def test_models_without_a_layer_to_pack_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_is_refused_where_the_processor_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.kernels.packed.packable_dtypes", lambda: (torch.float32,))
+    monkeypatch.setattr("selfspec.runtime.packed.packable_dtypes", lambda: (torch.float32,))
     with pytest.raises(selfspec.UnsupportedModelError, match="in float32, with"):
         pack(_model(torch.bfloat16))
 

@@ -1,0 +1,33 @@
+"""A clock that waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class Timer:
+    """Times work to its end on the device.
+
+    Args:
+        clock: seconds.
+        device: what to wait for.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._clock = clock
+        self._device = device
+
+    def now(self) -> float:
+        """The time when all that was asked of the device is done."""
+        if self._device.type == "cuda":
+            # Not for the whole device: that fails while another thread captures a graph.
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._clock()
+
+    def of(self, work: Callable[[], object]) -> float:
+        """Seconds that a piece of work takes."""
+        began = self.now()
+        work()
+        return self.now() - began
