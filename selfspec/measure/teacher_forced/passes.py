@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from selfspec.errors import UnsupportedModelError
 from selfspec.measure.readout import Readout
 from selfspec.measure.teacher_forced.context import draft_masks, exact_context
-from selfspec.model.adapter import Adapter
+from selfspec.model.adapter import Adapter, takes
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.pass_function import model_inputs
-from selfspec.runtime.runner import takes_positions
 
 Parts = frozenset[Part]
 """The sublayers of one layer that a path runs."""
@@ -64,7 +63,7 @@ class LayerViews:
         self.adapter = adapter
         self.readout = Readout(model, adapter)
         self.depth = self.readout.depth
-        self.takes_positions = takes_positions(model)
+        self.takes_positions = takes(model, "position_ids")
         self._layers: dict[tuple[int, Parts], tuple[GatedModel, _Watched]] = {}
 
     def layer(self, index: int, parts: Parts) -> tuple[GatedModel, _Watched]:
