@@ -18,9 +18,9 @@ from selfspec.decode.generation import Generation
 from selfspec.draft.named import PLAIN, parse_draft
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.measure.timing import Timer
 from selfspec.measure.waits import counted_waits, profiled
 from selfspec.runtime.named import RuntimeName
+from selfspec.runtime.timer import Timer
 
 _NO_DEVICE = "there is no device to wait for on a CPU"
 _LENGTH = 3

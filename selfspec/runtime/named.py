@@ -19,13 +19,15 @@ class RuntimeName(StrEnum):
     GRAPHS = "graphs"
 
 
+_MAKING_PROGRAMS: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
+    RuntimeName.TRACED: Traced,
+    RuntimeName.COMPILED: Compiled,
+    RuntimeName.GRAPHS: CudaGraphs,
+}
+
+
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
     """Make a runtime, with its default for the passes of a kind before a program is made where `after` is None."""
     if name is RuntimeName.EAGER:
         return Eager()
-    kinds: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
-        RuntimeName.TRACED: Traced,
-        RuntimeName.COMPILED: Compiled,
-        RuntimeName.GRAPHS: CudaGraphs,
-    }
-    return kinds[name]() if after is None else kinds[name](after=after)
+    return _MAKING_PROGRAMS[name]() if after is None else _MAKING_PROGRAMS[name](after=after)

@@ -47,7 +47,7 @@ class Space:
         choices = tuple(
             each
             for each in sublayers(len(layers))
-            if each.part == Part.ATTENTION or adapter.mlp_modules_of(layers[each.layer])
+            if each.part == Part.ATTENTION or adapter.modules_of(layers[each.layer], Part.MLP)
         )
         largest = len(choices) // 2 if most is None else most
         if not 1 <= fewest <= largest < len(choices):
