@@ -128,7 +128,7 @@ def test_the_callers_tensors_and_config_are_left_alone(llama: PreTrainedModel) -
 
 
 @pytest.mark.parametrize("options", [{"pad_token_id": 7}, {"pad_token_id": 7, "eos_token_id": 7}], ids=str)
-def test_without_a_mask_padding_is_where_transformers_finds_it(llama: PreTrainedModel, options: dict[str, int]) -> None:
+def test_without_a_mask_padding_is_where_transformers_finds_it(llama: PreTrainedModel, options: dict[str, Any]) -> None:
     prompts = torch.tensor([[7, 7, 3, 9, 4], [8, 5, 3, 9, 4]])
     found = selfspec.wrap(llama, DRAFT, draft_length=4).generate(prompts, max_new_tokens=9, do_sample=False, **options)
     assert torch.equal(found.sequences, llama.generate(prompts, max_new_tokens=9, do_sample=False, **options))
@@ -137,7 +137,7 @@ def test_without_a_mask_padding_is_where_transformers_finds_it(llama: PreTrained
 def test_a_padding_token_within_the_text_is_refused_without_a_mask(llama: PreTrainedModel) -> None:
     spec, prompts = selfspec.wrap(llama, DRAFT, draft_length=4), torch.tensor([[3, 7, 9, 4]])
     refused(spec, PromptError, "attention_mask=torch.ones_like", prompts, pad_token_id=7, eos_token_id=2)
-    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 7, "eos_token_id": 2}
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 7, "eos_token_id": 2}
     mask = torch.ones_like(prompts)
     assert torch.equal(
         spec.generate(prompts, mask, **options).sequences, llama.generate(prompts, attention_mask=mask, **options)
