@@ -142,6 +142,7 @@ class SelfSpeculative:
         accept: str | Rule | None,
         adapter: Adapter,
         runtime: Runtime,
+        substitutes: Substitutes | None = None,
     ) -> None:
         self.model = model
         self.draft = draft
@@ -151,7 +152,7 @@ class SelfSpeculative:
         self.adapter = adapter
         self.runtime = runtime
         self.programs = GraphCache(runtime)
-        self.substitutes = Substitutes()
+        self.substitutes = Substitutes() if substitutes is None else substitutes
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -296,7 +297,7 @@ class SelfSpeculative:
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
-        """Return a wrapper of the same model with another draft, as in `wrap`. Both share their recorded passes.
+        """Return a wrapper of the same model with another draft, as in `wrap`. Both share recordings and substitutes.
 
         Raises:
             DraftConfigError, ProfileError: as `wrap`.
@@ -304,8 +305,10 @@ class SelfSpeculative:
         """
         self._check_open()
         found = _drafting(self.model, draft)
-        other = SelfSpeculative(self.model, found, draft_length, self.rule, self.adapter, self.runtime)
-        other.programs, other.substitutes = self.programs, self.substitutes
+        other = SelfSpeculative(
+            self.model, found, draft_length, self.rule, self.adapter, self.runtime, self.substitutes
+        )
+        other.programs = self.programs
         return other
 
     def unwrap(self) -> PreTrainedModel:
@@ -394,6 +397,7 @@ class SelfSpeculative:
             return choice
         self._check_depth(draft)
         draft.check_model(self.model, self.adapter)
+        draft.prepare(self.model, self.substitutes)
         if choice.costs:
             return choice
         return replace(choice, costs=Costs.assumed(draft.cost(self.model, self.adapter), self.model.device))

@@ -14,6 +14,7 @@ from helpers import tiny
 from helpers.proving import ticking
 from selfspec.draft import Drafter
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
+from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.measure.waits import counted_waits, profiled
 from selfspec.runtime.graph_cache import GraphCache
 
@@ -127,7 +128,8 @@ def test_the_model_works_by_itself_afterwards(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_layers_in_fewer_bits_give_about_what_the_layers_give(bits: int, rows: int) -> None:
     weight, states = torch.randn(192, 256).to("cuda"), torch.randn(rows, 256).to("cuda")
-    layer: LowBitsLinear = EightBitsLinear(weight, None) if bits == 8 else FourBitsLinear(weight, None, 32)
+    kind: type[LowBitsLinear] = EightBitsLinear if bits == 8 else FourBitsLinear
+    layer = kind(round_weight(weight, Precision(bits, 32)), None, weight.dtype)
     expected = states @ weight.T
     # Rounding to nearest is off by a third of half a step, and so are the products, in root mean square.
     assert (layer(states) - expected).norm() < (0.02 if bits == 8 else 0.15) * expected.norm()

@@ -17,6 +17,7 @@ from selfspec.cli.inspect import inspect
 from selfspec.cli.kernels import kernels
 from selfspec.cli.options import grouped
 from selfspec.cli.outcome import INTERRUPTED, asks_for_json, report, status_of
+from selfspec.cli.quantize import quantize
 from selfspec.cli.search import search
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
@@ -31,7 +32,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
     "Decode": [generate, demo, inspect, kernels],
     "Measure": [calibrate, verify, bench],
-    "Find drafts": [search, ablate],
+    "Find drafts": [quantize, search, ablate],
 }
 for title, commands in _COMMANDS.items():
     for command in commands:

@@ -26,6 +26,7 @@ DRAFTS = {
     "none": "plain decoding",
     "exit:4": "early exit: the first 4 layers, then the head",
     "int8": "the same layers in 8 bits; `int4` in 4, `int8+exit:4` the first 4 of them",
+    "int4:m4.safetensors": "the same from a file, by `selfspec quantize`",
     "skip:attn=3,5;mlp=4;layers=7-9": "all but these sublayers and layers",
     "skip-file:skip.json": "the skip set that `selfspec search` found",
     "head:HEADS": "a trained exit head, by `selfspec train exit`; `head:HEADS@4`: that of layer 4",
@@ -274,5 +275,7 @@ def _print_stats(stats: Stats) -> None:
         table.add_row("drafted", "nothing")
     table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))
     table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
+    if stats.substitute_bytes:
+        table.add_row("substitutes", f"{stats.substitute_bytes:,} bytes")
     table.add_row("CPU kernels", "used" if native.are_loaded() else "not built: selfspec kernels")
     console(stderr=True).print(table)

@@ -1,4 +1,4 @@
-"""`selfspec inspect`: the parts of a model, and what a draft from each of its exits would read."""
+"""`selfspec inspect`: the parts of a model, what drafts in fewer bits take, and what one from each exit reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def inspect(
     exits = _exits("Draft cost of each exit, by weights read (head included)", summary.exits)
     exits.add_section()
     exits.add_row("target", f"{summary.target_bytes_read:,}", "1.000")
-    console().print(_overview(model, summary), "", _parts(summary), "", exits, sep="\n")
+    console().print(_overview(model, summary), "", _parts(summary), "", _substitutes(summary), "", exits, sep="\n")
     if reduced is not None:
         console().print(
             "", _exits(f"Draft cost of each exit with {draft_vocabulary} rows of the head", reduced), sep="\n"
@@ -92,6 +92,13 @@ def _parts(summary: ModelSummary) -> Table:
     add("head, tied to the embedding" if summary.tied else "head", summary.head)
     table.add_section()
     add("total, tied weights once" if summary.tied else "total", summary.total)
+    return table
+
+
+def _substitutes(summary: ModelSummary) -> Table:
+    table = figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"])
+    for fewer in summary.substitutes:
+        table.add_row(f"int{fewer.bits}", f"{fewer.bytes:,}", f"{fewer.share:.1%}")
     return table
 
 

@@ -166,6 +166,7 @@ def _rounds(
             store_past(batch.cache, batch.past, request.mask)
     finally:
         stats.cache_bytes = batch.cache.most_bytes
+        stats.substitute_bytes = batch.runner.substitutes.nbytes
         stats.seconds = clock.seconds()
 
 

@@ -31,6 +31,7 @@ class Stats:
         judged_per_depth: `judged` by depth in the draft, first token first.
         accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: the most that was allocated for keys and values, in bytes.
+        substitute_bytes: what the substitutes take that were made for the model so far, in bytes.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 
@@ -42,6 +43,7 @@ class Stats:
     judged_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
     cache_bytes: int = 0
+    substitute_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -87,7 +89,7 @@ class Stats:
 
     @classmethod
     def together(cls, parts: Sequence[Stats]) -> Stats:
-        """Return the counts of several generations as one, with the largest of their caches."""
+        """Return the counts of several generations as one, with the most bytes that one of them took."""
         seconds: Counter[str] = Counter()
         for part in parts:
             seconds.update(part.seconds)
@@ -100,6 +102,7 @@ class Stats:
             judged_per_depth=_summed([part.judged_per_depth for part in parts]),
             accepted_per_depth=_summed([part.accepted_per_depth for part in parts]),
             cache_bytes=max(part.cache_bytes for part in parts),
+            substitute_bytes=max(part.substitute_bytes for part in parts),
             seconds=dict(seconds),
         )
 

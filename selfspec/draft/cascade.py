@@ -13,6 +13,7 @@ from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
+from selfspec.model.substitutes import Substitutes
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
@@ -45,6 +46,9 @@ class Cascade(Drafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.path.check_model(model, adapter)
+
+    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
+        self.path.prepare(model, substitutes)
 
     def leaves_at(self, depth: int) -> Exit | None:
         return self.path.leaves_at(depth)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.draft.draft import Budget, Draft
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
+from selfspec.model.substitutes import Substitutes
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
@@ -45,6 +46,13 @@ class Drafter(ABC):
 
         Raises:
             SelfSpecError: naming what does not fit.
+        """
+
+    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:  # noqa: B027 - most have no files
+        """Read substitutes that the drafter has in a file. Asked when the model is wrapped, and when it was moved.
+
+        Raises:
+            SelfSpecError: the file cannot be used, or is another model's.
         """
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:

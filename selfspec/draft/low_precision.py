@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import LayerPath, Precision, sublayers
-from selfspec.model.substitutes import KERNEL_DEVICES, no_substitutes, substituted_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
+from selfspec.kernels.rounded import Precision
+from selfspec.model.adapter import Adapter
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.layer_path import LayerPath, sublayers
+from selfspec.model.registry import find_adapter
+from selfspec.model.substitute_file import About, SubstituteFile, write_substitutes
+from selfspec.model.substitutes import (
+    KERNEL_DEVICES,
+    Substitutes,
+    no_substitutes,
+    rounded_weights,
+    substituted_weights,
+)
 
 _GROUPS = (32, 64, 128, 256)
 
@@ -26,7 +34,7 @@ class LowPrecision(LayerPathDrafter):
     """Self-speculation with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
 
     The draft runs all layers, or those before an exit, with substitutes of their linear layers and experts: weights
-    rounded to nearest, read by weight-only kernels. What has no substitute runs exactly. Everything before the first
+    rounded once, read by weight-only kernels. What has no substitute runs exactly. Everything before the first
     layer with substitutes is exact, so verification resumes there; with none before it, verification starts from
     tokens. Keys and values of the draft are overwritten.
 
@@ -36,6 +44,7 @@ class LowPrecision(LayerPathDrafter):
         layers: numbers of the layers that run with substitutes; None: all.
         exit: the layer before which the draft leaves the network; None: it runs to the end.
         head_too: whether the language-model head is in fewer bits as well.
+        saved: the file that substitutes are read from; None: they are made when they are first used.
     """
 
     bits: int
@@ -43,6 +52,7 @@ class LowPrecision(LayerPathDrafter):
     layers: tuple[int, ...] | None
     exit: int | None
     head_too: bool
+    saved: str | None
 
     def __init__(
         self,
@@ -58,6 +68,7 @@ class LowPrecision(LayerPathDrafter):
             "layers": None if layers is None else layer_numbers("layers", layers),
             "exit": exit,
             "head_too": head,
+            "saved": None,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -69,6 +80,44 @@ class LowPrecision(LayerPathDrafter):
             raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
         if type(group_size) is not int or group_size not in _GROUPS:
             raise DraftConfigError(f"group_size={group_size!r}: choose one of {', '.join(map(str, _GROUPS))}")
+
+    @classmethod
+    def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
+        """With substitutes from a file that `save` or `selfspec quantize` wrote; bits, layers and head are the file's.
+
+        Args:
+            file: safetensors; nothing is unpickled. The weights are read when a model is wrapped.
+            exit: the layer before which the draft leaves the network; None: it runs to the end.
+
+        Raises:
+            DraftConfigError: the file is missing, truncated, foreign or of another format.
+        """
+        about = SubstituteFile(file).about
+        draft = cls(about.bits, about.group_size, about.layers, exit, about.head)
+        object.__setattr__(draft, "saved", str(file))
+        return draft
+
+    def save(self, file: str | Path, model: PreTrainedModel, adapter: Adapter | None = None) -> None:
+        """Make the substitutes of a model and write them to a file, for `from_file`.
+
+        Args:
+            file: what to write, bound to the model's weights by their fingerprint.
+            model: any causal LM of a supported architecture.
+            adapter: where it keeps its layers, for an architecture that selfspec does not know.
+
+        Raises:
+            DraftConfigError: the draft does not fit the model, or none of its layers has a substitute.
+            StorageError: the file cannot be written.
+        """
+        adapter = adapter or find_adapter(model)
+        self.check_model(model, adapter)
+        path = self.path(len(adapter.decoder_layers(model)))
+        about = About(1, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
+        write_substitutes(file, about, rounded_weights(model, adapter, path))
+
+    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
+        if self.saved is not None:
+            substitutes.load(SubstituteFile(self.saved), Precision(self.bits, self.group_size), model)
 
     def path(self, depth: int) -> LayerPath:
         layers = range(depth) if self.layers is None else self.layers

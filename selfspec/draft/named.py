@@ -1,7 +1,7 @@
 """Drafters by name.
 
-`exit:4`, `int8`, `int4+exit:20`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any of these
-`+vocab:FILE`, `lookup`, `lookup+exit:4`, `auto` or `none`.
+`exit:4`, `int8`, `int4+exit:20`, `int4:FILE`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any
+of these `+vocab:FILE`, `lookup`, `lookup+exit:4`, `auto` or `none`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _LOOK_UP = "lookup"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, +exit:E behind it to leave "
-    "early as well (int4+exit:20), skip-file:FILE for one that was searched for, +vocab:FILE behind any of these "
-    "to read fewer rows of the head, lookup for look-ups in the text, alone or before any of these (lookup+exit:4), "
+    "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, int8:FILE or int4:FILE from "
+    "selfspec quantize, +exit:E behind these to leave early as well (int4+exit:20), skip-file:FILE for one "
+    "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, lookup for look-ups in the "
+    "text, alone or before any of these (lookup+exit:4), "
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 # No model has layers of more digits, and Python reads no numbers of thousands of them.
 _NUMBER = r"(\d{1,9})"
 _EXIT = re.compile(rf"exit:{_NUMBER}", re.ASCII)
-_LOW_PRECISION = re.compile(rf"int([48])(?:\+exit:{_NUMBER})?", re.ASCII)
+_LOW_PRECISION = re.compile(rf"int([48])(?::(.+?))?(?:\+exit:{_NUMBER})?", re.ASCII | re.DOTALL)
 _HEAD = re.compile(rf"(.+)@{_NUMBER}", re.ASCII | re.DOTALL)
 _RANGE = re.compile(rf"{_NUMBER}(?:-{_NUMBER})?", re.ASCII)
 
@@ -49,7 +50,7 @@ def parse_draft(text: str) -> Drafter | None:
     """The drafter that `text` names; None for plain decoding.
 
     Raises:
-        DraftConfigError: it is not of the grammar.
+        DraftConfigError: it is not of the grammar, or a file that it names cannot be used.
         ExitHeadError: what it names on disk cannot be used.
     """
     if not isinstance(text, str) or "\0" in text:
@@ -78,8 +79,7 @@ def _path_drafter(text: str, given: str) -> LayerPathDrafter:
         return EarlyExit(layer=int(leaves_early[1]))
     low_precision = _LOW_PRECISION.fullmatch(given)
     if low_precision:
-        leaves = low_precision[2]
-        return LowPrecision(bits=int(low_precision[1]), exit=None if leaves is None else int(leaves))
+        return _low_precision(int(low_precision[1]), low_precision[2], low_precision[3])
     if given.startswith("skip-file:"):
         return SkipFile.from_file(given.removeprefix("skip-file:"))
     if given.startswith("skip:"):
@@ -95,8 +95,8 @@ def draft_name(drafter: Drafter | None) -> str:
             return PLAIN
         case EarlyExit(layer=layer):
             return f"exit:{layer}"
-        case LowPrecision(bits=bits, exit=leaves) if drafter == LowPrecision(bits, exit=leaves):
-            return f"int{bits}" if leaves is None else f"int{bits}+exit:{leaves}"
+        case LowPrecision(bits=bits, exit=leaves, saved=file) if file or drafter == LowPrecision(bits, exit=leaves):
+            return f"int{bits}" + (f":{file}" if file else "") + ("" if leaves is None else f"+exit:{leaves}")
         case ReducedVocabulary(draft_with=draft_with, source=str(file)):
             return f"{draft_name(draft_with)}+vocab:{file}"
         case PromptLookup() if drafter == PromptLookup():
@@ -117,6 +117,16 @@ def _exit_head(place: str) -> ExitHead:
     if named:
         return ExitHead.from_pretrained(named[1], int(named[2]))
     return ExitHead.from_pretrained(place)
+
+
+def _low_precision(bits: int, file: str | None, exit_layer: str | None) -> LowPrecision:
+    leaves = None if exit_layer is None else int(exit_layer)
+    if file is None:
+        return LowPrecision(bits, exit=leaves)
+    found = LowPrecision.from_file(file, leaves)
+    if found.bits != bits:
+        raise DraftConfigError(f"{file} holds {found.bits} bits and not {bits}; write int{found.bits}:{file}")
+    return found
 
 
 def _skip_set(text: str, parts: str) -> dict[str, list[int]]:

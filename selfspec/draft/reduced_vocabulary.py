@@ -14,6 +14,7 @@ from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.substitutes import Substitutes
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,9 @@ class ReducedVocabulary(LayerPathDrafter):
 
     def path(self, depth: int) -> LayerPath:
         return self.draft_with.path(depth)
+
+    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
+        self.draft_with.prepare(model, substitutes)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.draft_with.check_model(model, adapter)

@@ -1,4 +1,4 @@
-"""Linear layers and experts in fewer bits: weights rounded to nearest, with a scale for each row or group.
+"""Linear layers and experts in fewer bits, packed for the kernels of a device.
 
 The products read a quarter or an eighth of float32's bytes: 8 bits on a CPU by selfspec's kernels if they were built,
 all else by ATen's own weight-only kernels, which take bfloat16 inputs. They take plain tensors, so passes with them can
@@ -15,29 +15,34 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.kernels import native
+from selfspec.kernels.rounded import RoundedWeight
 
 # With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes, or is wrong.
 _ATEN_INPUTS = 16
-# Weights that are rounded at once.
-_AT_ONCE = 1 << 17
+# A multiple of the rows in any block of ATen's kernels for 4 bits.
+_ROWS_AT_ONCE = 1024
 
 
 class LowBitsLinear(nn.Module, ABC):
     """A linear layer whose weight is kept in fewer bits. Gives what the layer gives, roughly.
 
     Args:
-        weight: of the layer, `[out, in]`.
+        rounded: the layer's weight, `[out, in]`.
         bias: of the layer, `[out]`; None: it has none. It is not copied.
+        dtype: of the layer.
 
     Attributes:
         bias: the same.
+
+    Raises:
+        RuntimeError: no kernel takes this size.
     """
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self._inputs, self._dtype = weight.shape[1], weight.dtype
+        self._inputs, self._dtype = rounded.inputs, dtype
         self.register_parameter("bias", None if bias is None else _fixed(bias.detach()))
 
     @property
@@ -67,31 +72,15 @@ class LowBitsLinear(nn.Module, ABC):
 
 
 class EightBitsLinear(LowBitsLinear):
-    """Weights in 8 bits, symmetric, with a scale for each output.
+    """Weights in 8 bits, symmetric, with a scale for each output. Arguments as in `LowBitsLinear`."""
 
-    Args:
-        weight: of the layer, `[out, in]`.
-        bias: of the layer, `[out]`; None: it has none.
-
-    Raises:
-        RuntimeError: no kernel takes this size.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        outputs, inputs = weight.shape
-        self._natively = _runs_natively(weight.device)
-        if not self.takes(weight):
-            raise RuntimeError(f"{inputs} inputs: ATen's kernel takes multiples of {_ATEN_INPUTS}")
-        levels = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
-        scales = torch.empty(outputs, dtype=torch.bfloat16, device=weight.device)
-        # A few rows at a time: copies of a whole head would take more memory than all substitutes.
-        rows = max(1, _AT_ONCE // inputs)
-        for some, to, by in zip(weight.detach().split(rows), levels.split(rows), scales.split(rows), strict=True):
-            by.copy_((some.float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny))
-            # ATen's kernel scales in bfloat16: the weights are rounded to multiples of what it will use.
-            to.copy_((some.float() / by.float()[:, None]).round().clamp(-127, 127))
-        self.levels, self.scales = _fixed(levels), _fixed(scales.float() if self._natively else scales)
+    def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(rounded, bias, dtype)
+        self._natively = _runs_natively(rounded.levels.device)
+        if not self.takes(rounded.levels):
+            raise RuntimeError(f"{rounded.inputs} inputs: ATen's kernel takes multiples of {_ATEN_INPUTS}")
+        self.levels = _fixed(rounded.levels)
+        self.scales = _fixed(rounded.scales.float() if self._natively else rounded.scales)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -108,26 +97,14 @@ class EightBitsLinear(LowBitsLinear):
 
 
 class FourBitsLinear(LowBitsLinear):
-    """Weights in 4 bits, with a scale and a zero for each group of inputs.
+    """Weights in 4 bits, with a scale and a zero for each group of inputs. Arguments as in `LowBitsLinear`."""
 
-    Args:
-        weight: of the layer, `[out, in]`.
-        bias: of the layer, `[out]`; None: it has none.
-        group_size: inputs of a group; divides `in`.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, group_size: int) -> None:
-        super().__init__(weight, bias)
-        outputs, inputs = weight.shape
-        groups = weight.detach().float().view(outputs, inputs // group_size, group_size)
-        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
-        # The kernel computes (level - 8) * scale + zero.
-        zeros = (low + 8 * scales.float()).to(torch.bfloat16)
-        levels = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round().clamp(0, 15)
-        self.group_size = group_size
-        self.levels = _fixed(_packed(levels.view(outputs, inputs).to(torch.int32)))
-        self.scales_and_zeros = _fixed(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous())
+    def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(rounded, bias, dtype)
+        assert rounded.zeros is not None
+        self.group_size = rounded.inputs // rounded.scales.shape[1]
+        self.levels = _fixed(_packed(rounded.levels))
+        self.scales_and_zeros = _fixed(torch.stack([rounded.scales, rounded.zeros], -1).transpose(0, 1).contiguous())
 
     def _product(self, states: Tensor) -> Tensor:
         on_cpu = states.device.type == "cpu"
@@ -180,13 +157,15 @@ def _runs_natively(device: torch.device) -> bool:
     return device.type == "cpu" and native.load_kernels()
 
 
-def _packed(levels: Tensor) -> Tensor:
-    """Levels of 4 bits, `[out, in]` in 0..15, in the layout of the device's kernel."""
-    if levels.device.type == "cpu":
-        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-    else:
-        packed = torch.ops.aten._convert_weight_to_int4pack((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), 8)
-    return packed
+def _packed(pairs: Tensor) -> Tensor:
+    """Levels of 4 bits, two a byte, in the layout of the device's kernel."""
+    if pairs.device.type != "cpu":
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        return packed
+    # A few rows at a time, whose layout is their own: the kernel takes levels of 32 bits.
+    some = pairs.split(_ROWS_AT_ONCE)
+    levels = (torch.stack([rows >> 4, rows & 15], -1).flatten(1).to(torch.int32) for rows in some)
+    return torch.cat([torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows, 1) for rows in levels])
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:

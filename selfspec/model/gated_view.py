@@ -17,8 +17,9 @@ from transformers import Cache
 
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
+from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
-from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from selfspec.kernels.rounded import Precision
+
 
 class Part(IntEnum):
     """The two sublayers of a decoder layer, in the order in which they run."""
@@ -20,19 +22,6 @@ class Sublayer:
 
     layer: int
     part: Part
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How weights of substitutes are kept.
-
-    Attributes:
-        bits: of a weight, 8 or 4.
-        group_size: weights that share a scale, in 4 bits.
-    """
-
-    bits: int
-    group_size: int
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
-from selfspec.model.layer_path import Precision
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.model.adapter import Adapter
+from selfspec.model.early_head import plain_head
+from selfspec.model.layer_path import LayerPath, sublayers
+from selfspec.model.substitute_file import REWRITE, SubstituteFile
 from selfspec.model.view import copied, view_with
 
 KERNEL_DEVICES = ("cpu", "cuda")
@@ -30,10 +35,12 @@ class _Product:
     """What a linear layer multiplies by, or every expert of a mixture.
 
     Attributes:
+        name: of the weight in its module.
         weight: `[out, in]`, or `[experts, out, in]`.
         bias: `[out]`, or `[experts, out]`; None: there is none.
     """
 
+    name: str
     weight: Tensor
     bias: Tensor | None
 
@@ -55,7 +62,9 @@ class _Product:
         return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)].clone()
 
     def takes(self, precision: Precision) -> bool:
-        """Whether kernels take so many inputs."""
+        """Whether the weight is in memory, and kernels take so many inputs."""
+        if self.weight.is_meta:
+            return False
         if precision.bits == 4:
             return self.weight.shape[-1] % precision.group_size == 0
         return EightBitsLinear.takes(self.weight)
@@ -112,6 +121,42 @@ class Substitutes:
         """Bytes that all substitutes take."""
         return sum(made.substitute.nbytes for made in self._made.values() if made.substitute is not None)
 
+    @torch.inference_mode(False)
+    def load(self, file: SubstituteFile, precision: Precision, model: nn.Module) -> None:
+        """Take substitutes from a file, all at once. What the file does not have is made when it is first used.
+
+        Args:
+            file: of the model's substitutes.
+            precision: that they should have.
+            model: as it is now; what changes later gets substitutes that are made anew.
+
+        Raises:
+            DraftConfigError: the file is of another precision or another base, is damaged, or has more than the model.
+        """
+        file.check(precision, model)
+        unknown = file.weights
+        for name, module in model.named_modules():
+            products = _products(module)
+            weights = [f"{name}.{product.name}" for product in products]
+            if not products or not unknown.issuperset(weights):
+                continue
+            unknown.difference_update(weights)
+            if not all(product.takes(precision) for product in products):
+                continue
+            with self._lock:
+                made = self._made.get((precision, name))
+                if made is None or not made.fits(products):
+                    read = [
+                        file.read(weight, product.weight.shape, product.weight.device)
+                        for weight, product in zip(weights, products, strict=True)
+                    ]
+                    self._keep(module, name, precision, read)
+        if unknown:
+            raise DraftConfigError(
+                f"{file.source} has substitutes of weights that {type(model).__name__} does not have (first: "
+                f"{min(unknown)}); {REWRITE}"
+            )
+
     def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
         """Make a view of a part of the model whose linear layers are substitutes; the part itself if it has none.
 
@@ -133,21 +178,28 @@ class Substitutes:
 
     def _substitute(self, module: nn.Module, name: str, precision: Precision) -> Substitute | None:
         products = _products(module)
-        if not products:
+        if not products or not all(product.takes(precision) for product in products):
             return None
         with self._lock:
             made = self._made.get((precision, name))
             if made is None or not made.fits(products):
-                substitute = _made(module, products, precision)
-                if made is not None and made.lies_at(products):
-                    substitute = _renewed(made.substitute, substitute)
-                made = self._made[precision, name] = _Made(
-                    substitute,
-                    tuple(product.place for product in products),
-                    tuple(product.version for product in products),
-                    tuple(product.sample for product in products),
-                )
+                rounded = [round_weight(product.weight, precision) for product in products]
+                made = self._keep(module, name, precision, rounded)
         return made.substitute
+
+    def _keep(self, module: nn.Module, name: str, precision: Precision, rounded: Sequence[RoundedWeight]) -> _Made:
+        """Make the substitute of a module of its rounded weights, and keep it."""
+        products, before = _products(module), self._made.get((precision, name))
+        substitute = _made(module, products, rounded)
+        if before is not None and before.lies_at(products):
+            substitute = _renewed(before.substitute, substitute)
+        made = self._made[precision, name] = _Made(
+            substitute,
+            tuple(product.place for product in products),
+            tuple(product.version for product in products),
+            tuple(product.sample for product in products),
+        )
+        return made
 
 
 def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Tensor]:
@@ -157,6 +209,45 @@ def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Ten
         yield from (product.weight for product in products)
     for child in module.children():
         yield from substituted_weights(child, precision)
+
+
+def rounded_weights(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Iterator[tuple[str, RoundedWeight]]:
+    """Round every weight that a path runs with a substitute; with the parameters' names."""
+    assert path.precision is not None
+    for name, product in _of_path(model, adapter, path):
+        if product.takes(path.precision):
+            yield name, round_weight(product.weight, path.precision)
+
+
+def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Precision) -> int:
+    """Bytes that the substitutes of all layers and of the head take. The weights may be on the meta device.
+
+    Args:
+        model: any causal LM of a supported architecture.
+        adapter: where its layers are.
+        precision: of the substitutes.
+    """
+    depth = len(adapter.decoder_layers(model))
+    path = LayerPath.full(depth).with_substitutes(precision, sublayers(depth), head=True)
+    shapes = [product.weight.shape for _, product in _of_path(model, adapter, path)]
+    divided = [shape for shape in shapes if precision.bits == 8 or shape[-1] % precision.group_size == 0]
+    return sum(RoundedWeight.empty(shape, precision, torch.device("meta")).nbytes for shape in divided)
+
+
+def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Iterator[tuple[str, _Product]]:
+    """What a path multiplies by in fewer bits, with the parameters' names."""
+    layers, prefix = adapter.decoder_layers(model), ".".join(adapter.path(model))
+    parts = [
+        (f"{prefix}.{sublayer.layer}.{name}", layers[sublayer.layer].get_submodule(name))
+        for sublayer in sorted(path.substituted)
+        for name in adapter.modules_of(layers[sublayer.layer], sublayer.part)
+    ]
+    head = plain_head(model) if path.head_substituted else None
+    if head is not None:
+        parts.append((head, model.get_submodule(head)))
+    for part, module in parts:
+        for name, child in module.named_modules(prefix=part):
+            yield from ((f"{name}.{product.name}", product) for product in _products(child))
 
 
 def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
@@ -197,22 +288,21 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
     kind, found = _kind(module), []
     for name, bias in kind.names:
         weight = getattr(module, name, None)
-        if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point or weight.is_meta:
+        if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
             return ()
-        found.append(_Product(weight.transpose(-1, -2) if kind.transposed else weight, getattr(module, bias, None)))
+        laid_out = weight.transpose(-1, -2) if kind.transposed else weight
+        found.append(_Product(name, laid_out, getattr(module, bias, None)))
     return tuple(found)
 
 
 # Ordinary tensors, whatever mode they are made in: they may be written to later.
 @torch.inference_mode(False)
 @torch.no_grad()
-def _made(module: nn.Module, products: Sequence[_Product], precision: Precision) -> Substitute | None:
-    if not all(product.takes(precision) for product in products):
-        return None
+def _made(module: nn.Module, products: Sequence[_Product], rounded: Sequence[RoundedWeight]) -> Substitute | None:
     try:
         if len(products) == 1:
-            return _linear(products[0].weight, products[0].bias, precision)
-        up, down = ([_linear(*expert, precision) for expert in _by_expert(product)] for product in products)
+            return _linear(rounded[0], products[0].bias, products[0].weight)
+        up, down = (_by_expert(weight, product) for weight, product in zip(rounded, products, strict=True))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -224,22 +314,22 @@ def _made(module: nn.Module, products: Sequence[_Product], precision: Precision)
     return LowBitsExperts(up, experts._apply_gate if experts.has_gate else experts.act_fn, down)
 
 
-def _by_expert(product: _Product) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias of each expert."""
-    for number, weight in enumerate(product.weight):
-        yield weight, None if product.bias is None else product.bias[number]
+def _by_expert(rounded: RoundedWeight, product: _Product) -> list[LowBitsLinear]:
+    """A product in fewer bits for each expert."""
+    experts = range(len(product.weight))
+    biases = [None if product.bias is None else product.bias[number] for number in experts]
+    return [_linear(rounded[number], biases[number], product.weight) for number in experts]
 
 
-def _linear(weight: Tensor, bias: Tensor | None, precision: Precision) -> LowBitsLinear:
+def _linear(rounded: RoundedWeight, bias: Tensor | None, weight: Tensor) -> LowBitsLinear:
     """One product in fewer bits, tried.
 
     Raises:
         RuntimeError: no kernel takes it.
     """
-    linear = (
-        EightBitsLinear(weight, bias) if precision.bits == 8 else FourBitsLinear(weight, bias, precision.group_size)
-    )
-    linear(weight.new_zeros(1, weight.shape[1]))
+    kind = EightBitsLinear if rounded.zeros is None else FourBitsLinear
+    linear = kind(rounded, bias, weight.dtype)
+    linear(weight.new_zeros(1, weight.shape[-1]))
     return linear
 
 

@@ -13,9 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.errors import DraftConfigError
+from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part
 from selfspec.model.registry import find_adapter
+from selfspec.model.substitutes import bytes_of_substitutes
 from selfspec.model.weights_read import weights_outside
 
 
@@ -100,6 +102,21 @@ class CacheSummary:
 
 
 @dataclass(frozen=True)
+class SubstitutesSummary:
+    """What drafting in fewer bits takes beside the weights.
+
+    Attributes:
+        bits: of a weight.
+        bytes: of the substitutes of all layers and the head; layers whose sizes no kernel takes may have none.
+        share: `bytes` by those of all weights.
+    """
+
+    bits: int
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
 class ExitSummary:
     """Drafting from one exit layer.
 
@@ -132,6 +149,7 @@ class ModelSummary:
         tied: whether the head's weights are those of the embedding; `total` counts them once.
         total: all weights.
         cache: keys and values.
+        substitutes: the layers in fewer bits, in memory.
     """
 
     model: str
@@ -147,6 +165,7 @@ class ModelSummary:
     tied: bool
     total: Weights
     cache: CacheSummary
+    substitutes: tuple[SubstitutesSummary, ...]
 
     @property
     def target_bytes_read(self) -> int:
@@ -194,6 +213,8 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     windows = _windows(config, len(modules))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    total = Weights.of(model.parameters())
+    fewer = {bits: bytes_of_substitutes(model, adapter, Precision(bits, group_size=32)) for bits in (8, 4)}
     return ModelSummary(
         model=type(model).__name__,
         model_type=config.model_type,
@@ -206,8 +227,9 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         final_norm=Weights.of(weights_outside(model, [*embeddings, *modules, head])),
         head=Weights.of(head.parameters()),
         tied=head.weight is embedding.weight,
-        total=Weights.of(model.parameters()),
+        total=total,
         cache=_cache(config, model.dtype, windows),
+        substitutes=tuple(SubstitutesSummary(bits, taken, taken / total.bytes) for bits, taken in fewer.items()),
     )
 
 

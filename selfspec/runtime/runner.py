@@ -69,6 +69,10 @@ class ModelRunner:
         adapter: where its layers are.
         cache: what all passes read and write, from its cursors on.
         substitutes: of the model; None: paths that need some make them for this generation.
+
+    Attributes:
+        depth: number of the model's layers.
+        substitutes: what its paths use.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class ModelRunner:
         self._model = with_kernels(model)
         self._adapter = adapter
         self._cache = cache
-        self._substitutes = substitutes or Substitutes()
+        self.substitutes = substitutes or Substitutes()
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._takes_positions = takes(model, "position_ids")
@@ -181,11 +185,11 @@ class ModelRunner:
         return self._gated[path, head]
 
     def _gated_view(self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None) -> GatedModel:
-        gated = GatedModel(model, self._adapter, path, self._substitutes)
+        gated = GatedModel(model, self._adapter, path, self.substitutes)
         name = plain_head(self._stock_model) if path.head_substituted else None
         # Heads of other kinds run exactly.
         if path.precision is not None and name is not None and (head is None or head.tokens is None):
-            substitute = self._substitutes.within(model.get_submodule(name), name, path.precision)
+            substitute = self.substitutes.within(model.get_submodule(name), name, path.precision)
             gated.module._modules[name] = substitute
         if head is not None:
             end = path.exit_point

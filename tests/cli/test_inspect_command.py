@@ -21,6 +21,8 @@ def test_tables(invoke: Invoke, folder: str) -> None:
         "layer 0-4, each: MLP",
         "exit:4",
         "260,032",
+        "Drafting in fewer bits",
+        "int8",
     ):
         assert said in ending.stdout
 

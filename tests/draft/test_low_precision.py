@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -22,8 +22,9 @@ from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts
+from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.measure.teacher_forced.figures import DraftPath
-from selfspec.model.layer_path import LayerPath, Part, Precision, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import Runtime
@@ -125,7 +126,15 @@ def test_other_architectures_keep_their_text(architecture: str) -> None:
     assert torch.equal(spec.generate(prompt, max_new_tokens=16, do_sample=False).sequences, wanted)
 
 
-@pytest.mark.parametrize("make", [lambda w, b: EightBitsLinear(w, b), lambda w, b: FourBitsLinear(w, b, 32)])
+def eight(weight: Tensor, bias: Tensor | None) -> EightBitsLinear:
+    return EightBitsLinear(round_weight(weight, EIGHT), bias, weight.dtype)
+
+
+def four(weight: Tensor, bias: Tensor | None) -> FourBitsLinear:
+    return FourBitsLinear(round_weight(weight, FOUR), bias, weight.dtype)
+
+
+@pytest.mark.parametrize("make", [eight, four])
 @pytest.mark.parametrize("biased", [True, False])
 def test_products_are_near_the_layers_own(make: Any, biased: bool) -> None:
     torch.manual_seed(0)
@@ -138,22 +147,22 @@ def test_products_are_near_the_layers_own(make: Any, biased: bool) -> None:
     assert low.nbytes < layer.weight.nbytes * (0.27 if isinstance(low, EightBitsLinear) else 0.19)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("make", [eight, four])
 @torch.no_grad()
-def test_each_output_and_each_group_has_a_scale_of_its_own(bits: int) -> None:
+def test_each_output_and_each_group_has_a_scale_of_its_own(make: Any) -> None:
     """Weights far from zero, some outputs and inputs much larger than others."""
     weight = (torch.rand(96, 64) + 1.0) * torch.logspace(0, 2, 96)[:, None]
-    if bits == 4:
+    if make is four:
         weight[:, 32:] *= 50.0
-    low = EightBitsLinear(weight, None) if bits == 8 else FourBitsLinear(weight, None, 32)
+    low = make(weight, None)
     states = torch.eye(64)
     error = (low(states) - states @ weight.t()).abs() / weight.t()
-    assert error.max() < (0.02 if bits == 8 else 0.1)
+    assert error.max() < (0.1 if make is four else 0.02)
 
 
 def test_a_weight_of_zeros_gives_zeros() -> None:
-    for low in (EightBitsLinear(torch.zeros(32, 64), None), FourBitsLinear(torch.zeros(32, 64), None, 32)):
-        assert not low(torch.randn(1, 64)).any()
+    for make in (eight, four):
+        assert not make(torch.zeros(32, 64), None)(torch.randn(1, 64)).any()
 
 
 def test_substitutes_are_made_once_and_of_another_weight_again(model: PreTrainedModel) -> None:

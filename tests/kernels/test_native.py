@@ -14,6 +14,7 @@ from helpers import own_kernels, tiny
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear
+from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime import Runtime
 from selfspec.runtime.few_rows import for_few_rows
 
@@ -67,7 +68,7 @@ def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("inputs", [50, 64, 172])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_eight_bits_are_what_they_stand_for(rows: int, inputs: int) -> None:
-    linear = EightBitsLinear(drawn(24, inputs).float(), None)
+    linear = EightBitsLinear(round_weight(drawn(24, inputs).float(), Precision(8, 32)), None, torch.float32)
     states = drawn(rows, inputs).float()
     exact = states.double() @ (linear.levels.double() * linear.scales.double()[:, None]).t()
     torch.testing.assert_close(linear(states).double(), exact, rtol=1e-5, atol=1e-5)

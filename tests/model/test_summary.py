@@ -44,6 +44,17 @@ def test_embedded_model_by_hand() -> None:
     assert anatomy.exits[1].cost_ratio == (2 * each + ends) / (5 * each + ends)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_substitutes_take_what_they_are_said_to(tied: bool) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+    model = tiny.llama(**sizes, dtype=torch.float32, tie_word_embeddings=tied)
+    for fewer, most in zip(describe(model).substitutes, (0.27, 0.16), strict=True):
+        spec = selfspec.wrap(model, selfspec.LowPrecision(fewer.bits), draft_length=2)
+        stats = spec.generate(tiny.prompt(5), max_new_tokens=8).stats
+        assert stats.substitute_bytes == spec.substitutes.nbytes == fewer.bytes
+        assert fewer.share == fewer.bytes / describe(model).total.bytes <= most
+
+
 def test_a_tied_head_is_read_at_every_step_and_counted_once() -> None:
     untied, tied = describe(tiny.llama()), describe(tiny.llama(tie_word_embeddings=True))
     assert [choice.cost_ratio for choice in tied.exits] == [choice.cost_ratio for choice in untied.exits]

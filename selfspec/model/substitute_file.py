@@ -1,0 +1,142 @@
+"""Substitutes in a file: a model's weights in fewer bits, as safetensors, bound to the weights they were made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from selfspec.errors import DraftConfigError
+from selfspec.files.json_text import parsed
+from selfspec.files.writing import whole
+from selfspec.kernels.rounded import Precision, RoundedWeight
+from selfspec.model.fingerprint import fingerprint
+
+_ABOUT = "substitutes"
+REWRITE = "write it again: selfspec quantize"
+"""What to do about a file that cannot be used."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a file of substitutes says of itself.
+
+    Attributes:
+        format: of the file.
+        base: fingerprint of the weights they were rounded from.
+        bits: of a weight, 8 or 4.
+        group_size: weights that share a scale, in 4 bits.
+        layers: numbers of the layers that have substitutes; None: all.
+        head: whether the language-model head has one.
+    """
+
+    format: Literal[1]
+    base: str
+    bits: Literal[8, 4]
+    group_size: int
+    layers: tuple[int, ...] | None
+    head: bool
+
+
+class SubstituteFile:
+    """A file of substitutes. Nothing is unpickled, and a weight is read when it is asked for.
+
+    Args:
+        file: what `write_substitutes` wrote.
+
+    Attributes:
+        source: the file, for messages.
+        about: what it says of itself.
+
+    Raises:
+        DraftConfigError: it is missing, truncated, foreign or of another format.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self.source = str(file)
+        try:
+            self._tensors = cast(Any, safe_open(self.source, framework="pt"))
+            self.about = parsed((self._tensors.metadata() or {}).get(_ABOUT, ""), About)
+        # ValueError: it says nothing of itself, or something else.
+        except (OSError, SafetensorError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DraftConfigError(f"{file} cannot be read as substitutes ({reason}); {REWRITE}") from error
+
+    @property
+    def weights(self) -> set[str]:
+        """Names of the parameters that it has in fewer bits."""
+        return {name.rpartition(".")[0] for name in self._tensors.keys()}  # noqa: SIM118 - it is no mapping
+
+    def check(self, precision: Precision, model: nn.Module) -> None:
+        """Refuse a file that is not of this precision, or not of this model as its weights are now.
+
+        Raises:
+            DraftConfigError: naming what differs.
+        """
+        if Precision(self.about.bits, self.about.group_size) != precision:
+            raise DraftConfigError(
+                f"{self.source} holds {self.about.bits} bits in groups of {self.about.group_size} by now, and not "
+                f"{precision.bits} in groups of {precision.group_size}; make the draft of it anew, or {REWRITE}"
+            )
+        try:
+            found = fingerprint(model)
+        except ValueError as error:
+            raise DraftConfigError(f"the weights cannot be compared with the base of {self.source}: {error}") from error
+        if found != self.about.base:
+            raise DraftConfigError(
+                f"{self.source} was rounded from another base: its fingerprint is {self.about.base[:12]}, this model's "
+                f"{found[:12]}. Load that base (not in float16), or {REWRITE}"
+            )
+
+    def read(self, weight: str, shape: torch.Size, device: torch.device) -> RoundedWeight:
+        """Read a parameter in fewer bits.
+
+        Args:
+            weight: its name.
+            shape: of the parameter, `[..., out, in]`.
+            device: where to.
+
+        Raises:
+            DraftConfigError: the file has it not, or not as its `about` says.
+        """
+        rounded = RoundedWeight.empty(shape, Precision(self.about.bits, self.about.group_size), device)
+        for part, values in rounded.parts.items():
+            values.copy_(self._tensor(f"{weight}.{part}", values))
+        return rounded
+
+    def _tensor(self, name: str, like: Tensor) -> Tensor:
+        try:
+            tensor: Tensor = self._tensors.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise DraftConfigError(f"{self.source} lacks {name} ({error}); {REWRITE}") from error
+        if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+            raise DraftConfigError(
+                f"{self.source} holds {name} as {tensor.dtype} {list(tensor.shape)} and not as {like.dtype} "
+                f"{list(like.shape)}; {REWRITE}"
+            )
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise DraftConfigError(f"{self.source} holds NaN or infinite values in {name}; {REWRITE}")
+        return tensor
+
+
+def write_substitutes(file: str | Path, about: About, weights: Iterable[tuple[str, RoundedWeight]]) -> None:
+    """Write substitutes: the whole file or none of it.
+
+    Args:
+        file: what to write; replaced if it is there.
+        about: what they are.
+        weights: by the names of the parameters.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    tensors = {f"{name}.{part}": values for name, weight in weights for part, values in weight.parts.items()}
+    with whole(Path(file)) as draft:
+        save_file(tensors, draft, {_ABOUT: json.dumps(asdict(about))})

@@ -1,0 +1,52 @@
+"""Weights in fewer bits: near the weights themselves, the same by pieces, whatever the values are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.kernels import rounded
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+
+EIGHT, FOUR = Precision(8, 32), Precision(4, 32)
+
+
+def _restored(weight: RoundedWeight) -> Tensor:
+    """The weight that a kernel multiplies by."""
+    scales = weight.scales.float()[..., None]
+    if weight.zeros is None:
+        return weight.levels * scales
+    levels = torch.stack([weight.levels >> 4, weight.levels & 15], -1).flatten(-2).unflatten(-1, (scales.shape[-2], -1))
+    restored: Tensor = ((levels.float() - 8) * scales + weight.zeros.float()[..., None]).flatten(-2)
+    return restored
+
+
+@pytest.mark.parametrize(("precision", "most"), [(EIGHT, 0.01), (FOUR, 0.1), (Precision(4, 64), 0.12)])
+def test_it_is_near_the_weight(precision: Precision, most: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(96, 256)
+    error = (_restored(round_weight(weight, precision)) - weight).norm() / weight.norm()
+    assert 0 < error < most
+
+
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+def test_pieces_and_experts_are_rounded_as_the_whole(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 40, 64)
+    whole = round_weight(weight, precision)
+    monkeypatch.setattr(rounded, "_AT_ONCE", 7 * 64)
+    for expert in range(3):
+        alone = round_weight(weight[expert], precision)
+        assert all(torch.equal(values, whole[expert].parts[name]) for name, values in alone.parts.items())
+
+
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_of_zeros_are_zeros(precision: Precision, dtype: torch.dtype) -> None:
+    assert not _restored(round_weight(torch.zeros(4, 64, dtype=dtype), precision)).any()
+
+
+def test_groups_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="groups of 64"):
+        round_weight(torch.zeros(4, 96), Precision(4, 64))

@@ -1,0 +1,244 @@
+"""Substitutes in files: the same as those made in memory, bound to their base, refused where damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.draft.named import draft_name, parse_draft
+from selfspec.errors import DraftConfigError, StorageError
+from selfspec.kernels import rounded
+from selfspec.kernels.rounded import Precision
+from selfspec.model import substitutes
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+def _model(**options: Any) -> PreTrainedModel:
+    """Large enough for the kernels."""
+    return tiny.llama(hidden_size=64, intermediate_size=128, dtype=torch.float32, **options)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return _model()
+
+
+@pytest.fixture
+def file(tmp_path: Path, model: PreTrainedModel) -> Path:
+    selfspec.LowPrecision(4).save(tmp_path / "m4.safetensors", model)
+    return tmp_path / "m4.safetensors"
+
+
+def _values(spec: selfspec.SelfSpeculative) -> dict[str, Tensor]:
+    """Everything that the substitutes of a wrapper hold."""
+    return {
+        f"{precision}.{name}.{part}": values
+        for (precision, name), made in spec.substitutes._made.items()
+        if made.substitute is not None
+        for part, values in made.substitute.named_parameters()
+    }
+
+
+def _generated(spec: selfspec.SelfSpeculative, rows: int = 1) -> selfspec.GenerateOutput:
+    return spec.generate(tiny.prompt(9, rows), max_new_tokens=20, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        selfspec.LowPrecision(8),
+        selfspec.LowPrecision(4),
+        selfspec.LowPrecision(4, group_size=64),
+        selfspec.LowPrecision(8, layers=[2, 3], head=False),
+    ],
+    ids=draft_name,
+)
+def test_they_are_those_that_are_made_in_memory(
+    model: PreTrainedModel, draft: selfspec.LowPrecision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "made.safetensors"
+    draft.save(file, model)
+    made = selfspec.wrap(model, draft, draft_length=3)
+    wanted = _generated(made, rows=2)
+    # None is made any more.
+    monkeypatch.setattr(substitutes, "round_weight", None)
+    saved = selfspec.LowPrecision.from_file(file)
+    assert (saved.bits, saved.group_size, saved.layers, saved.head_too) == (
+        draft.bits,
+        draft.group_size,
+        draft.layers,
+        draft.head_too,
+    )
+    read = selfspec.wrap(model, saved, draft_length=3)
+    found = _generated(read, rows=2)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert found.stats.accepted_per_depth == wanted.stats.accepted_per_depth
+    assert found.stats.substitute_bytes == wanted.stats.substitute_bytes == made.substitutes.nbytes > 0
+    values = _values(made)
+    assert values.keys() == _values(read).keys()
+    assert all(torch.equal(values[name], value) for name, value in _values(read).items())
+
+
+@pytest.mark.parametrize("architecture", [name for name in tiny.BUILDERS if name != "llama"])
+def test_other_architectures_have_them(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.BUILDERS[architecture]()
+    wanted = model.generate(tiny.prompt(9), max_new_tokens=20, do_sample=False)
+    selfspec.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
+    monkeypatch.setattr(substitutes, "round_weight", None)
+    spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
+    assert torch.equal(_generated(spec).sequences, wanted)
+
+
+def test_names(file: Path, model: PreTrainedModel) -> None:
+    for name in (f"int4:{file}", f"int4:{file}+exit:2", f"lookup+int4:{file}+exit:2"):
+        draft = parse_draft(name)
+        assert draft_name(draft) == name
+        spec = selfspec.wrap(model, draft, draft_length=3)
+        assert torch.equal(_generated(spec).sequences, _generated(selfspec.wrap(model)).sequences)
+    with pytest.raises(DraftConfigError, match="holds 4 bits and not 8; write int4:"):
+        parse_draft(f"int8:{file}")
+
+
+def test_wrappers_of_one_model_share_them(file: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = selfspec.wrap(model).drafting(f"int4:{file}", draft_length=3)
+    size = spec.substitutes.nbytes
+    monkeypatch.setattr(substitutes, "round_weight", None)
+    file.unlink()
+    assert _generated(spec).stats.drafted
+    assert _generated(spec.drafting(selfspec.LowPrecision(4), 3)).stats.substitute_bytes == size
+
+
+def test_what_changes_later_is_made_anew(tmp_path: Path) -> None:
+    model = _model()
+    selfspec.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
+    spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    _generated(spec)
+    made = selfspec.wrap(model, selfspec.LowPrecision(8), draft_length=3)
+    _generated(made)
+    assert all(torch.equal(value, _values(made)[name]) for name, value in _values(spec).items())
+
+
+def test_the_base_is_known_in_another_dtype(file: Path) -> None:
+    spec = selfspec.wrap(_model().bfloat16(), selfspec.LowPrecision.from_file(file), draft_length=3)
+    assert _generated(spec).stats.drafted
+
+
+def test_another_base_is_refused(file: Path) -> None:
+    with pytest.raises(DraftConfigError, match=r"another base.*selfspec quantize"):
+        selfspec.wrap(_model(seed=1), selfspec.LowPrecision.from_file(file))
+
+
+def test_a_file_that_was_replaced_is_refused(file: Path, model: PreTrainedModel) -> None:
+    draft = selfspec.LowPrecision.from_file(file)
+    selfspec.LowPrecision(4, group_size=64).save(file, model)
+    with pytest.raises(DraftConfigError, match="4 bits in groups of 64 by now, and not 4 in groups of 32"):
+        selfspec.wrap(model, draft)
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _cut_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def _foreign(file: Path) -> None:
+    save_file({"weight": torch.ones(3)}, file)
+
+
+def _other_foreign(file: Path) -> None:
+    file.write_text("{}")
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _cut, _cut_header, _foreign, _other_foreign, _folder])
+def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[[Path], object]) -> None:
+    damage(file)
+    with pytest.raises(DraftConfigError, match=r"m4\.safetensors cannot be read .*write it again: selfspec quantize"):
+        selfspec.LowPrecision.from_file(file)
+
+
+def _rewrite(file: Path, change: Change) -> None:
+    with safe_open(file, framework="pt") as opened:
+        about = json.loads(opened.metadata()["substitutes"])
+    tensors = load_file(file)
+    change(tensors, about)
+    save_file(tensors, file, {"substitutes": json.dumps(about)})
+
+
+@pytest.mark.parametrize(
+    "about", [{"format": 2}, {"bits": 3}, {"bits": True}, {"base": None}, {"head": 1}, {"layers": "all"}]
+)
+def test_what_says_something_else_of_itself_is_refused(file: Path, about: dict[str, Any]) -> None:
+    _rewrite(file, lambda _, own: own.update(about))
+    with pytest.raises(DraftConfigError, match=f"cannot be read as substitutes.*{next(iter(about))}"):
+        selfspec.LowPrecision.from_file(file)
+
+
+_UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda tensors, _: tensors.pop(f"{_UP}.scales"), "lacks"),
+        (lambda tensors, _: tensors.update({f"{_UP}.scales": tensors[f"{_UP}.scales"].float()}), "float32"),
+        (lambda tensors, _: tensors.update({f"{_UP}.levels": tensors[f"{_UP}.levels"][:-1].clone()}), r"\[127, 32\]"),
+        (lambda tensors, _: tensors[f"{_UP}.zeros"].fill_(torch.nan), "NaN"),
+        (lambda tensors, _: tensors.update({"model.odd.weight.levels": torch.zeros(2)}), "does not have.*odd"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(file: Path, model: PreTrainedModel, change: Change, match: str) -> None:
+    _rewrite(file, change)
+    with pytest.raises(DraftConfigError, match=rf"(?s){match}.*selfspec quantize"):
+        selfspec.wrap(model, selfspec.LowPrecision.from_file(file))
+
+
+def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
+    def drop(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith(_UP)]:
+            del tensors[name]
+
+    _rewrite(file, drop)
+    spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(file), draft_length=3)
+    before = spec.substitutes.nbytes
+    assert _generated(spec).stats.substitute_bytes > before
+
+
+def test_nothing_is_left_where_nothing_can_be_written(tmp_path: Path, model: PreTrainedModel) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(StorageError, match="taken"):
+        selfspec.LowPrecision(8).save(tmp_path / "taken", model)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.27), (4, 0.16)])
+def test_they_take_their_share_of_the_weights(bits: int, most: float, tmp_path: Path) -> None:
+    model = _model(vocab_size=256)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    selfspec.LowPrecision(bits).save(tmp_path / "made", model)
+    spec = selfspec.wrap(model, selfspec.LowPrecision(bits), draft_length=3)
+    assert _generated(spec).stats.substitute_bytes <= most * weights
+    # Names and shapes of so small a model are a tenth of its file.
+    assert (tmp_path / "made").stat().st_size <= (most + 0.05) * weights
+    assert rounded.round_weight(torch.ones(64, 64), Precision(bits, 32)).nbytes <= most * 4 * 64 * 64
