@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import selfspec
-from helpers.contract import CHECKS, Subject, bench_of
+from helpers.contract import CHECKS, Subject, bench_of, has_substitutes
 from helpers.shrunken import shrunken
 from helpers.survey import MODEL_TYPES, checks, declared, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
@@ -60,6 +60,9 @@ QUICK = [
 # Those whose drafts in fewer bits are quick: a mixture, one with latent attention, hybrids, and others.
 QUICK_IN_FEWER_BITS = ("bloom", "deepseek_v3", "falcon", "gemma2", "gpt_oss", "jamba", "lfm2", "mixtral", "opt", "phi3")
 
+# Linear layers of their own kind: such models refuse drafts in fewer bits.
+WITHOUT_SUBSTITUTES = {"falcon"}
+
 # Their modules make numbers of lengths, so a recording fails at the next length and the stock modules go on.
 NOT_RECORDED = {"falcon"}
 
@@ -88,6 +91,8 @@ def _subject(model_type: str) -> Subject:
 @pytest.mark.parametrize(("model_type", "check"), _cases())
 def test_contract(model_type: str, check: str) -> None:
     CHECKS[check](_subject(model_type))
+    if check == "fewer bits":
+        assert has_substitutes(_subject(model_type)) == (model_type not in WITHOUT_SUBSTITUTES)
 
 
 @pytest.mark.contract

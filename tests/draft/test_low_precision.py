@@ -206,6 +206,15 @@ def test_a_substitute_follows_a_weight_that_changes_where_it_is(precision: Preci
     assert torch.equal(layer.bias, bias)
 
 
+@torch.no_grad()
+def test_a_substitute_follows_a_single_value() -> None:
+    substitutes, layer = Substitutes(), nn.Linear(64, 96)
+    first = substitutes.within(layer, "up", EIGHT)
+    layer.weight[3, 40] += 1.0
+    assert substitutes.within(layer, "up", EIGHT) is first
+    torch.testing.assert_close(first(torch.eye(64))[40, 3], layer.weight[3, 40] + layer.bias[3], rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "runtime"),
     [("int8", uncounted, selfspec.Traced(after=0)), ("int4", counted, StandIn(0, bucket=8))],
@@ -278,8 +287,8 @@ def test_experts_give_what_they_gave(model_type: str, precision: Precision) -> N
     """Gated ones, ones with biases whose weights lie by columns, ones without a gate."""
     stock = shrunken(model_type, torch.float32, intermediate_size=64, moe_intermediate_size=64)
     experts = next(module for name, module in stock.named_modules() if name.endswith(EXPERTS[model_type]))
-    for name, weight in experts.named_parameters():
-        nn.init.normal_(weight, std=0.02 if name.endswith("bias") else 0.2)
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.2)
     substitute = Substitutes().within(experts, "experts", precision)
     assert isinstance(substitute, LowBitsExperts)
     shares = torch.rand(7, 4).softmax(-1)
@@ -324,12 +333,15 @@ def test_the_model_keeps_its_weights(model: PreTrainedModel) -> None:
 def test_the_target_keeps_its_weights(model: PreTrainedModel) -> None:
     """The same bits from the full model after draft steps in fewer bits, its head among them."""
     depth, block = len(model.model.layers), tiny.prompt(4, seed=1)
-    cache = SharedCache(depth, 1, limit=20, slack=4, device=torch.device("cpu"))
-    runner = ModelRunner(model, find_adapter(model), cache)
-    before = runner.logits(LayerPath.full(depth), block).logits
-    low = runner.logits(selfspec.LowPrecision().path(depth), block).logits
-    assert not torch.equal(low, before)
-    assert torch.equal(runner.logits(LayerPath.full(depth), block).logits, before)
+
+    def last_logits(*paths: LayerPath) -> torch.Tensor:
+        cache = SharedCache(depth, 1, limit=20, slack=4, device=torch.device("cpu"))
+        runner = ModelRunner(model, find_adapter(model), cache)
+        return [runner.logits(path, block).logits for path in paths][-1]
+
+    low, full = selfspec.LowPrecision().path(depth), LayerPath.full(depth)
+    assert not torch.equal(last_logits(low), last_logits(full))
+    assert torch.equal(last_logits(low, full), last_logits(full))
 
 
 def test_verification_resumes_where_substitutes_begin() -> None:

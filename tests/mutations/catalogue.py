@@ -890,7 +890,7 @@ CATALOGUE = (
         "_Made.fits",
         "self.versions == tuple(product.version for product in products)",
         "True",
-        ("test_a_substitute_follows_a_weight_that_changes_where_it_is",),
+        ("test_a_substitute_follows_a_single_value",),
     ),
     Mutation(
         "substitutes outlive changes that torch does not count",
