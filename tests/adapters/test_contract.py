@@ -57,8 +57,8 @@ QUICK = [
     "bert",
 ]
 
-# Those whose drafts in fewer bits are quick: a mixture, one with latent attention, hybrids, and others.
-QUICK_IN_FEWER_BITS = ("bloom", "deepseek_v3", "falcon", "gemma2", "gpt_oss", "jamba", "lfm2", "mixtral", "opt", "phi3")
+# The same for drafts in fewer bits: mixtures, latent attention, a hybrid, and one that refuses them.
+QUICK_IN_FEWER_BITS = ("deepseek_v3", "falcon", "gpt_oss", "jamba", "mixtral")
 
 # Linear layers of their own kind: such models refuse drafts in fewer bits.
 WITHOUT_SUBSTITUTES = {"falcon"}

