@@ -321,7 +321,8 @@ def fewer_bits(subject: Subject) -> None:
     ]
     for draft in drafts:
         _in_fewer_bits(subject, draft.path(subject.depth))
-    prompts, options = subject.tokens(PAST, subject.batch), {"max_new_tokens": NEW, "do_sample": False}
+    prompts = subject.tokens(PAST, subject.batch)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     # Each row alone, as in `greedy`.
     wanted = [subject.model.generate(row, **options)[0].tolist() for row in prompts.split(1)]
     for drafter in (*drafts, selfspec.Cascade(selfspec.PromptLookup(shortest=1), drafts[0])):
