@@ -12,8 +12,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ import transformers
 
 from selfspec.environment import environment
 from selfspec.tools.studies.board import Board
-from selfspec.tools.studies.drafts import skip_set
-from selfspec.tools.studies.models import StudiedModel, loader
-from selfspec.tools.studies.search import Evaluator, search
-from selfspec.tools.studies.skip_sets import SkipSet, Space
+from selfspec.tools.studies.drafts import SkipSet, Space, skip_set
+from selfspec.tools.studies.models import StudiedModel, load
+from selfspec.tools.studies.search import evaluate, search, speed
 from selfspec.tools.studies.study import Study
+from selfspec.tools.studies.table import Row
 
 _RESULTS = Path(__file__).parent / "results"
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -47,9 +46,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     declared = {"models": options.model, "workloads": options.workload, "texts": 8, "prompt_tokens": 12}
-    declared |= {"temperatures": 1.0, "draft_lengths": list(_LENGTHS), "reach": 1, "pricing": "weights"}
+    declared |= {"temperatures": 1.0, "draft_lengths": list(_LENGTHS), "reach": 1, "pricing": "weights", "confirm": 0}
     seen, unseen = Study.of({**declared, "seeds": 0}), Study.of({**declared, "seeds": 1})
-    studied = loader(seen, "cpu")(options.model)
+    studied = load(options.model, seen, "cpu")
     rows = [
         _compared(studied, seen, unseen, size, seed, options.evaluations, options.random)
         for size in options.sizes
@@ -67,49 +66,38 @@ def _compared(
 ) -> dict[str, Any]:
     model, adapter = studied.model, studied.adapter
     space = Space.of(model, adapter) if size == "any" else Space.of(model, adapter, int(size), int(size))
-    with _evaluator(studied, seen, space) as searched_by:
-        begun = time.process_time()
-        found = search(searched_by, evaluations, seed)
-        searched = time.process_time()
-    left_out = found.best["skipped"]
-    same = Space.of(model, adapter, left_out, left_out)
-    with _evaluator(studied, seen, same) as chance:
-        chance_begun = time.process_time()
-        chance.evaluate(_drawn(same, count, seed))
-        ended = time.process_time()
-    best = max(chance.scores.values(), key=lambda row: row["predicted_speedup"])
-    with _evaluator(studied, unseen, same) as again:
-        again.evaluate([skip_set(row["draft"]) for row in (found.best, best)])
+    begun = time.process_time()
+    scores = search(studied, seen, space, evaluations, seed)
+    searched = time.process_time()
+    found = max(scores, key=speed)
+    drawn = _drawn(Space.of(model, adapter, found["skipped"], found["skipped"]), count, seed)
+    chance_begun = time.process_time()
+    best = max(_judged(studied, seen, drawn), key=speed)
+    ended = time.process_time()
+    again = _judged(studied, unseen, [skip_set(row["draft"]) for row in (found, best)])
     return {
         "size": size,
         "seed": seed,
-        "left_out": left_out,
-        "found": found.best,
-        "evaluations": len(found.scores),
+        "left_out": found["skipped"],
+        "found": found,
+        "evaluations": len(scores),
         "search_seconds": searched - begun,
         "random": best,
-        "random_evaluations": len(chance.scores),
+        "random_evaluations": len(drawn),
         "random_seconds": ended - chance_begun,
-        "unseen": [again.scores[skip_set(row["draft"])]["predicted_speedup"] for row in (found.best, best)],
+        "unseen": [speed(row) for row in again],
     }
 
 
-@contextmanager
-def _evaluator(studied: StudiedModel, study: Study, space: Space) -> Iterator[Evaluator]:
-    """An evaluator that knows nothing yet."""
+def _judged(studied: StudiedModel, study: Study, sets: list[SkipSet]) -> list[Row]:
+    """What a study makes of sets of which it knows nothing yet."""
     with tempfile.TemporaryDirectory() as folder, Board(folder) as board:
-        yield Evaluator(studied, study, space, board)
+        return evaluate(board, study, studied, sets)
 
 
 def _drawn(space: Space, count: int, seed: int) -> list[SkipSet]:
     """As many different sets, or as many as are found among many draws."""
-    draws: Iterator[SkipSet] = space.random(1000 + seed)
-    drawn: dict[SkipSet, None] = {}
-    for _ in range(100 * count):
-        if len(drawn) == count:
-            break
-        drawn[next(draws)] = None
-    return list(drawn)
+    return list(dict.fromkeys(islice(space.random(1000 + seed), 100 * count)))[:count]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LayerSkip,
         LowPrecision,
         PromptLookup,
+        Recycling,
         ReducedVocabulary,
         SkipFile,
     )
@@ -79,6 +80,7 @@ __all__ = [
     "ProfileError",
     "PromptError",
     "PromptLookup",
+    "Recycling",
     "ReducedVocabulary",
     "Round",
     "RowRound",
@@ -117,6 +119,7 @@ _HOMES = {
         "LayerSkip",
         "LowPrecision",
         "PromptLookup",
+        "Recycling",
         "ReducedVocabulary",
         "SkipFile",
     ],

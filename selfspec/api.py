@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
@@ -153,6 +154,7 @@ class SelfSpeculative:
         self.runtime = runtime
         self.programs = GraphCache(runtime)
         self.substitutes = Substitutes() if substitutes is None else substitutes
+        self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)
         self._check_model()
@@ -319,7 +321,7 @@ class SelfSpeculative:
         """
         self._check_open()
         self._closed = True
-        self.programs, self.substitutes = GraphCache(self.runtime), Substitutes()
+        self.programs, self.substitutes, self._memories = GraphCache(self.runtime), Substitutes(), {}
         return self.model
 
     def _read(
@@ -354,7 +356,16 @@ class SelfSpeculative:
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(
-            self.model, self.adapter, request, choice.draft, controller, rule, seed, self.programs, self.substitutes
+            self.model,
+            self.adapter,
+            request,
+            choice.draft,
+            controller,
+            rule,
+            seed,
+            self.programs,
+            self.substitutes,
+            self._memories,
         )
 
     def _prepare(self) -> None:

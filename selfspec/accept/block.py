@@ -7,79 +7,99 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.accept.residual import less_q
+from selfspec.accept.tree_paths import at_parents, from_leaves, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
-from selfspec.errors import UnsupportedOptionError
 
 
 @dataclass(frozen=True)
 class Block:
     """Block verification of Sun et al. (2024, arXiv 2403.10444), algorithm 2.
 
-    With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), the draft is accepted up to the last i whose draw falls
-    within its chance, and the token after it is drawn from max(P_i p - q, 0). The committed tokens are distributed
-    exactly as draws from p, and no lossless rule commits more of a draft in expectation. It judges chains alone.
+    Over trees it is traversal verification (Weng et al., 2025, arXiv 2505.12398).
+
+    Each place has a weight P: 1 at the last committed token, min(1, P(parent) p(x) / q(x)) at a node. Nodes are judged
+    from the leaves up, each after its children: the first whose draw falls within its weight is accepted with its whole
+    path, and the token after it is drawn from what its children have left of p. A rejected child leaves its parent
+    max(P p - q, 0), normalised; where that sums to s, the weight becomes s / (s + 1 - P).
+
+    The committed tokens are distributed exactly as draws from p. No lossless rule commits more of a chain in
+    expectation. Of trees it commits no less than the token-level rule where siblings are drawn with or without
+    replacement and none is followed by one with a deeper subtree; else a short path may be accepted before a long one
+    is judged.
     """
 
     lossless = True
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Chance that the draft is accepted at least up to each node, were it the last, `[rows, nodes]`.
-
-        Raises:
-            UnsupportedOptionError: the draft is no chain.
-        """
+        """Chance of each node, given that no node judged before it is accepted, `[rows, nodes]`."""
+        weights, left = _before_last_children(draft, p)
+        inner: slice | Tensor = slice(1, len(draft.tree))
+        last: slice | Tensor = inner
         if not draft.tree.is_chain:
-            raise UnsupportedOptionError(
-                "block verification judges chains, and this drafter drafts trees; use accept='token'"
-            )
-        q = _dense(draft, p)
-        weights = _prefix_weights(draft.tokens, q, p)[:, 1:]
-        if draft.tokens.shape[1] == 0:
-            return weights
-        left = _residual(weights[:, :-1], p[:, 1:-1], q[:, 1:]).sum(-1)
-        # 0 / 0 where the prefix is accepted for sure and p equals q after it: what follows is accepted too.
-        inner = torch.where(left > 0, left / (left + (1 - weights[:, :-1])), (weights[:, :-1] == 1).to(p.dtype))
-        # Where the target gives no distribution (its logits were not finite) the draft ends.
-        inner = torch.where(p[:, 1:-1].sum(-1) > 0, inner, weights[:, :-1])
-        return torch.cat([inner, weights[:, -1:]], 1)
+            tables = tree_tables(draft.tree, p.device)
+            inner, last = tables.inner, tables.last_children[tables.inner]
+        weight, here = weights[:, inner], left[:, inner]
+        weights[:, inner] = _weight_after(weight, here, _residual(weight, here, draft, (slice(None), last)))
+        return weights[:, 1:]
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the last node whose draw fell within its chance, `[rows]`."""
-        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        return (mask * places).amax(-1) if mask.shape[1] else mask.sum(-1)
+        """Place of the first node, from the leaves up, whose draw fell within its chance, `[rows]`."""
+        return from_leaves(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """max(P_i p - q, 0) after i < drafted tokens, p after the last; `[rows, vocab]`."""
-        tokens = draft.tokens
-        drafted = tokens.shape[1]
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        p_next = p[rows, place]
-        if drafted == 0:
-            return p_next
-        q = _dense(draft, p)
-        weight = _prefix_weights(tokens, q, p)[rows, place]
-        residual = _residual(weight, p_next, q[rows, place.clamp(max=drafted - 1)])
-        keep_p = (place == drafted)[:, None] | (residual.sum(-1, keepdim=True) == 0)
-        return torch.where(keep_p, p_next, residual)
+        """What the children of the place, all rejected, leave of p; p itself at a leaf; `[rows, vocab]`."""
+        rows = torch.arange(place.shape[0], device=place.device)
+        if not len(draft.tree):
+            return p[rows, place]
+        weights, left = _before_last_children(draft, p)
+        last = tree_tables(draft.tree, place.device).last_children[place]
+        here = left[rows, place]
+        residual = _residual(weights[rows, place], here, draft, (rows, last.clamp(min=0)))
+        return torch.where((last < 0)[:, None] | (residual.sum(-1, keepdim=True) == 0), here, residual)
 
 
-def _dense(draft: Draft, p: Tensor) -> Tensor:
-    if draft.probs is not None:
-        return draft.probs
-    return torch.zeros_like(p[:, : draft.tokens.shape[1]]).scatter_(-1, draft.tokens[..., None], 1.0)
+def _before_last_children(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of each place and what is left of p there, once all its children but the last are rejected.
 
-
-def _prefix_weights(tokens: Tensor, q: Tensor, p: Tensor) -> Tensor:
-    """P_0 .. P_drafted, `[rows, drafted + 1]`."""
-    index = tokens[..., None]
-    ratio = p[:, : tokens.shape[1]].gather(-1, index)[..., 0] / q.gather(-1, index)[..., 0]
+    Returns:
+        `[rows, nodes + 1]` and `[rows, nodes + 1, vocab]`, which is p itself where no place has two children.
+    """
+    tree, left = draft.tree, p
+    ratios = _ratios(at_parents(p, tree), draft, slice(None))
     weights = [torch.ones_like(p[:, 0, 0])]
-    for position in range(tokens.shape[1]):
-        weights.append((weights[-1] * ratio[:, position]).clamp(max=1.0))
-    return torch.stack(weights, 1)
+    for node, parent in enumerate(tree.parents):
+        place, siblings = parent + 1, tree.children[parent + 1]
+        ratio = ratios[:, node] if node == siblings[0] else _ratios(left[:, place], draft, node)
+        weights.append((weights[place] * ratio).clamp(max=1.0))
+        if node != siblings[-1]:
+            left = p.clone() if left is p else left
+            here = left[:, place]
+            residual = _residual(weights[place], here, draft, (slice(None), node))
+            weights[place] = _weight_after(weights[place], here, residual)
+            total = residual.sum(-1, keepdim=True)
+            left[:, place] = torch.where(total > 0, residual / total, here)
+    return torch.stack(weights, 1), left
 
 
-def _residual(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    return (weight[..., None] * p - q).clamp_min(0.0)
+def _ratios(p: Tensor, draft: Draft, nodes: slice | int) -> Tensor:
+    """p(x) / q(x) of some nodes."""
+    index = draft.tokens[:, nodes, None]
+    p_token = p.gather(-1, index)[..., 0]
+    return p_token if draft.probs is None else p_token / draft.probs[:, nodes].gather(-1, index)[..., 0]
+
+
+def _residual(weight: Tensor, p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice | int]) -> Tensor:
+    """max(P p - q, 0)."""
+    return less_q(weight[..., None] * p, draft, nodes)
+
+
+def _weight_after(weight: Tensor, p: Tensor, residual: Tensor) -> Tensor:
+    """The weight of a place once a child is rejected, s / (s + 1 - P)."""
+    total = residual.sum(-1)
+    # 0 / 0 where P is 1 and p equals q: the child is accepted for sure, and so is what it leaves.
+    after = torch.where(total > 0, total / (total + (1 - weight)), (weight == 1).to(weight.dtype))
+    # Where the target gives no distribution (its logits were not finite) the draft ends.
+    return torch.where(p.sum(-1) > 0, after, weight)

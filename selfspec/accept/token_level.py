@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.accept.residual import less_q
 from selfspec.accept.tree_paths import first_path, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
@@ -40,7 +41,7 @@ class TokenLevel:
         for rank in tree_tables(draft.tree, p.device).ranks:
             left = left[:, rank.before]
             if rank.siblings is not None:
-                residual = _less_q(left, draft, (slice(None), rank.siblings))
+                residual = less_q(left, draft, (slice(None), rank.siblings))
                 left = _normalised(torch.where(_is_empty(residual), left, residual))
             q = None if probs is None else probs[:, rank.nodes]
             chances[:, rank.nodes] = _chances(left, tokens[:, rank.nodes], q)
@@ -59,7 +60,7 @@ class TokenLevel:
         left = p[rows, place]
         for rank, (child, missing) in enumerate(_children(draft.tree, place)):
             left = _normalised(left) if rank else left
-            residual = _less_q(left, draft, (rows, child))
+            residual = less_q(left, draft, (rows, child))
             left = torch.where(missing[:, None] | _is_empty(residual), left, residual)
         return left
 
@@ -70,15 +71,6 @@ def _chances(p: Tensor, tokens: Tensor, probs: Tensor | None) -> Tensor:
     if probs is None:
         return p_token
     return (p_token / probs.gather(-1, index)[..., 0]).clamp(max=1.0)
-
-
-def _less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor]) -> Tensor:
-    """max(p - q, 0) with q of the nodes at an index of rows and nodes."""
-    if draft.probs is None:
-        q = torch.zeros_like(p).scatter_(-1, draft.tokens[nodes][..., None], 1.0)
-    else:
-        q = draft.probs[nodes]
-    return (p - q).clamp_min(0.0)
 
 
 def _is_empty(residual: Tensor) -> Tensor:

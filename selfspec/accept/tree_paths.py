@@ -41,6 +41,12 @@ def longest_path(mask: Tensor, tree: Tree) -> Tensor:
     return torch.where(best.values < 0, 0, best.indices + 1)
 
 
+def from_leaves(mask: Tensor, tree: Tree) -> Tensor:
+    """Place of the first node that a mask accepts, where each node comes after its children; shapes as `first_path`."""
+    tables = tree_tables(tree, mask.device)
+    return tables.by_turn[(mask * tables.turns).amax(-1)] if len(tree) else mask.sum(-1)
+
+
 def at_parents(values: Tensor, tree: Tree) -> Tensor:
     """Of values at each place, `[rows, nodes + 1, ...]`, those at the parent of each node, `[rows, nodes, ...]`."""
     return values[:, :-1] if tree.is_chain else values[:, tree_tables(tree, values.device).parents]
@@ -71,6 +77,10 @@ class TreeTables:
         depths: of each place.
         parents: place of each node's parent, `[nodes]`.
         children: of each place, as nodes in order, -1 after the last, `[places, most children of any]`.
+        last_children: of each place, -1 of leaves.
+        inner: the places that have children, but for the last committed token.
+        turns: of each node, `[nodes]`: 1 for the last where children come before their parent, the more the earlier.
+        by_turn: the place with each turn, 0 for turn 0.
         paths: the places from the root to each place, its own again after it, `[places, depth + 1]`.
         ancestors: whether a node (first axis) has another (second axis) on its path, itself included.
         earlier_siblings: whether a node (first axis) comes after a sibling (second axis).
@@ -81,6 +91,10 @@ class TreeTables:
     depths: Tensor
     parents: Tensor
     children: Tensor
+    last_children: Tensor
+    inner: Tensor
+    turns: Tensor
+    by_turn: Tensor
     paths: Tensor
     ancestors: Tensor
     earlier_siblings: Tensor
@@ -93,17 +107,30 @@ def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
     nodes = range(len(tree))
     widest = max(map(len, tree.children))
     paths = [(0,), *(tuple(node + 1 for node in (-1, *path)) for path in tree.paths)]
+    last = [children[-1] if children else -1 for children in tree.children]
+    order = [*_from_leaves(tree, -1)][-2::-1]
     siblings = [[node for node in tree.children[parent + 1] if node < each] for each, parent in enumerate(tree.parents)]
     return TreeTables(
         places=torch.arange(len(tree) + 1, device=device),
         depths=torch.tensor((0, *tree.depths), device=device),
         parents=torch.tensor([parent + 1 for parent in tree.parents], device=device),
         children=torch.tensor([[*nodes, *[-1] * (widest - len(nodes))] for nodes in tree.children], device=device),
+        last_children=torch.tensor(last, device=device),
+        inner=torch.tensor([place for place, child in enumerate(last) if place and child >= 0], device=device).long(),
+        turns=torch.tensor([order.index(node) + 1 for node in nodes], device=device),
+        by_turn=torch.tensor([0, *(node + 1 for node in order)], device=device),
         paths=torch.tensor([[*path, *[path[-1]] * (tree.depth + 1 - len(path))] for path in paths], device=device),
         ancestors=torch.tensor([[node in path for node in nodes] for path in tree.paths], device=device),
         earlier_siblings=torch.tensor([[node in before for node in nodes] for before in siblings], device=device),
         ranks=tuple(_ranks(tree, device)),
     )
+
+
+def _from_leaves(tree: Tree, node: int) -> Iterator[int]:
+    """The nodes below a node and the node itself, each after its children."""
+    for child in tree.children[node + 1]:
+        yield from _from_leaves(tree, child)
+    yield node
 
 
 def _ranks(tree: Tree, device: torch.device) -> Iterator[Rank]:

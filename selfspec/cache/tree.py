@@ -72,3 +72,8 @@ class Tree:
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of earlier siblings of each node."""
+        return tuple(self.children[parent + 1].index(node) for node, parent in enumerate(self.parents))

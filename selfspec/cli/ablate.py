@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from selfspec.cli.options import DtypeOption, Machine, Output, prepare_process
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console, counting_bar, figures_table
+from selfspec.cli.terminal import counting_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
-if TYPE_CHECKING:
-    from selfspec.tools.studies.report.compare import SideBySide
-    from selfspec.tools.studies.report.panels import Panel
-
 _SHOWN = 8
-_COLUMNS = {
-    "draft_length": "length",
-    "alpha": "alpha",
-    "c": "c",
-    "predicted_speedup": "predicted",
-    "measured_speedup_median": "measured",
-    "exact": "exact",
-}
+_DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or a draft."
+_WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
+_FIGURES = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
 
-DraftLengths = Annotated[
-    list[int] | None, typer.Option("--draft-length", help="Draft length to choose from; may be repeated.")
-]
+_Texts = list[str] | None
+_Numbers = list[int] | None
+_Count = int | None
+DraftLengths = Annotated[_Numbers, typer.Option("--draft-length", help="Draft length to choose from; may be repeated.")]
 Storage = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Database that workers share, e.g. postgresql://user@host/name; default: a file."),
 ]
+Pricing = Literal["measured", "weights"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextsAndCosts:
     """Texts and costs."""
 
-    texts: Annotated[int | None, typer.Option(help="Texts of each workload.")] = None
-    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt.")] = None
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens that the model adds to each.")] = None
-    pricing: Annotated[
-        Literal["measured", "weights"] | None,
-        typer.Option(help="Costs as `measured` here, or by the `weights` that a step reads."),
-    ] = None
+    texts: Annotated[_Count, typer.Option(help="Texts of each workload.")] = None
+    prompt_tokens: Annotated[_Count, typer.Option(help="Tokens of each prompt.")] = None
+    max_new_tokens: Annotated[_Count, typer.Option(help="Tokens that the model adds to each.")] = None
+    pricing: Annotated[Pricing, typer.Option(help="Costs `measured` here, or by the `weights` a step reads.")] = None
     dtype: Annotated[DtypeOption | None, typer.Option(metavar="DTYPE", help="Compute in it; default: float32.")] = None
 
 
@@ -56,40 +46,23 @@ class TextsAndCosts:
 class Lists:
     """Lists of the study: each may be repeated."""
 
-    models: Annotated[
-        list[str] | None,
-        typer.Option("--model", metavar="MODEL", help=f"A checkpoint folder, a hub name, or `{DEMO}`."),
-    ] = None
-    drafts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            metavar="DRAFT",
-            help="`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or a draft.",
-        ),
-    ] = None
-    workloads: Annotated[
-        list[str] | None,
-        typer.Option("--workload", metavar="NAME=FILE", help="Prompts, as of `selfspec bench`; or `demo`."),
-    ] = None
+    models: Annotated[_Texts, typer.Option("--model", metavar="MODEL", help=f"A folder, a hub name, or `{DEMO}`.")] = (
+        None
+    )
+    drafts: Annotated[_Texts, typer.Option("--draft", metavar="DRAFT", help=_DRAFTS)] = None
+    workloads: Annotated[_Texts, typer.Option("--workload", metavar="NAME=FILE", help=_WORKLOADS)] = None
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="0: greedy decoding.")] = None
-    accept: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts to confirm.")
-    ] = None
+    accept: Annotated[_Texts, typer.Option(metavar="RULE", help="Acceptance rule of the drafts to confirm.")] = None
     draft_lengths: DraftLengths = None
-    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Seed of sampled texts.")] = None
+    seeds: Annotated[_Numbers, typer.Option("--seed", help="Seed of sampled texts.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates(TextsAndCosts):
     """Texts, estimates and costs."""
 
-    reach: Annotated[
-        int | None, typer.Option(help="Positions of a draft that estimates tell apart; each costs a pass.")
-    ] = None
-    confirm: Annotated[
-        int | None, typer.Option(help="Drafts of each text and temperature to confirm by generation.")
-    ] = None
+    reach: Annotated[_Count, typer.Option(help="Positions of a draft to tell apart; each costs a pass.")] = None
+    confirm: Annotated[_Count, typer.Option(help="Drafts of each text and temperature confirmed by generation.")] = None
 
 
 def ablate(
@@ -122,20 +95,20 @@ def ablate(
 
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_folder
-    from selfspec.tools.studies.models import check_inputs, loader
-    from selfspec.tools.studies.report import write_report
+    from selfspec.tools.studies.models import check_inputs, load
+    from selfspec.tools.studies.report.page import write_report
     from selfspec.tools.studies.report.panels import panels
     from selfspec.tools.studies.run import work_on
-    from selfspec.tools.studies.study import REPORT, WORK, Study, read_study, require_packages
+    from selfspec.tools.studies.study import Study, read_study, require_packages
 
     prepare_quietly(machine.threads)
-    require_packages((*WORK, *REPORT))
+    require_packages()
     found = Study.of(declared, "the command line") if study is None else read_study(study, declared)
     folder = to or Path(found.name)
     check_output_folder(folder)
     check_inputs(found)
     with counting_bar("studying") as count:
-        finding = work_on(found, loader(found, machine.device), storage or folder, count)
+        finding = work_on(found, lambda name: load(name, found, machine.device), storage or folder, count)
     files = write_report(finding, folder)
     if output == "json":
         print_json(
@@ -150,7 +123,7 @@ def ablate(
         )
         return
     for panel in panels(finding):
-        _print_panel(panel)
+        print_rows(panel.title, panel.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
     for result in finding.failed:
         print(f"failed: {dict(result.point.place)}: {result.error}")
     print(f"{len(finding.results)} points, {len(finding.failed)} failed; the report is in {folder}")
@@ -169,45 +142,26 @@ def prepare_quietly(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> None:
+    """Print drafts with some of their figures; what is not known is left blank."""
+    import pandas
+
+    table = pandas.DataFrame(list(rows)).reindex(columns=["draft", *figures]).astype(object)
+    shown = table.where(table.notna(), "").rename(columns=lambda name: name.replace("_", " "))
+    print(f"{title}\n{shown.to_string(index=False, float_format='{:.2f}'.format)}\n")
+
+
 def _compare(first: Path, second: Path, as_json: bool) -> None:
     from selfspec.environment import versions
-    from selfspec.tools.studies.report.compare import compare
-    from selfspec.tools.studies.study import REPORT, require_packages
+    from selfspec.tools.studies.report.files import compare
+    from selfspec.tools.studies.study import require_packages
 
-    require_packages(REPORT)
+    require_packages()
     found = compare(first, second)
     if as_json:
         print_json({**asdict(found), "versions": versions()})
-    else:
-        _print_comparison(found)
-
-
-def _print_panel(panel: Panel) -> None:
-    from rich.table import Column
-
-    draft = Column("draft", overflow="fold", min_width=16)
-    table = figures_table(panel.title, [draft], _COLUMNS.values())
-    for row in panel.best[:_SHOWN]:
-        table.add_row(row["draft"], *(_cell(row.get(name)) for name in _COLUMNS))
-    console().print(table)
-
-
-def _print_comparison(found: SideBySide) -> None:
-    names = ("draft", "workload", "temperature")
-    figures = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
-    sides = [f"{figure}_{side}" for figure in figures for side in "ab"]
-    title = f"a: {found.studies[0]}, b: {found.studies[1]}"
-    table = figures_table(title, names, (side.replace("_", " ") for side in sides))
-    for row in found.rows:
-        table.add_row(row["draft"], row["workload"], f"{row['temperature']:g}", *(_cell(row[side]) for side in sides))
-    console().print(table)
+        return
+    sides = [f"{figure}_{side}" for figure in _FIGURES for side in "ab"]
+    print_rows(f"a: {found.studies[0]}, b: {found.studies[1]}", found.rows, ("workload", "temperature", *sides))
     if any(found.alone):
         print(f"only in a: {found.alone[0]} drafts; only in b: {found.alone[1]}")
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value) if isinstance(value, int) else f"{value:.2f}"

@@ -32,6 +32,7 @@ DRAFTS = {
     "head:HEADS": "a trained exit head, by `selfspec train exit`; `head:HEADS@4`: that of layer 4",
     "exit:4+vocab:v.json": "any of these with fewer rows of the head, by `selfspec train vocabulary`",
     "lookup": "copy from the text so far",
+    "recycle": "trees of candidates that earlier passes left over",
     "lookup+exit:4": "copy where the text repeats itself, else draft by any of these",
     "auto": "the fastest one here, by `selfspec calibrate`",
     "auto:profile.json": "the same from a file",

@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from selfspec.cli.ablate import DraftLengths, Storage, TextsAndCosts, given, prepare_quietly
+from selfspec.cli.ablate import DraftLengths, Storage, TextsAndCosts, given, prepare_quietly, print_rows
 from selfspec.cli.options import Machine, Model, Output, Seed
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console, counting_bar, figures_table
+from selfspec.cli.terminal import counting_bar
 from selfspec.errors import DraftConfigError
-
-if TYPE_CHECKING:
-    from selfspec.tools.studies.search import Found
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
 _SIZES = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
@@ -46,20 +43,20 @@ def search(
 ) -> None:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
 
-    By dynamic programming on hidden states (CLaSp, KnapSpec) and by importance first, then by small changes of the
-    best sets known.
+    By dynamic programming on hidden states (CLaSp, KnapSpec) first, then by small changes of the best sets known.
     """
     fewest, most = _sizes(sublayers)
 
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
-    from selfspec.tools.studies.models import check_inputs, loader
-    from selfspec.tools.studies.skip_sets import Space
+    from selfspec.tools.studies.drafts import Space
+    from selfspec.tools.studies.models import check_inputs, load
     from selfspec.tools.studies.study import Study, require_packages
 
     prepare_quietly(machine.threads)
     require_packages()
-    from selfspec.tools.studies.search import find, save
+    from selfspec.tools.studies import search as searching
+    from selfspec.tools.studies.table import pareto_front
 
     declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": reach}
     declared |= {**given(asdict(texts)), "draft_lengths": draft_lengths or _DRAFT_LENGTHS}
@@ -69,17 +66,19 @@ def search(
     if place is not None and "://" not in place:
         check_output_folder(Path(place))
     check_inputs(study)
-    studied = loader(study, machine.device)(study.models[0])
+    studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
     with counting_bar("searching") as count:
-        found = find(studied, study, space, evaluations, place, lambda done: count(done, evaluations))
-    about = {"study": asdict(study), "sublayers": [space.fewest, space.most], "evaluations": len(found.scores)}
-    save(found, studied, to, about)
+        scores = searching.search(studied, study, space, evaluations, seed, place, count)
+    best, front = max(scores, key=searching.speed), pareto_front(scores)
+    about = {"study": asdict(study), "sublayers": [space.fewest, space.most], "evaluations": len(scores)}
+    searching.save(best, studied, to, about)
     if output == "json":
-        print_json({**found.to_dict(), "file": str(to), **about, "versions": versions()})
+        found = {"best": best, "front": front, "scores": scores, "file": str(to)}
+        print_json({**found, **about, "versions": versions()})
     else:
-        _print(found)
-        print(f"{len(found.scores)} sets evaluated; the best is in {to}: --draft skip-file:{to}")
+        print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
+        print(f"{len(scores)} sets evaluated; the best is {best['draft']}, in {to}: --draft skip-file:{to}")
 
 
 def _sizes(text: str | None) -> tuple[int, int | None]:
@@ -89,15 +88,3 @@ def _sizes(text: str | None) -> tuple[int, int | None]:
     if found is None:
         raise DraftConfigError(f"--sublayers {text!r} is not understood; write a number, or a range such as 2-6")
     return int(found[1]), int(found[2] or found[1])
-
-
-def _print(found: Found) -> None:
-    table = figures_table(
-        "Acceptance against cost: what nothing beats",
-        ["skip set"],
-        ["draft length", "acceptance", "c", "predicted speed-up"],
-    )
-    for row in found.front:
-        figures = (f"{row[name]:.3f}" for name in ("alpha", "c", "predicted_speedup"))
-        table.add_row(row["draft"], str(row["draft_length"]), *figures, style="bold" if row == found.best else None)
-    console().print(table)

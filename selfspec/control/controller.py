@@ -86,6 +86,15 @@ class Controller:
         """Whether a look-up that matched `match` tokens promises more than drafting with the model."""
         return True
 
+    def round_cost(self, steps: int, nodes: int) -> float:
+        """The cost of a round, in plain steps.
+
+        Args:
+            steps: draft steps it takes.
+            nodes: draft tokens that it verifies.
+        """
+        return 1.0
+
     def look_up_length(self, share: float) -> int:
         """The most tokens worth looking up in this round; 0: none.
 

@@ -106,6 +106,9 @@ class CostAwareController(Controller):
         opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
         return opens and (loss_budget.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
 
+    def round_cost(self, steps: int, nodes: int) -> float:
+        return self._costs.of_round(steps, nodes)
+
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
 

@@ -56,6 +56,7 @@ class Batch:
             and values of that token may be the cause, so these rows get a round without a draft before they are ended.
         failed: numbers of the rows that ended because the target's logits were not finite.
         draft_states: what each drafter keeps during this generation: see `Drafter.begin`.
+        memories: what drafters keep as long as the wrapper.
     """
 
     runner: ModelRunner
@@ -73,6 +74,7 @@ class Batch:
     nonfinite_rows: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     draft_states: dict[Hashable, object] = field(default_factory=dict)
+    memories: dict[Hashable, object] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Generation(Iterator[Round]):
         seed: int | None,
         programs: GraphCache | None = None,
         substitutes: Substitutes | None = None,
+        memories: dict[Hashable, object] | None = None,
     ) -> None:
         device = _device(model, request)
         rows = request.input_ids.shape[0]
@@ -86,6 +87,7 @@ class Generation(Iterator[Round]):
             past=_past_to_fill(request, cache),
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
             needs_lockstep=request.sampling.in_order or request.stopping.stateful,
+            memories={} if memories is None else memories,
         )
         # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
         self._committed, self._failed = batch.committed, batch.failed

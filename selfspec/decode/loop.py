@@ -33,6 +33,8 @@ def rounds(
         with clock.phase("accept"):  # ends with the one synchronisation of the round
             verdict = judge(batch, draft, logits, rule)
         with clock.phase("commit"):
+            if drafter is not None:
+                drafter.learn(batch, draft, logits, verdict)
             committed = commit(batch, draft, verdict)
             batch.controller.learn(draft, verdict.outcomes())
             stats.count(len(draft.tree), draft.length, verdict)

@@ -8,6 +8,7 @@ from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.prompt_lookup import PromptLookup
+from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
 
@@ -21,6 +22,7 @@ __all__ = [
     "LayerSkip",
     "LowPrecision",
     "PromptLookup",
+    "Recycling",
     "ReducedVocabulary",
     "Resume",
     "SkipFile",

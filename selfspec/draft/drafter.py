@@ -14,7 +14,10 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.substitutes import Substitutes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from selfspec.decode.batch import Batch
+    from selfspec.decode.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,16 @@ class Drafter(ABC):
         if self not in batch.draft_states:
             batch.draft_states[self] = self.begin(batch)
         return batch.draft_states[self]
+
+    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
+        """Learn from a round, before it is committed.
+
+        Args:
+            batch: before the round is committed.
+            draft: of the round, by whatever source.
+            logits: the target's own, `[rows, nodes + 1, vocab]`.
+            verdict: on the draft.
+        """
 
     @abstractmethod
     def propose(self, batch: Batch, budget: Budget) -> Draft:

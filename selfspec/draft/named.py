@@ -17,6 +17,7 @@ from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import MOST_LAYERS, LayerSkip
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.prompt_lookup import PromptLookup
+from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
 from selfspec.errors import DraftConfigError
@@ -28,13 +29,15 @@ AUTO = "auto"
 """What the draft of a calibration profile is called; it takes a model to say what that is."""
 
 _LOOK_UP = "lookup"
+_RECYCLE = "recycle"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
     "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, int8:FILE or int4:FILE from "
     "selfspec quantize, +exit:E behind these to leave early as well (int4+exit:20), skip-file:FILE for one "
-    "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, lookup for look-ups in the "
-    "text, alone or before any of these (lookup+exit:4), "
+    "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, recycle for trees of "
+    "candidates that earlier passes left, lookup for look-ups in the text, alone or before any of these "
+    "(lookup+exit:4), "
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
@@ -60,6 +63,8 @@ def parse_draft(text: str) -> Drafter | None:
         return None
     if given == _LOOK_UP:
         return PromptLookup()
+    if given == _RECYCLE:
+        return Recycling()
     if given.startswith(_LOOK_UP + "+"):
         return Cascade(PromptLookup(), _path_drafter(text, given.removeprefix(_LOOK_UP + "+").strip()))
     return _path_drafter(text, given)
@@ -101,6 +106,8 @@ def draft_name(drafter: Drafter | None) -> str:
             return f"{draft_name(draft_with)}+vocab:{file}"
         case PromptLookup() if drafter == PromptLookup():
             return _LOOK_UP
+        case Recycling() if drafter == Recycling():
+            return _RECYCLE
         case Cascade() if drafter.look_up == PromptLookup():
             return f"{_LOOK_UP}+{draft_name(drafter.path)}"
         case SkipFile(source=source):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import selfspec
 from helpers.chains import TreeCase, tree_cases, trees, without
 from helpers.exact import Chain, all_drafts, committed, committed_when_cut, committed_with_stops
 from selfspec.accept import Block, Coupled, Rule, TokenLevel, TopKTolerance, Typical
@@ -17,53 +16,80 @@ from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 
 EXACT = 1e-12
+both = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
 FORK = Tree((-1, -1, 0, 0, 1, 2))
+
+
+def _heights_of_siblings(tree: Tree) -> list[list[int]]:
+    """How deep it goes below each child of each place."""
+    deepest = [
+        max(tree.depths[other] for other, path in enumerate(tree.paths) if node in path) for node in range(len(tree))
+    ]
+    return [[deepest[child] for child in children] for children in tree.children]
+
+
+@both
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(tree_cases())
+def test_drawn_siblings_commit_the_target_joint_exactly(rule: Rule, case: TreeCase) -> None:
+    result = committed(rule, case.p, case.q, tree=case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
+
+
+@both
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(tree_cases(), st.integers(0, 2**32))
+def test_siblings_that_were_not_drawn_commit_the_target_joint_exactly(rule: Rule, case: TreeCase, seed: int) -> None:
+    # Of so few tokens siblings are often alike.
+    generator = torch.Generator().manual_seed(seed)
+    drafts = torch.randint(case.p.vocab, (1, len(case.tree)), generator=generator)
+    result = committed(rule, case.p, None, drafts, case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
+
+
+@both
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(tree_cases(), st.integers(0, 2**32))
+def test_trees_that_end_where_their_tokens_say_commit_the_target_joint_exactly(
+    rule: Rule, case: TreeCase, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ([case.p.vocab] * nodes for nodes in range(1, len(case.tree)))
+    goes_on = [torch.rand(shape, generator=generator) < 0.6 for shape in shapes]
+    result = committed_with_stops(rule, case.p, case.q, goes_on, case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
+
+
+@both
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tree_cases(), st.integers(0, 2**32))
+def test_a_cut_that_is_drawn_on_its_own_commits_the_target_joint_exactly(rule: Rule, case: TreeCase, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    chances = torch.rand(case.tree.depth + 1, generator=generator, dtype=torch.float64)
+    chances = (chances / chances.sum()).expand(case.p.vocab ** len(case.tree), -1)
+    result = committed_when_cut(rule, case.p, case.q, chances, case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(tree_cases())
-def test_drawn_siblings_commit_the_target_joint_exactly(case: TreeCase) -> None:
-    result = committed(TokenLevel(), case.p, case.q, tree=case.tree)
-    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
+def test_a_block_never_commits_less_than_token_level_where_no_sibling_is_followed_by_a_deeper_one(
+    case: TreeCase,
+) -> None:
+    assume(case.drawn != "anyhow")
+    assume(all(heights == sorted(heights, reverse=True) for heights in _heights_of_siblings(case.tree)))
+    block, token = (committed(rule, case.p, case.q, tree=case.tree).length for rule in (Block(), TokenLevel()))
+    assert block >= token - EXACT
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(tree_cases(), st.integers(0, 2**32))
-def test_siblings_that_were_not_drawn_commit_the_target_joint_exactly(case: TreeCase, seed: int) -> None:
-    # Of so few tokens siblings are often alike.
-    generator = torch.Generator().manual_seed(seed)
-    drafts = torch.randint(case.p.vocab, (1, len(case.tree)), generator=generator)
-    result = committed(TokenLevel(), case.p, None, drafts, case.tree)
-    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(tree_cases(), st.integers(0, 2**32))
-def test_trees_that_end_where_their_tokens_say_commit_the_target_joint_exactly(case: TreeCase, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ([case.p.vocab] * nodes for nodes in range(1, len(case.tree)))
-    goes_on = [torch.rand(shape, generator=generator) < 0.6 for shape in shapes]
-    result = committed_with_stops(TokenLevel(), case.p, case.q, goes_on, case.tree)
-    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(tree_cases(), st.integers(0, 2**32))
-def test_a_cut_that_is_drawn_on_its_own_commits_the_target_joint_exactly(case: TreeCase, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    chances = torch.rand(case.tree.depth + 1, generator=generator, dtype=torch.float64)
-    chances = (chances / chances.sum()).expand(case.p.vocab ** len(case.tree), -1)
-    result = committed_when_cut(TokenLevel(), case.p, case.q, chances, case.tree)
-    torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
-
-
+@both
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(tree_cases())
-def test_a_sibling_more_is_never_worse(case: TreeCase) -> None:
+def test_a_sibling_more_is_never_worse(rule: Rule, case: TreeCase) -> None:
     last = len(case.tree) - 1
     if last and case.tree.depth == Tree(case.tree.parents[:last]).depth:
-        fewer = committed(TokenLevel(), case.p, Chain(case.q.tables[:last]), tree=Tree(case.tree.parents[:last]))
-        assert committed(TokenLevel(), case.p, case.q, tree=case.tree).length >= fewer.length - EXACT
+        fewer = committed(rule, case.p, Chain(case.q.tables[:last]), tree=Tree(case.tree.parents[:last]))
+        assert committed(rule, case.p, case.q, tree=case.tree).length >= fewer.length - EXACT
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -128,7 +154,7 @@ def test_the_proof_sees_a_planted_error(planted: TokenLevel) -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(trees(12), st.integers(0, 2**32), st.sampled_from([TokenLevel(), Coupled()]))
+@given(trees(12), st.integers(0, 2**32), st.sampled_from([TokenLevel(), Block(), Coupled()]))
 def test_where_one_token_is_possible_the_path_that_says_it_is_accepted(tree: Tree, seed: int, rule: Rule) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, (8, len(tree)), generator=generator)
@@ -148,16 +174,17 @@ def test_where_one_token_is_possible_the_path_that_says_it_is_accepted(tree: Tre
         assert found[row].nonzero().flatten().tolist() == [chosen[row, expected]]
 
 
-def test_a_place_without_a_distribution_accepts_no_child_and_recovers_nothing() -> None:
+@both
+def test_a_place_without_a_distribution_accepts_no_child_and_recovers_nothing(rule: Rule) -> None:
     p = torch.full((1, 7, 3), 1 / 3)
     p[:, 1] = 0.0
     tokens = torch.tensor([[0, 1, 0, 1, 2, 0]])
     for probs in (None, torch.full((1, 6, 3), 1 / 3)):
         draft = Draft(tokens, FORK, probs)
-        chances = TokenLevel().accept_probs(draft, p, p.log())
+        chances = rule.accept_probs(draft, p, p.log())
         assert chances.isfinite().all()
         assert chances[0, [2, 3]].tolist() == [0.0, 0.0]
-        assert TokenLevel().recovery_probs(draft, p, torch.tensor([1])).tolist() == [[0.0, 0.0, 0.0]]
+        assert rule.recovery_probs(draft, p, torch.tensor([1])).tolist() == [[0.0, 0.0, 0.0]]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -191,12 +218,6 @@ def test_relaxed_rules_judge_a_child_by_the_place_of_its_parent_and_take_the_lon
     place = rule.accepted(chances > 0, FORK)
     assert place.tolist() == [5]
     assert torch.equal(rule.recovery_probs(draft, p, place), p[:, 5])
-
-
-def test_block_verification_refuses_a_tree_by_name() -> None:
-    p = torch.full((1, 7, 3), 1 / 3)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="accept='token'"):
-        Block().accept_probs(Draft(torch.zeros(1, 6, dtype=torch.long), FORK), p, p.log())
 
 
 def test_a_draft_has_as_many_tokens_as_its_tree_has_nodes() -> None:

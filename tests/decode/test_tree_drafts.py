@@ -113,10 +113,11 @@ def test_scores_and_processors_follow_the_path(llama: Any) -> None:
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=0, check_dtype=False)
 
 
-def test_samples_follow_the_exact_joint() -> None:
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_exact_joint(rule: str) -> None:
     found, q = {}, torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05])
     for number, tree in enumerate(SHAPES):
-        spec = selfspec.wrap(small(seed=number), Random(tree, q), draft_length=len(tree), accept="token")
+        spec = selfspec.wrap(small(seed=number), Random(tree, q), draft_length=len(tree), accept=rule)
         warp, prompt = (Warp(), Warp(temperature=1.4, top_k=3), Warp(top_p=0.8))[number], PROMPTS[number % 2]
         ids = torch.tensor([prompt] * 256)
         outputs: list[tuple[int, ...]] = []
@@ -143,17 +144,10 @@ class Remembering(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"accept": "block"}, "accept='token'"),
-        ({"logits_processor": LogitsProcessorList([Remembering()])}, "stateless = True"),
-    ],
-    ids=["block", "processors with memory"],
-)
-def test_what_cannot_judge_a_tree_is_refused_by_name(options: dict[str, Any], remedy: str) -> None:
+def test_processors_with_memory_refuse_a_tree_by_name() -> None:
     spec = selfspec.wrap(small(), Random(FORK, torch.full((VOCAB,), 1 / VOCAB)), draft_length=len(FORK))
-    with pytest.raises(selfspec.UnsupportedOptionError, match=remedy):
-        spec.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=TOKENS, do_sample=True, eos_token_id=None, **options)
-    plain = spec.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=TOKENS, do_sample=True, accept="token", seed=0)
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": True, "seed": 0}
+    with pytest.raises(selfspec.UnsupportedOptionError, match="stateless = True"):
+        spec.generate(torch.tensor([PROMPTS[0]]), logits_processor=LogitsProcessorList([Remembering()]), **options)
+    plain = spec.generate(torch.tensor([PROMPTS[0]]), **options)
     assert plain.sequences.shape[1] > len(PROMPTS[0])

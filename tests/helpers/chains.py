@@ -72,9 +72,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass(frozen=True)
 class TreeCase:
-    """A tree, the target over its paths, and the draft distribution over its nodes in order."""
+    """A tree, how siblings are drawn, the target over its paths, and the draft distribution over its nodes in order."""
 
     tree: Tree
+    drawn: str
     p: Chain
     q: Chain
 
@@ -114,7 +115,7 @@ def tree_cases(draw: st.DrawFn, most: int = 6) -> TreeCase:
         if drawn == "without replacement":
             table = without(table, before[:, earlier])
         q.append(table.reshape([vocab] * (node + 1)))
-    return TreeCase(tree, Chain(tuple(p)), Chain(tuple(q)))
+    return TreeCase(tree, drawn, Chain(tuple(p)), Chain(tuple(q)))
 
 
 def without(q: Tensor, drawn: Tensor) -> Tensor:

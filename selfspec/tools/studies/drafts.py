@@ -1,14 +1,14 @@
-"""The drafts a study names, one by one: `exits`, `layers`, `sublayers`, `random:4x20`, `heads:FOLDER`, or a name."""
+"""The drafts a study names, one by one (`exits`, `random:4x20`, ..., or a name), and the skip sets there are."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 from transformers import PreTrainedModel
 
@@ -17,39 +17,77 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.exit_head import CONFIG, WEIGHTS
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
-from selfspec.errors import SelfSpecError, StudyError
+from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter
-from selfspec.model.layer_path import Part, Sublayer
-from selfspec.tools.studies.skip_sets import Space
+from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
 # Draws beyond those wanted, of which some come again, before a study takes it that there are no more.
 _PATIENCE = 1000
 
 
-@dataclass(frozen=True)
-class NamedDraft:
-    """A draft of a study.
-
-    Attributes:
-        name: that finds it again, with `draft_of`.
-        content: what it is, where the name alone does not say so: a digest of what lies on disk.
-    """
-
-    name: str
-    content: str = ""
+SkipSet = frozenset[Sublayer]
+"""Sublayers that a draft leaves out."""
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """What a folder of exit heads says, as far as a study needs it."""
-
     exits: list[int]
 
 
-def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> list[NamedDraft]:
-    """Return the drafts of a study, each once, in the order in which they are named.
+@dataclass(frozen=True)
+class Space:
+    """The sets a search may choose.
+
+    Attributes:
+        choices: sublayers that can be left out.
+        fewest: sublayers of a set, at least.
+        most: at most; less than all of the network.
+    """
+
+    choices: tuple[Sublayer, ...]
+    fewest: int
+    most: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, adapter: Adapter, fewest: int = 1, most: int | None = None) -> Space:
+        """Return the space of a model, up to half of the network where `most` is None.
+
+        Raises:
+            DraftConfigError: there are no such sets.
+        """
+        layers = adapter.decoder_layers(model)
+        choices = tuple(
+            each
+            for each in sublayers(len(layers))
+            if each.part == Part.ATTENTION or adapter.modules_of(layers[each.layer], Part.MLP)
+        )
+        largest = len(choices) // 2 if most is None else most
+        if not 1 <= fewest <= largest < len(choices):
+            raise DraftConfigError(
+                f"skip sets of {fewest} to {largest} sublayers are out of range; this model has {len(choices)} "
+                f"sublayers, choose from 1..{len(choices) - 1}"
+            )
+        return cls(choices, fewest, largest)
+
+    def random(self, seed: int) -> Iterator[SkipSet]:
+        """Draw sets at random, size first; the same one may come again."""
+        draws = Random(seed)
+        while True:
+            yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
+
+    def near(self, skipped: SkipSet, draws: Random) -> SkipSet:
+        """Return a set that differs in one sublayer: left out as well, run again, or swapped for another."""
+        moves = ["swap"] + ["add"] * (len(skipped) < self.most) + ["drop"] * (len(skipped) > self.fewest)
+        move = draws.choice(moves)
+        less = [] if move == "add" else [draws.choice(sorted(skipped))]
+        more = [] if move == "drop" else [draws.choice([each for each in self.choices if each not in skipped])]
+        return skipped - frozenset(less) | frozenset(more)
+
+
+def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> dict[str, str]:
+    """Return the drafts of a study, in the order in which they are named, each with what its name does not say.
 
     Args:
         names: as the study has them.
@@ -57,20 +95,23 @@ def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter,
         adapter: where its layers are.
         seed: of random sets.
 
+    Returns:
+        Digests of what lies on disk, by the name that `draft_of` reads; empty where nothing does.
+
     Raises:
         StudyError: a name is not understood, or a draft does not fit the model.
     """
-    found: dict[NamedDraft, None] = {}
+    found: dict[str, str] = {}
     for name in names:
-        for each in _expanded(name, model, adapter, seed):
-            drafter = draft_of(each)
-            try:
+        try:
+            for each in _expanded(name, model, adapter, seed):
+                drafter = draft_of(each)
                 drafter.check(len(adapter.decoder_layers(model)))
                 drafter.check_model(model, adapter)
-            except SelfSpecError as error:
-                raise StudyError(f"drafts: {name}: {error}") from error
-            found[NamedDraft(each, _content(drafter))] = None
-    return list(found)
+                found[each] = _content(drafter)
+        except SelfSpecError as error:
+            raise StudyError(f"drafts: {name}: {error}") from error
+    return found
 
 
 def draft_kind(name: str) -> str:
@@ -88,59 +129,49 @@ def draft_of(name: str) -> LayerPathDrafter:
         drafter = parse_draft(name)
     except SelfSpecError as error:
         raise StudyError(
-            f"drafts: {error}; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
+            f"{error}; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
         ) from error
     if not isinstance(drafter, LayerPathDrafter):
-        raise StudyError(f"drafts: {name!r} drafts along no path of the model, so there is no layer to study")
+        raise StudyError(f"{name!r} drafts along no path of the model, so there is no layer to study")
     return drafter
 
 
 def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) -> Iterator[str]:
     depth = len(adapter.decoder_layers(model))
+    kind, _, rest = name.partition(":")
     if name == "exits":
         yield from (f"exit:{layer}" for layer in range(1, depth))
     elif name == "layers":
         yield from (f"skip:layers={layer}" for layer in range(depth))
     elif name == "sublayers":
         yield from (skip_name([each]) for each in Space.of(model, adapter).choices)
-    elif name.startswith("random:"):
+    elif kind == "random":
         drawn = _RANDOM.fullmatch(name)
         if drawn is None:
-            raise StudyError(f"drafts: {name!r} is not understood; write random:4x20 for 20 sets of 4 sublayers")
+            raise StudyError("this is not understood; write random:4x20 for 20 sets of 4 sublayers")
         size, count = int(drawn[1]), int(drawn[2])
-        try:
-            space = Space.of(model, adapter, size, size)
-        except SelfSpecError as error:
-            raise StudyError(f"drafts: {name}: {error}") from error
-        yield from _random(space, count, f"{seed} {name}")
-    elif name.startswith("heads:"):
-        folder = name.removeprefix("heads:")
-        heads = read_json(Path(folder) / CONFIG, _Heads, StudyError, "write exit heads with selfspec train exit")
-        yield from (f"head:{folder}@{layer}" for layer in heads.exits)
+        draws = Space.of(model, adapter, size, size).random(Random(f"{seed} {name}").getrandbits(32))
+        yield from islice(dict.fromkeys(map(skip_name, islice(draws, count + _PATIENCE))), count)
+    elif kind == "heads":
+        heads = read_json(Path(rest) / CONFIG, _Heads, StudyError, "write exit heads with selfspec train exit")
+        yield from (f"head:{rest}@{layer}" for layer in heads.exits)
     else:
         yield name
 
 
 def skip_name(skipped: Iterable[Sublayer]) -> str:
     """Return the name of a skip set."""
-    parts = sorted(skipped)
-    attention = [each.layer for each in parts if each.part == Part.ATTENTION]
-    return draft_name(LayerSkip(attention, [each.layer for each in parts if each.part == Part.MLP]))
+    attention, mlp = ([each.layer for each in sorted(skipped) if each.part == part] for part in Part)
+    return draft_name(LayerSkip(attention, mlp))
 
 
-def skip_set(name: str) -> frozenset[Sublayer]:
+def skip_set(name: str) -> SkipSet:
     """Return the sublayers that a skip set of that name leaves out."""
     drafter = draft_of(name)
     skip = drafter.skip if isinstance(drafter, SkipFile) else drafter
     if not isinstance(skip, LayerSkip):
         raise StudyError(f"drafts: {name!r} is no skip set")
-    depth = 2 + max([*skip.attention, *skip.mlp, *skip.layers])
-    return skip.path(depth).skipped
-
-
-def _random(space: Space, count: int, seed: str) -> Iterator[str]:
-    draws = islice(space.random(random.Random(seed).getrandbits(32)), count + _PATIENCE)
-    yield from islice(dict.fromkeys(map(skip_name, draws)), count)
+    return skip.path(2 + max([*skip.attention, *skip.mlp, *skip.layers])).skipped
 
 
 def _content(drafter: LayerPathDrafter) -> str:

@@ -15,7 +15,7 @@ from selfspec.errors import StudyError
 from selfspec.model.registry import find_adapter
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.run import work_on
-from selfspec.tools.studies.study import WORK, Study, require_packages
+from selfspec.tools.studies.study import Study, require_packages
 
 _GIVEN = "given"
 
@@ -45,19 +45,17 @@ def ablate(
     Raises:
         StudyError: naming what cannot be.
     """
-    require_packages((*WORK, "pandas"))
+    require_packages()
     ids = _ids(prompts, tokenizer).to(model.device)
-    own = {"models": "given", "workloads": _GIVEN, "texts": ids.shape[0], "prompt_tokens": ids.shape[1]}
-    taken = sorted(own.keys() & declared.keys())
-    if taken:
-        raise StudyError(f"{taken[0]} follows from the model and its prompts; leave it out")
-    study = Study.of({**declared, **own}, "the study")
+    own = {"models": _GIVEN, "workloads": _GIVEN, "texts": ids.shape[0], "prompt_tokens": ids.shape[1]}
+    for taken in sorted(own.keys() & declared.keys()):
+        raise StudyError(f"{taken} follows from the model and its prompts; leave it out")
+    study = Study.of({**declared, **own})
     studied = StudiedModel(type(model).__name__, model, find_adapter(model), {_GIVEN: ids}, tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        table = work_on(study, lambda name: studied, folder if to is None else to).table
     import pandas
 
-    return pandas.DataFrame(table)
+    with tempfile.TemporaryDirectory() as folder:
+        return pandas.DataFrame(work_on(study, lambda name: studied, to or folder).table)
 
 
 def _ids(prompts: Tensor | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -126,26 +126,12 @@ def check_inputs(study: Study) -> None:
     read_workloads(study.workloads)
 
 
-def loader(study: Study, device: str) -> Callable[[str], StudiedModel]:
-    """Return a function that loads the model of a name and keeps the last one."""
-    kept: dict[str, StudiedModel] = {}
-
-    def load(name: str) -> StudiedModel:
-        if name not in kept:
-            kept.clear()
-            checkpoint = load_checkpoint(model_place(name), study.dtype, device)
-            model, tokenizer = checkpoint.model, checkpoint.tokenizer
-            prompts = {
-                workload.name: torch.cat(workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens))
-                .long()
-                .to(model.device)
-                for workload in read_workloads(study.workloads).values()
-            }
-            kept[name] = StudiedModel(_label(name), model, find_adapter(model), prompts, tokenizer)
-        return kept[name]
-
-    return load
-
-
-def _label(model: str) -> str:
-    return model if model == DEMO else Path(model).name
+def load(name: str, study: Study, device: str) -> StudiedModel:
+    """Load a model of a study and its prompts."""
+    checkpoint = load_checkpoint(model_place(name), study.dtype, device)
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    prompts = {
+        each: torch.cat(workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens)).long().to(model.device)
+        for each, workload in read_workloads(study.workloads).items()
+    }
+    return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)

@@ -8,21 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PointKind = Literal["texts", "costs", "estimate", "measure"]
-"""What is done: write texts, time passes, judge drafts by teacher forcing, confirm them by generation."""
-
 
 @dataclass(frozen=True)
 class Point:
     """What is to be found out.
 
     Attributes:
-        kind: what is done.
+        kind: write texts, time passes, judge a draft by teacher forcing, or confirm it by generation.
         content: everything the result depends on.
         place: what reports call its model, workload and so on; it does not influence the result.
     """
 
-    kind: PointKind
+    kind: Literal["texts", "costs", "estimate", "measure"]
     content: Mapping[str, Any]
     place: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,8 +47,3 @@ class Result:
     error: str | None = None
     seconds: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Result:
-        """Read what `dataclasses.asdict` returned."""
-        return cls(**{**content, "point": Point(**content["point"])})

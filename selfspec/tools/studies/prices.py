@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from selfspec.api import wrap
 from selfspec.control.costs import Costs
-from selfspec.control.forecast import Forecast
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
@@ -23,7 +22,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.weights_read import share_read
 from selfspec.runtime import Eager
-from selfspec.tools.studies.drafts import NamedDraft, draft_kind, draft_of
+from selfspec.tools.studies.drafts import draft_kind, draft_of
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.study import Pricing
@@ -63,13 +62,15 @@ class Prices:
         """Layers of the network."""
         return len(self.attention)
 
-    def costs(self, path: LayerPath, name: str | None = None) -> Costs:
-        """Return the costs of a draft: as measured if it was, else put together from its sublayers.
+    def of_draft(self, name: str) -> Costs:
+        """Return the costs of a draft: as measured if it was, else put together from its sublayers."""
+        return self.known[name] if name in self.known else self.costs(draft_of(name).path(self.depth))
+
+    def costs(self, path: LayerPath) -> Costs:
+        """Put the costs of a path together from those of its sublayers.
 
         What is exact of a draft is not computed again: its further tokens widen only the rest of the target pass.
         """
-        if name is not None and name in self.known:
-            return self.known[name]
         ran = [each for each in sublayers(self.depth) if path.runs(each)]
         exact = [] if path.resume_point is None else [each for each in ran if each < path.resume_point]
         rest = 1 - min(sum(map(self._of, exact)), 1.0)
@@ -102,42 +103,22 @@ def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerP
     # A plain step is the path that runs everything; it is timed as a whole round.
     rows, costs = [[1.0, depth, depth]], [1.0]
     for name, drafter in drafters.items():
-        if drafter.head is not None:
-            continue
-        path = drafter.path(depth)
-        rows.append([1.0, *(sum(path.runs(Sublayer(layer, part)) for layer in range(depth)) for part in Part)])
-        costs.append(measured.draft[name].value)
+        if drafter.head is None:
+            path = drafter.path(depth)
+            rows.append([1.0, *(sum(path.runs(Sublayer(layer, part)) for layer in range(depth)) for part in Part)])
+            costs.append(measured.draft[name].value)
     # Negative prices would only be noise.
     fixed, attention, mlp = map(float, nnls(np.array(rows), np.array(costs))[0])
     seconds = measured.step_seconds.value
     return Prices(fixed, [attention] * depth, [mlp] * depth, measured.of(PLAIN), step_seconds=seconds)
 
 
-def best_length(tokens_per_round: Mapping[int, float], costs: Costs) -> Forecast:
-    """Choose the draft length that promises most.
-
-    The speed-up is tokens per round by cost per round, after Leviathan et al. (2023), whose (1 - alpha^(gamma+1)) /
-    (1 - alpha) tokens are here counted rather than derived from a single alpha.
-
-    Args:
-        tokens_per_round: expected tokens of a round, bonus token included, by draft length.
-        costs: of the draft.
-    """
-    speedups = {length: tokens / costs.of_round(length, length) for length, tokens in tokens_per_round.items()}
-    best = max(speedups, key=lambda length: (speedups[length], -length))
-    return Forecast(best, speedups[best])
-
-
-def costs_point(studied: StudiedModel, drafts: Sequence[NamedDraft], pricing: Pricing) -> Point:
-    """Return the point of finding out what drafts cost.
-
-    Skip sets are priced by their sublayers, drafts with a head of their own by themselves. Of plain exits some are
-    timed.
-    """
-    exits = [each for each in drafts if draft_kind(each.name) == "exit"] if pricing == "measured" else []
+def costs_point(studied: StudiedModel, drafts: Mapping[str, str], pricing: Pricing) -> Point:
+    """Return the point of finding out what drafts cost: skip sets by their sublayers, all else by itself."""
+    exits = [name for name in drafts if draft_kind(name) == "exit"] if pricing == "measured" else []
     count = min(len(exits), _MOST_TIMED)
     alone = [exits[index * len(exits) // count] for index in range(count)]
-    alone += [each for each in drafts if draft_kind(each.name) not in ("exit", "skip", "skip-file")]
+    alone += [name for name in drafts if draft_kind(name) not in ("exit", "skip", "skip-file")]
     content = {
         "base": studied.base,
         "dtype": studied.dtype,
@@ -145,24 +126,27 @@ def costs_point(studied: StudiedModel, drafts: Sequence[NamedDraft], pricing: Pr
         "threads": torch.get_num_threads(),
         "pricing": pricing,
         "runtime": "eager",
-        "alone": {each.name: each.content for each in alone},
+        "alone": {name: drafts[name] for name in alone},
     }
     return Point("costs", content, {"model": studied.name})
 
 
 def find_costs(studied: StudiedModel, point: Point) -> dict[str, Any]:
     """Find prices, and keep what was timed."""
-    model, adapter = studied.model, studied.adapter
+    model, adapter, depth = studied.model, studied.adapter, studied.depth
     alone = {name: draft_of(name) for name in point.content["alone"]}
     if point.content["pricing"] == "weights":
         prices = prices_by_weights(model, adapter)
         known = {
-            name: replace(prices.costs(each.path(studied.depth)), draft=each.cost(model, adapter))
+            name: replace(prices.costs(each.path(depth)), draft=each.cost(model, adapter))
             for name, each in alone.items()
         }
         return {"prices": asdict(replace(prices, known=known))}
+    # Skip sets that tell attention and MLP apart, at two sizes each.
+    half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
+    telling = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]
     # Drafts are measured by the names they give themselves.
-    drafters = {draft_name(each): each for each in (*alone.values(), *_telling(studied.depth))}
+    drafters: dict[str, LayerPathDrafter] = {draft_name(each): each for each in (*alone.values(), *telling)}
     measured = measure_costs(
         model,
         adapter,
@@ -175,11 +159,5 @@ def find_costs(studied: StudiedModel, point: Point) -> dict[str, Any]:
         base=wrap(bare(model), adapter=adapter, runtime=Eager()),
     )
     known = {name: measured.of(draft_name(drafter)) for name, drafter in alone.items()}
-    prices = replace(prices_by_measurement(measured, drafters, studied.depth), known=known)
+    prices = replace(prices_by_measurement(measured, drafters, depth), known=known)
     return {"prices": asdict(prices), "measured": measured.to_dict()}
-
-
-def _telling(depth: int) -> list[LayerPathDrafter]:
-    """Return skip sets that tell attention and MLP apart, at two sizes each."""
-    half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
-    return [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]

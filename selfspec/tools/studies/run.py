@@ -1,30 +1,34 @@
-"""A whole study: check it, work on it with whoever else does, and give its table."""
+"""A whole study: its points, the work on them with whoever else is at it, and its table."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.environment import environment
-from selfspec.errors import SelfSpecError
-from selfspec.tools.studies.confirm import measure
-from selfspec.tools.studies.estimate import estimate
-from selfspec.tools.studies.models import StudiedModel, texts_of, write_texts
+from selfspec.errors import SelfSpecError, StudyError
+from selfspec.tools.studies.drafts import named_drafts
+from selfspec.tools.studies.judge import estimate, estimate_point, measure, measure_point
+from selfspec.tools.studies.models import StudiedModel, texts_of, texts_point, write_texts
 from selfspec.tools.studies.points import Point, Result
-from selfspec.tools.studies.prices import find_costs
-from selfspec.tools.studies.stages import StudyPoints, units
+from selfspec.tools.studies.prices import Prices, costs_point, find_costs
 from selfspec.tools.studies.study import Study
-from selfspec.tools.studies.table import Row, rows
+from selfspec.tools.studies.table import Row, rows, speedups
 
 if TYPE_CHECKING:
     from selfspec.tools.studies.board import Board
 
-# A point that killed so many workers is given up.
-_MOST_DEATHS = 3
 _PAUSE = 0.25
+# Drafts judged at once: enough to share what they begin with, few enough to lose little with a worker.
+_TOGETHER = 4
+# Timings come first, while nothing else runs.
+_STAGES = {"costs": 0, "texts": 0, "estimate": 1, "measure": 2}
 
 
 @dataclass(frozen=True)
@@ -56,89 +60,146 @@ def work_on(
     place: str | Path,
     told: Callable[[int, int], None] = lambda done, known: None,
 ) -> Finding:
-    """Work on a study until all of it is found out. Several calls at once share the work.
+    """Work on a study until all of it is found out, one model after the other. Several calls at once share the work.
 
     Args:
         study: what is declared.
         load: returns the model of a name.
         place: folder, or URL of a database, to keep it in. The same call continues what was begun there.
-        told: of progress: points found out, and all that are known of.
+        told: of progress: points of a model found out, and all that are known of.
 
     Raises:
-        SelfSpecError: the study cannot be done as declared; nothing was done.
+        StudyError: a draft does not fit a model, or two models are the same.
         StorageError: its storage cannot be used, or went away; what was finished is kept there.
     """
     from selfspec.tools.studies.board import Board
 
-    points = StudyPoints(study, load)
-    with Board(place) as board:
-        while True:
-            results = board.results()
-            known = points.all(results)
-            missing = [point for point in known if point.key not in results]
-            told(len(known) - len(missing), len(known))
-            if not missing:
-                return Finding(study, {point.key: results[point.key] for point in known})
-            if not any(_work(board, unit, points.model_of) for unit in units(missing)):
-                # Others are at work on all of it.
-                time.sleep(_PAUSE)
+    names: dict[str, str] = {}
+    results: dict[str, Result] = {}
+    for name in study.models:
+        studied = load(name)
+        same = names.setdefault(studied.base, name)
+        if same != name:
+            raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
+        drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seeds[0])
+        with Board(place) as board:
+            results |= find_out(board, study, studied, drafts, told)
+        # One model is in memory at a time.
+        del studied
+    return Finding(study, results)
 
 
-def _work(board: Board, unit: Sequence[Point], model_of: Callable[[Point], StudiedModel]) -> bool:
+def find_out(
+    board: Board,
+    study: Study,
+    studied: StudiedModel,
+    drafts: Mapping[str, str],
+    told: Callable[[int, int], None] = lambda done, known: None,
+) -> dict[str, Result]:
+    """Find out all that a study asks of some drafts of one model, but for what is known or others are at work on.
+
+    Args:
+        board: keeps what is found out, and shares it.
+        study: says what is asked.
+        studied: the model.
+        drafts: of the model, as `named_drafts` gives them.
+        told: of progress: points found out, and all that are known of.
+
+    Returns:
+        All results by key, once they are there.
+    """
+    while True:
+        results = board.results()
+        known: dict[str, Point] = {}
+        for point in _points(study, studied, drafts, results):
+            known.setdefault(point.key, point)
+        missing = [point for key, point in known.items() if key not in results]
+        told(len(known) - len(missing), len(known))
+        if not missing:
+            return {key: results[key] for key in known}
+        if not any(_work(board, unit, studied) for unit in _units(missing)):
+            # Others are at work on all of it.
+            time.sleep(_PAUSE)
+
+
+def _points(
+    study: Study, studied: StudiedModel, drafts: Mapping[str, str], results: Mapping[str, Result]
+) -> Iterator[Point]:
+    """Give every point as far as they are known: what to confirm follows from estimates. Greedily all seeds are one."""
+    costs = costs_point(studied, drafts, study.pricing)
+    yield costs
+    # Drafts that begin alike side by side, since they share that work.
+    ordered = sorted(drafts, key=lambda draft: (not draft.startswith("skip"), draft))
+    for workload, temperature, seed in product(studied.prompts, study.temperatures, study.seeds):
+        texts = texts_point(studied, workload, study.max_new_tokens, temperature, seed)
+        estimates = [estimate_point(draft, drafts[draft], texts, study) for draft in ordered]
+        yield texts
+        yield from estimates
+        if results.keys() >= {costs.key, *(point.key for point in estimates)} and results[costs.key].error is None:
+            yield from _confirmed(study, texts, results[costs.key], [results[point.key] for point in estimates])
+
+
+def _confirmed(study: Study, texts: Point, costs: Result, estimates: Sequence[Result]) -> Iterator[Point]:
+    """Choose the drafts to confirm: half of them those that promise most, the others at random."""
+    prices = Prices.of(costs)
+    judged = {each.point.key: each for each in estimates if each.error is None}
+    promised = {key: speedups(each, prices) for key, each in judged.items()}
+    ranked = sorted(promised, key=lambda key: (-max(promised[key].values()), key))
+    count = min(study.confirm, len(ranked))
+    chosen, others = ranked[: (count + 1) // 2], ranked[(count + 1) // 2 :]
+    chosen += random.Random(texts.key).sample(others, count - len(chosen))
+    for key, rule in product(chosen, study.accept):
+        # Greedily all lossless rules are one.
+        if texts.content["temperature"] or rule == study.accept[0]:
+            yield measure_point(judged[key].point, max(promised[key], key=promised[key].__getitem__), rule)
+
+
+def _units(points: Sequence[Point]) -> Iterator[Sequence[Point]]:
+    """Split the points of the first unfinished stage into what a worker does at once: several estimates on one text."""
+    stage = min(_STAGES[point.kind] for point in points)
+    now = [point for point in points if _STAGES[point.kind] == stage]
+    for _, alike in groupby(now, lambda point: point.content["texts"] if point.kind == "estimate" else point.key):
+        group = list(alike)
+        yield from (group[start : start + _TOGETHER] for start in range(0, len(group), _TOGETHER))
+
+
+def _work(board: Board, unit: Sequence[Point], studied: StudiedModel) -> bool:
     """Do some points, as far as nobody else does; return whether there were any."""
-    with board.claimed(unit) as claim:
-        if claim.deaths >= _MOST_DEATHS:
-            board.keep([Result(point, {}, f"{claim.deaths} workers died of it") for point in claim.points])
-        elif claim.points:
-            board.keep(do(claim.points, model_of, board.results()))
-    return bool(claim.points)
+    with board.claimed(unit) as claimed:
+        if claimed:
+            board.keep(do(claimed, studied, board.results()))
+    return bool(claimed)
 
 
-def do(
-    points: Sequence[Point], model_of: Callable[[Point], StudiedModel], results: Mapping[str, Result]
-) -> list[Result]:
-    """Find out some points of one kind, model and text.
+def do(points: Sequence[Point], studied: StudiedModel, results: Mapping[str, Result]) -> list[Result]:
+    """Find out some points of one kind and text; an error of one does not touch the others.
 
     Args:
         points: what is to be found out.
-        model_of: returns the model of texts or costs.
+        studied: their model.
         results: what they build on.
-
-    Returns:
-        As many results; an error of one point does not touch the others.
     """
     begun = time.perf_counter()
-    first = points[0]
-    written = results[first.content["texts"]] if "texts" in first.content else None
     try:
-        studied = model_of(first if written is None else written.point)
-        found = _found(points, studied, written)
-        seconds = (time.perf_counter() - begun) / len(points)
-        around = environment(studied.model.device)
-        return [Result(point, each, None, seconds, around) for point, each in zip(points, found, strict=True)]
+        found = _found(points, studied, results)
     # Whatever a point does must not end the study; its error is its result.
     except Exception as error:
         if len(points) > 1:
-            return [result for point in points for result in do([point], model_of, results)]
-        return [Result(first, {}, _message(error))]
+            return [result for point in points for result in do([point], studied, results)]
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        if not isinstance(error, SelfSpecError):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            message += f" ({Path(last.filename).name}:{last.lineno})"
+        return [Result(points[0], {}, message)]
+    seconds, around = (time.perf_counter() - begun) / len(points), environment(studied.model.device)
+    return [Result(point, each, None, seconds, around) for point, each in zip(points, found, strict=True)]
 
 
-def _found(points: Sequence[Point], studied: StudiedModel, written: Result | None) -> list[dict[str, Any]]:
-    if points[0].kind == "costs":
-        return [find_costs(studied, point) for point in points]
-    if written is None:
-        return [write_texts(studied, point) for point in points]
-    texts = texts_of(written, studied.model.device)
-    if points[0].kind == "estimate":
-        return estimate(studied, texts, points)
-    return [measure(studied, texts, point) for point in points]
-
-
-def _message(error: Exception) -> str:
-    message = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, SelfSpecError) or error.__traceback__ is None:
-        return message
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    return f"{message} ({Path(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno})"
+def _found(points: Sequence[Point], studied: StudiedModel, results: Mapping[str, Result]) -> list[dict[str, Any]]:
+    kind = points[0].kind
+    if kind in ("costs", "texts"):
+        return [(find_costs if kind == "costs" else write_texts)(studied, point) for point in points]
+    texts = texts_of(results[points[0].content["texts"]], studied.model.device)
+    return (
+        estimate(studied, texts, points) if kind == "estimate" else [measure(studied, texts, each) for each in points]
+    )

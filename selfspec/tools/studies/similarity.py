@@ -7,16 +7,16 @@ arXiv 2505.24196); attention and MLP weigh what they cost rather than one each, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
 
 from selfspec.measure.teacher_forced.passes import NOTHING, WHOLE, Parts, TeacherForcedText
 from selfspec.model.layer_path import Part, Sublayer
+from selfspec.tools.studies.drafts import SkipSet, Space
 from selfspec.tools.studies.prices import Prices
-from selfspec.tools.studies.skip_sets import SkipSet, Space
 
 # Layers whole, halved either way, or left out; what runs most comes first among equals.
 _WAYS: tuple[Parts, ...] = (WHOLE, frozenset({Part.MLP}), frozenset({Part.ATTENTION}), NOTHING)
@@ -25,16 +25,11 @@ _MOST_UNITS = 4
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One way through the first layers.
-
-    Attributes:
-        skipped: what it leaves out.
-        similarity: mean cosine of its states and the full model's.
-        states: `[texts, tokens, hidden]`.
-    """
+class _Kept:
+    """One way through the first layers: what it leaves out and so saves, and its states, `[texts, tokens, hidden]`."""
 
     skipped: SkipSet
+    saved: int
     similarity: float
     states: Tensor
 
@@ -51,61 +46,24 @@ def sets_by_similarity(text: TeacherForcedText, space: Space, prices: Prices, wi
     Returns:
         Most similar first.
     """
-    units = _units(prices)
-    allowed = frozenset(space.choices)
-    depth = len(text.states) - 1
-    table: dict[int, list[Kept]] = {0: [Kept(frozenset(), 1.0, text.exact(0))]}
-    for layer in range(depth):
-        ways = [(saved, kept) for saved in sorted(table) for kept in table[saved]]
-        entering = torch.cat([kept.states for _, kept in ways], -3)
-        target = text.exact(layer + 1)
-        new: dict[int, list[Kept]] = {}
+    costs = {part: max(prices.of_part(part), 1e-6) for part in Part}
+    units = {part: min(_MOST_UNITS, round(cost / min(costs.values()))) for part, cost in costs.items()}
+    kept = [_Kept(frozenset(), 0, 1.0, text.exact(0))]
+    for layer in range(len(text.states) - 1):
+        entering = torch.cat([way.states for way in kept], -3)
+        drafted = slice(text.first - 1, -1)
+        target = text.exact(layer + 1)[..., drafted, :].float()
+        found = []
         for parts in _WAYS:
             left_out = frozenset(Sublayer(layer, part) for part in WHOLE - parts)
-            if not left_out <= allowed:
-                continue
-            leaving = text.run(layer, parts, entering)
-            weight = sum(units[each.part] for each in left_out)
-            for (saved, kept), states in zip(ways, leaving.chunk(len(ways), -3), strict=True):
-                skipped = kept.skipped | left_out
-                if len(skipped) <= space.most:
-                    found = Kept(skipped, _similarity(states, target, text.first), states)
-                    new.setdefault(saved + weight, []).append(found)
-        table = {saved: _best(ways_there, width) for saved, ways_there in new.items()}
-    last = sorted((kept for there in table.values() for kept in there), key=lambda kept: -kept.similarity)
-    return [kept.skipped for kept in last if space.holds(kept.skipped)]
-
-
-def influence(text: TeacherForcedText, space: Space) -> dict[Sublayer, float]:
-    """Return by how much each sublayer changes the exact states: 1 - cosine of a layer's output with and without it.
-
-    The block influence of pruning studies, for sublayers. Small: likely to be missed little.
-    """
-    changed = {}
-    for each in space.choices:
-        parts = WHOLE - {each.part}
-        without = text.run(each.layer, parts, text.exact(each.layer))
-        changed[each] = 1 - _similarity(without, text.exact(each.layer + 1), text.first)
-    return changed
-
-
-def nested(importance: dict[Sublayer, float], space: Space) -> list[SkipSet]:
-    """Return greedy sets: the least important sublayer, the two least important ones, and so on."""
-    ranked = sorted(importance, key=lambda each: importance[each])
-    return [frozenset(ranked[:size]) for size in range(space.fewest, space.most + 1)]
-
-
-def _best(ways: Sequence[Kept], width: int) -> list[Kept]:
-    ranked = sorted(ways, key=lambda kept: -kept.similarity)
-    return list({kept.skipped: kept for kept in reversed(ranked)}.values())[::-1][:width]
-
-
-def _similarity(states: Tensor, target: Tensor, first: int) -> float:
-    drafted = slice(first - 1, -1)
-    return float(torch.cosine_similarity(states[..., drafted, :].float(), target[..., drafted, :].float(), -1).mean())
-
-
-def _units(prices: Prices) -> dict[Part, int]:
-    costs = {part: max(prices.of_part(part), 1e-6) for part in Part}
-    least = min(costs.values())
-    return {part: min(_MOST_UNITS, max(1, round(cost / least))) for part, cost in costs.items()}
+            if left_out <= frozenset(space.choices):
+                leaving = text.run(layer, parts, entering).chunk(len(kept), -3)
+                weight = sum(units[each.part] for each in left_out)
+                for way, states in zip(kept, leaving, strict=True):
+                    if len(way.skipped | left_out) <= space.most:
+                        alike = float(torch.cosine_similarity(states[..., drafted, :].float(), target, -1).mean())
+                        found.append(_Kept(way.skipped | left_out, way.saved + weight, alike, states))
+        found.sort(key=lambda way: (way.saved, -way.similarity))
+        kept = [way for _, ways in groupby(found, lambda way: way.saved) for way in islice(ways, width)]
+    kept.sort(key=lambda way: -way.similarity)
+    return [way.skipped for way in kept if len(way.skipped) >= space.fewest]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +21,8 @@ from selfspec.model.checkpoint import DtypeName
 Pricing = Literal["measured", "weights"]
 """Where costs come from: timed on this machine, or the weights that a step reads."""
 
-WORK = ("scipy", "sqlalchemy")
-REPORT = ("matplotlib", "pandas", "plotly", "pyarrow")
-"""Packages that studies need and decoding does not: to work, and to report."""
-
+# What studies need and decoding does not.
+_PACKAGES = ("matplotlib", "pandas", "plotly", "pyarrow", "scipy", "sqlalchemy")
 _LARGE = 2**63
 
 
@@ -66,9 +64,7 @@ class Study:
         accept: acceptance rules, for points confirmed by generation; estimates are of rejection sampling by tokens.
         draft_lengths: those to choose from.
         seeds: of sampled texts.
-        texts: texts of a workload.
-        prompt_tokens: tokens of each prompt.
-        max_new_tokens: tokens that the model adds to each.
+        texts: of a workload, each with so many `prompt_tokens`, to which the model adds `max_new_tokens`.
         reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
         confirm: drafts of each model, workload, temperature and seed that are confirmed by real generation: half of
             them those that promise most, half at random.
@@ -95,11 +91,7 @@ class Study:
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
-        """Check what a file or options declare.
-
-        Args:
-            declared: values by name; one value may stand for a list of one.
-            where: what messages call it.
+        """Check what a file or options declare; messages call it `where`.
 
         Raises:
             StudyError: a name is not known, or a value cannot be.
@@ -119,11 +111,7 @@ class Study:
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
-    """Read a study from a TOML or YAML file.
-
-    Args:
-        file: declares it.
-        changes: values that replace the file's.
+    """Read a study from a TOML or YAML file; `changes` replace values of the file.
 
     Raises:
         StudyError: the file cannot be read, is malformed, or declares what cannot be.
@@ -150,12 +138,12 @@ def _parsed(file: Path, text: str) -> Any:
         raise StudyError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
 
 
-def require_packages(packages: Sequence[str] = WORK) -> None:
+def require_packages() -> None:
     """Refuse, before work starts, what needs a package that is missing.
 
     Raises:
         StudyError: naming the package and how to get it.
     """
-    for package in packages:
+    for package in _PACKAGES:
         if find_spec(package) is None:
             raise StudyError(f"studies need {package}; pip install 'selfspec[ablate]'")

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import Forecast, speedup
+from selfspec.control.forecast import speedup
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.studies.drafts import draft_kind, draft_of, skip_set
-from selfspec.tools.studies.points import Point, Result
-from selfspec.tools.studies.prices import Prices, best_length
+from selfspec.tools.studies.drafts import draft_kind, skip_set
+from selfspec.tools.studies.points import Result
+from selfspec.tools.studies.prices import Prices
 
 Row = dict[str, Any]
 """One row; what is not known is None."""
 
-T = TypeVar("T")
+SPEEDS = ("predicted_speedup", "measured_speedup_median")
+"""What a draft promises, and what a generation made of it."""
+
+_ENDS = {"": "value", "_low": "low", "_high": "high"}
 
 
-def promised(estimated: Result, prices: Prices) -> Forecast:
-    """Return the best draft length of an estimated draft, and the speed-up it promises."""
-    lengths = estimated.found["lengths"]
-    tokens = {int(length): each["mean_accepted_length"]["value"] for length, each in lengths.items()}
-    return best_length(tokens, costs_of(estimated.point, prices))
+def speedups(estimated: Result, prices: Prices) -> dict[int, float]:
+    """Return the speed-up that an estimated draft promises, by draft length: tokens per round by cost per round.
+
+    After Leviathan et al. (2023), whose (1 - alpha^(gamma+1)) / (1 - alpha) tokens are here counted rather than derived
+    from a single alpha.
+    """
+    costs = prices.of_draft(estimated.point.content["draft"])
+    tokens = {int(length): each["mean_accepted_length"]["value"] for length, each in estimated.found["lengths"].items()}
+    return {length: tokens[length] / costs.of_round(length, length) for length in sorted(tokens)}
 
 
-def costs_of(point: Point, prices: Prices) -> Costs:
-    """Return the costs of the draft of a point."""
-    name = point.content["draft"]
-    return prices.costs(draft_of(name).path(prices.depth), name)
-
-
-def pareto_front(drafts: Iterable[T], cost_and_alpha: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return those that no other beats in both cost and acceptance, cheapest first."""
-    front: list[T] = []
-    highest = -1.0
-    for each in sorted(drafts, key=lambda each: (cost_and_alpha(each)[0], -cost_and_alpha(each)[1])):
-        if cost_and_alpha(each)[1] > highest:
-            highest = cost_and_alpha(each)[1]
-            front.append(each)
+def pareto_front(drafts: Iterable[Row]) -> list[Row]:
+    """Return the drafts that no other beats in both acceptance and cost, cheapest first."""
+    front: list[Row] = []
+    for row in sorted(drafts, key=lambda row: (row["c"], -row["alpha"])):
+        if not front or row["alpha"] > front[-1]["alpha"]:
+            front.append(row)
     return front
 
 
@@ -57,58 +55,52 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
         if result.point.kind == "estimate":
             draft, texts = result.point.content["draft"], result.point.content["texts"]
             base = results[texts].point.content["base"]
-            table += rows_of(result, prices.get(base), measured.get((draft, texts), []))
+            table += _rows_of(result, prices.get(base), measured.get((draft, texts), []))
     return table
 
 
-def rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Result] = ()) -> Iterator[Row]:
-    """Return the rows of one draft on one text.
-
-    Args:
-        estimated: what teacher forcing says of it.
-        prices: of the model; None: not known.
-        confirmed: what generations said of it.
-    """
-    draft = estimated.point.content["draft"]
+def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Result]) -> Iterator[Row]:
+    """Return the rows of one draft on one text; without prices nothing is promised."""
+    found, draft = estimated.found, estimated.point.content["draft"]
+    kind = draft_kind(draft)
     place: Row = {
         **{name: estimated.point.place[name] for name in ("model", "workload", "temperature", "seed", "draft")},
-        "kind": draft_kind(draft),
-        "skipped": len(skip_set(draft)) if draft_kind(draft) in ("skip", "skip-file") else None,
+        "kind": kind,
+        "skipped": len(skip_set(draft)) if kind in ("skip", "skip-file") else None,
     }
     if estimated.error is not None:
         yield {**place, "error": estimated.error}
         return
-    found = estimated.found
-    best = None if prices is None else promised(estimated, prices).draft_length
+    promised = {} if prices is None else speedups(estimated, prices)
+    best = max(promised, key=promised.__getitem__, default=None)
     by_rule = {(each.point.content["draft_length"], each.point.content["rule"]): each for each in confirmed}
-    for length, replay in found["lengths"].items():
+    for length, replay in ((int(length), each) for length, each in found["lengths"].items()):
         # Estimates are of rejection sampling token by token, which greedily all lossless rules are.
-        own = by_rule.pop((int(length), "token"), None)
+        own = by_rule.pop((length, "token"), None)
         yield {
             **place,
-            "draft_length": int(length),
-            "best_length": None if best is None else int(length) == best,
+            "draft_length": length,
+            "best_length": None if best is None else length == best,
             "rule": "token",
             **_spread("agreement", Estimate.of_share(found["agreement"] * found["tokens"], found["tokens"])),
             **_spread("alpha", Estimate.of_share(found["alpha"] * found["tokens"], found["tokens"])),
             **_accepted("", replay),
-            **(_priced(estimated, int(length), prices) if prices else {}),
-            **(_measured(own) if own else {}),
+            **({} if prices is None else _priced(draft, length, found["alpha"], promised[length], prices)),
+            **({} if own is None else _measured(own)),
         }
     for (length, rule), each in by_rule.items():
         yield {**place, "draft_length": length, "rule": rule, **_measured(each)}
 
 
-def _priced(estimated: Result, length: int, prices: Prices) -> Row:
-    found, costs = estimated.found, costs_of(estimated.point, prices)
-    predicted = found["lengths"][str(length)]["mean_accepted_length"]["value"] / costs.of_round(length, length)
+def _priced(draft: str, length: int, alpha: float, promised: float, prices: Prices) -> Row:
+    costs = prices.of_draft(draft)
     return {
         "c": costs.draft,
         "V": costs.verify + length * costs.widening,
         "o": costs.overhead,
-        "predicted_speedup": predicted,
-        "predicted_tokens_per_second": None if prices.step_seconds is None else predicted / prices.step_seconds,
-        "formula_speedup": speedup(found["alpha"], length, costs),
+        "predicted_speedup": promised,
+        "predicted_tokens_per_second": None if prices.step_seconds is None else promised / prices.step_seconds,
+        "formula_speedup": speedup(alpha, length, costs),
     }
 
 
@@ -117,12 +109,8 @@ def _measured(confirmed: Result) -> Row:
         return {"error": confirmed.error}
     found = confirmed.found
     names = ("speedup", "speedup_median", "tokens_per_second", "peak_bytes", "cache_bytes")
-    return {
-        **_accepted("measured_", found),
-        **{f"measured_{name}": found[name] for name in names},
-        "exact": found["exact"],
-        "lossless": found["lossless"],
-    }
+    measured = {f"measured_{name}": found[name] for name in names}
+    return {**_accepted("measured_", found), **measured, "exact": found["exact"], "lossless": found["lossless"]}
 
 
 def _accepted(prefix: str, found: Mapping[str, Any]) -> Row:
@@ -133,12 +121,12 @@ def _accepted(prefix: str, found: Mapping[str, Any]) -> Row:
         **_spread(f"{prefix}acceptance_rate", Estimate.of_share(sum(accepted), sum(judged))),
         **_spread(f"{prefix}mean_accepted_length", Estimate(**found["mean_accepted_length"])),
         f"{prefix}judged_by_position": list(judged),
-        f"{prefix}acceptance_by_position": [each and each.value for each in shares],
-        f"{prefix}acceptance_by_position_low": [each and each.low for each in shares],
-        f"{prefix}acceptance_by_position_high": [each and each.high for each in shares],
+        **{
+            f"{prefix}acceptance_by_position{end}": [each and getattr(each, part) for each in shares]
+            for end, part in _ENDS.items()
+        },
     }
 
 
 def _spread(name: str, estimate: Estimate | None) -> Row:
-    value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
+    return {name + end: estimate and getattr(estimate, part) for end, part in _ENDS.items()}

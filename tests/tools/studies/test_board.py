@@ -37,21 +37,20 @@ def _result(point: Point, value: int = 0) -> Result:
 
 
 def test_what_is_kept_is_read_again(place: str | Path) -> None:
-    with Board(place) as board, board.claimed(POINTS[:2]) as claim:
-        assert list(claim.points) == POINTS[:2]
+    with Board(place) as board, board.claimed(POINTS[:2]) as claimed:
+        assert claimed == POINTS[:2]
         board.keep([_result(POINTS[0])])
         board.keep([_result(POINTS[0], 1)])
     with Board(place) as board:
         assert board.results() == {POINTS[0].key: _result(POINTS[0])}
         # What was not finished was given back.
-        with board.claimed(POINTS) as claim:
-            assert list(claim.points) == POINTS[1:]
-            assert claim.deaths == 0
+        with board.claimed(POINTS) as claimed:
+            assert claimed == POINTS[1:]
 
 
 def test_no_two_workers_claim_one_point(place: str | Path) -> None:
-    with Board(place) as one, Board(place) as other, one.claimed(POINTS[:3]), other.claimed(POINTS) as claim:
-        assert list(claim.points) == POINTS[3:]
+    with Board(place) as one, Board(place) as other, one.claimed(POINTS[:3]), other.claimed(POINTS) as claimed:
+        assert claimed == POINTS[3:]
         other.keep([_result(POINTS[3])])
         assert one.results().keys() == {POINTS[3].key}
 
@@ -59,8 +58,8 @@ def test_no_two_workers_claim_one_point(place: str | Path) -> None:
 def test_a_living_worker_is_not_robbed(place: str | Path, impatient: None) -> None:
     with Board(place) as one, Board(place) as other, one.claimed(POINTS):
         for _ in range(4):
-            with other.claimed(POINTS) as claim:
-                assert not claim.points
+            with other.claimed(POINTS) as claimed:
+                assert not claimed
             time.sleep(0.3)
 
 
@@ -77,26 +76,25 @@ with Board(sys.argv[1]) as board, board.claimed(points):
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_what_a_killed_worker_had_claimed_is_done_by_others_one_by_one(place: str | Path, impatient: None) -> None:
     assert subprocess.run([sys.executable, "-c", _KILLED, str(place)], check=False).returncode == -9
-    claimed: list[Point] = []
+    done: list[Point] = []
     with Board(place) as board:
         begun = time.monotonic()
-        while len(claimed) < 2 and time.monotonic() - begun < 20:
-            with board.claimed(POINTS[:2]) as claim:
-                assert len(claim.points) <= 1
-                assert claim.deaths == len(claim.points)
-                claimed += claim.points
-                board.keep([_result(point) for point in claim.points])
+        while len(done) < 2 and time.monotonic() - begun < 20:
+            with board.claimed(POINTS[:2]) as claimed:
+                assert len(claimed) <= 1
+                done += claimed
+                board.keep([_result(point) for point in claimed])
             time.sleep(0.1)
-    assert claimed == POINTS[:2]
+    assert done == POINTS[:2]
 
 
 def test_a_full_disk_is_said_and_what_was_finished_stays(tmp_path: Path) -> None:
-    with Board(tmp_path) as board, board.claimed(POINTS) as claim:
-        board.keep([_result(claim.points[0])])
+    with Board(tmp_path) as board, board.claimed(POINTS) as claimed:
+        board.keep([_result(claimed[0])])
         with board._engine.connect() as database:
             # SQLite takes the present size for a smaller one.
             database.exec_driver_sql("PRAGMA max_page_count = 1")
-        long = Result(claim.points[1], {"text": "x" * 1_000_000})
+        long = Result(claimed[1], {"text": "x" * 1_000_000})
         with pytest.raises(StorageError, match=r"is full.*what was finished is kept there"):
             board.keep([long])
     with Board(tmp_path) as board:
@@ -122,7 +120,7 @@ def test_a_storage_that_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_storage_that_goes_away_is_said(tmp_path: Path) -> None:
-    with Board(tmp_path) as board, board.claimed(POINTS) as claim:
+    with Board(tmp_path) as board, board.claimed(POINTS) as claimed:
         (tmp_path / FILE).unlink()
         with pytest.raises(StorageError, match="cannot be used"):
-            board.keep([_result(claim.points[0])])
+            board.keep([_result(claimed[0])])

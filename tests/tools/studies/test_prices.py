@@ -16,16 +16,15 @@ from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
-from selfspec.tools.studies.drafts import NamedDraft
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import (
     Prices,
-    best_length,
     costs_point,
     find_costs,
     prices_by_measurement,
     prices_by_weights,
 )
+from selfspec.tools.studies.table import speedups
 
 _DEPTH = 4
 
@@ -73,7 +72,7 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
 @pytest.mark.tools
 def test_timed_prices_of_a_model_are_in_order() -> None:
     studied = stories_loader()("")
-    point = costs_point(studied, [NamedDraft(name) for name in ("exit:1", "exit:4", "skip:attn=1")], "measured")
+    point = costs_point(studied, dict.fromkeys(("exit:1", "exit:4", "skip:attn=1"), ""), "measured")
     prices = Prices.of(Result(point, find_costs(studied, point)))
     assert prices.known.keys() == {"exit:1", "exit:4"}
     assert prices.known["exit:1"].draft < prices.known["exit:4"].draft
@@ -97,7 +96,12 @@ def test_prices_add_up_to_a_plain_step() -> None:
     assert Prices.of(Result(point, {"prices": json.loads(json.dumps(asdict(prices)))})) == prices
 
 
-def test_the_best_draft_length_is_where_tokens_by_cost_peak() -> None:
-    found = best_length({1: 1.8, 2: 2.5, 3: 2.6}, Costs(0.2, 1.0, 0.1, 0.05))
-    assert found.draft_length == 2
-    assert found.speedup == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))
+def test_what_is_promised_is_tokens_by_cost_of_a_round() -> None:
+    lengths = {
+        str(length): {"mean_accepted_length": {"value": tokens}} for length, tokens in enumerate((1.8, 2.5, 2.6), 1)
+    }
+    estimated = Result(Point("estimate", {"draft": "exit:2"}), {"lengths": lengths})
+    prices = Prices(0.0, [0.25] * 4, [0.25] * 4, Costs(0.0), known={"exit:2": Costs(0.2, 1.0, 0.1, 0.05)})
+    promised = speedups(estimated, prices)
+    assert max(promised, key=promised.__getitem__) == 2
+    assert promised[2] == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))

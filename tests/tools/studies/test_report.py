@@ -12,15 +12,15 @@ import pytest
 
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StorageError, StudyError
-from selfspec.tools.studies.confirm import measure
+from selfspec.tools.studies.judge import measure
 from selfspec.tools.studies.models import texts_of
 from selfspec.tools.studies.report import pictures as drawing
-from selfspec.tools.studies.report.compare import compare
-from selfspec.tools.studies.report.files import write_data
+from selfspec.tools.studies.report.files import compare, write_data
 from selfspec.tools.studies.report.page import write_page
 from selfspec.tools.studies.report.panels import Panel, panels
 from selfspec.tools.studies.report.pictures import draw_all, printable, row_agrees
 from selfspec.tools.studies.run import Finding, work_on
+from selfspec.tools.studies.table import pareto_front
 
 pytest.importorskip("sqlalchemy")
 pytest.importorskip("plotly")
@@ -144,7 +144,7 @@ def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tm
     best = panel.best[0]["draft"]
     rows = [{**row, "draft": name, "kind": "skip-file"} if row["draft"] == best else row for row in panel.rows]
     right = {name if draft == best else draft: marks for draft, marks in panel.right.items()}
-    odd = replace(panel, model="<i>m</i>", workload="$t^$", rows=rows, right=right)
+    odd = replace(panel, title="<i>m</i>, $t^$", rows=rows, right=right)
     page = write_page(finding, [odd], [], tmp_path / "report.html").read_text()
     assert "<h2>&lt;i&gt;m&lt;/i&gt;" in page
     assert "<b>x" not in page
@@ -159,7 +159,7 @@ def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:
     assert (greedy.title, sampled.title) == ("stories, given, greedy", "stories, given, temperature 1")
     assert {name: len(layers) for name, layers in greedy.importance.items()} == {"attention": 5, "MLP": 5, "both": 5}
     assert len(greedy.exits) == 4 * 2
-    front = greedy.front
+    front = pareto_front(greedy.best)
     assert [row["c"] for row in front] == sorted(row["c"] for row in front)
     assert len(greedy.promising(3)) == 3
     # The better draft alone is right where the two together are.
@@ -167,7 +167,7 @@ def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:
     chosen = greedy.cheapest_right(drafts, 0)
     for at, which in enumerate(chosen):
         right = [greedy.right[draft][0][at] == "1" for draft in drafts]
-        assert which == (right.index(True) if any(right) else None)
+        assert which == (right.index(True) if any(right) else -1)
     assert "".join(greedy.tokens[0]).strip()
 
 

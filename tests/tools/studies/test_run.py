@@ -15,11 +15,10 @@ import pytest
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StudyError
 from selfspec.tools.studies import run
-from selfspec.tools.studies.estimate import estimate
+from selfspec.tools.studies.judge import estimate
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.run import Finding, do, work_on
-from selfspec.tools.studies.stages import StudyPoints
 
 pytest.importorskip("sqlalchemy")
 
@@ -110,12 +109,17 @@ def test_a_point_that_kills_its_workers_is_given_up(
             raise SystemExit
         return do(points, *rest)
 
-    def killed(claims: board.Board, *ended: object) -> None:
-        """As if killed: claims are not given back."""
+    update = board.Board._update
 
+    def killed(claims: board.Board, where: Any, **values: Any) -> int:
+        """As if killed: claims are not given back."""
+        return 0 if values == {"worker": None} else update(claims, where, **values)
+
+    monkeypatch.setattr(board, "_BEAT", 0.05)
+    monkeypatch.setattr(board, "_GRACE", 0.5)
     study = declared(drafts=["exits"], temperatures=[0.0])
     monkeypatch.setattr(run, "do", deadly)
-    monkeypatch.setattr(board.Board, "_give_back", killed)
+    monkeypatch.setattr(board.Board, "_update", killed)
     kills = 0
     while True:
         try:
@@ -159,6 +163,6 @@ def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: 
     assert set(done.values()) == {1}
 
 
-def test_one_model_is_not_named_twice(load: Load) -> None:
+def test_one_model_is_not_named_twice(load: Load, tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="same weights"):
-        StudyPoints(declared(models=["a", "b"]), load)
+        work_on(declared(models=["a", "b"], drafts="exit:1", temperatures=0.0), load, tmp_path)

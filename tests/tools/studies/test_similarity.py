@@ -12,9 +12,9 @@ from selfspec.errors import DraftConfigError
 from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText, parts_run
 from selfspec.model.layer_path import LayerPath, Sublayer
 from selfspec.model.registry import find_adapter
+from selfspec.tools.studies.drafts import Space
 from selfspec.tools.studies.prices import Prices, prices_by_weights
-from selfspec.tools.studies.similarity import influence, nested, sets_by_similarity
-from selfspec.tools.studies.skip_sets import Space
+from selfspec.tools.studies.similarity import sets_by_similarity
 
 
 def _text() -> tuple[TeacherForcedText, Space, Prices]:
@@ -41,16 +41,6 @@ def test_with_nothing_dropped_it_finds_the_most_similar_sets() -> None:
     found = sets_by_similarity(text, space, prices, width=2)
     assert set(found) < set(one_by_one)
     assert found[0] in one_by_one[:5]
-
-
-@torch.no_grad()
-def test_influence_ranks_sublayers_by_what_they_change() -> None:
-    text, space, _ = _text()
-    changed = influence(text, space)
-    assert changed.keys() == set(space.choices)
-    assert all(0 < value < 2 for value in changed.values())
-    (both,) = nested(changed, space)
-    assert both == frozenset(sorted(changed, key=lambda each: changed[each])[:2])
 
 
 @pytest.mark.parametrize(("fewest", "most"), [(0, 2), (3, 2), (1, 8), (9, None)])

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a study: its pictures, an interactive one of all drafts, and the coloured texts."""
+"""The report of a study: data, pictures, and one HTML page of them, an interactive picture and the coloured texts."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ from html import escape
 from pathlib import Path
 
 from selfspec.files.writing import whole
-from selfspec.tools.studies.report.files import KEPT, described
-from selfspec.tools.studies.report.panels import Panel
-from selfspec.tools.studies.report.pictures import COLOURS, GREY, LINE_END, NONE, printable
+from selfspec.tools.studies.report.files import KEPT, described, write_data
+from selfspec.tools.studies.report.panels import Panel, panels
+from selfspec.tools.studies.report.pictures import COLOURS, GREY, LINE_END, NONE, draw_all, printable
 from selfspec.tools.studies.run import Finding
+from selfspec.tools.studies.table import SPEEDS
 
 # Drafts that colour a text, texts of a panel, and drafts of a table.
 _DRAFTS, _TEXTS, _BEST = 6, 4, 10
-_COLUMNS = {
-    "draft": "draft",
-    "draft_length": "draft length",
-    "alpha": "acceptance",
-    "c": "c",
-    "predicted_speedup": "predicted speed-up",
-    "measured_acceptance_rate": "measured acceptance rate",
-    "measured_speedup_median": "measured speed-up",
-}
+_FIGURES = ("draft_length", "alpha", "c", "measured_acceptance_rate", *SPEEDS)
+_COLUMNS = {name: name.replace("_", " ") for name in ("draft", *_FIGURES)}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px } th, td { padding: .2em .7em; text-align: right }
@@ -34,7 +28,18 @@ span.key { padding: .1em .5em; margin-right: .5em } details { margin: 1em 0 } h2
 """
 
 
-def write_page(finding: Finding, panels: Sequence[Panel], pictures: Sequence[Path], file: Path) -> Path:
+def write_report(finding: Finding, folder: Path) -> list[Path]:
+    """Write everything there is to see of a study into a folder, and return the files.
+
+    Raises:
+        StorageError: there is no room, or no right to write; the study itself is kept.
+    """
+    shown = panels(finding)
+    data, pictures = write_data(finding, folder), draw_all(shown, folder)
+    return [*data, *pictures, write_page(finding, shown, pictures, folder / "report.html")]
+
+
+def write_page(finding: Finding, shown: Sequence[Panel], pictures: Sequence[Path], file: Path) -> Path:
     """Write the page of a study, with its pictures inside.
 
     Raises:
@@ -42,13 +47,13 @@ def write_page(finding: Finding, panels: Sequence[Panel], pictures: Sequence[Pat
     """
     name = escape(finding.study.name)
     parts = [f"<h1>{name}</h1>", _summary(finding)]
-    if any(panel.best for panel in panels):
-        parts.append(f"<h2>Acceptance against cost</h2>{_all_drafts(panels)}")
+    if any(panel.best for panel in shown):
+        parts.append(f"<h2>Acceptance against cost</h2>{_all_drafts(shown)}")
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         title = picture.stem.replace("_", " ").capitalize()
         parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
-    parts += [f"<h2>{escape(panel.title)}</h2>{_best(panel)}{_texts(panel)}" for panel in panels]
+    parts += [f"<h2>{escape(panel.title)}</h2>{_best(panel)}{_texts(panel)}" for panel in shown]
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title>"
         f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
@@ -70,14 +75,14 @@ def _summary(finding: Finding) -> str:
     )
 
 
-def _all_drafts(panels: Sequence[Panel]) -> str:
+def _all_drafts(shown: Sequence[Panel]) -> str:
     """Draw every draft at its best draft length, with its name and figures under the pointer."""
     import pandas
     import plotly.express
 
     # Plotly obeys tags in texts.
     rows = [
-        {**row, "panel": escape(panel.title), "draft": escape(row["draft"])} for panel in panels for row in panel.best
+        {**row, "panel": escape(panel.title), "draft": escape(row["draft"])} for panel in shown for row in panel.best
     ]
     figure = plotly.express.scatter(
         pandas.DataFrame(rows).reindex(columns=["panel", "kind", *_COLUMNS]),
@@ -88,13 +93,13 @@ def _all_drafts(panels: Sequence[Panel]) -> str:
         facet_col="panel",
         facet_col_wrap=2,
         hover_name="draft",
-        hover_data=[name for name in _COLUMNS if name != "draft"],
-        labels=_COLUMNS,
+        hover_data=list(_FIGURES),
+        labels={**_COLUMNS, "panel": ""},
         color_continuous_scale="Viridis",
         template="plotly_white",
-        height=420 * -(-len({panel.title for panel in panels}) // 2),
+        height=420 * -(-len(shown) // 2),
     )
-    figure.for_each_annotation(lambda each: each.update(text=each.text.removeprefix("panel=")))
+    figure.for_each_annotation(lambda each: each.update(text=each.text.removeprefix("=")))
     figure.update_layout(legend={"orientation": "h", "y": -0.15}, coloraxis_colorbar={"title": "speed-up"})
     return str(figure.to_html(full_html=False, include_plotlyjs=True, div_id="all-drafts"))
 
@@ -112,18 +117,17 @@ def _texts(panel: Panel) -> str:
     drafts = [row["draft"] for row in panel.promising(_DRAFTS)]
     if not drafts:
         return ""
-    keys = [*zip(drafts, COLOURS, strict=False), (NONE, GREY)]
-    parts = ["<h3>Cheapest draft that would have been right</h3><p>"]
-    parts += [f'<span class=key style="background:{colour}66">{escape(name)}</span>' for name, colour in keys]
-    parts.append("</p>")
+    colours = [f"{colour}66" for colour in (*COLOURS[: len(drafts)], GREY)]
+    keys = [
+        f'<span class=key style="background:{colour}">{escape(name)}</span>'
+        for name, colour in zip((*drafts, NONE), colours, strict=True)
+    ]
+    parts = [f"<h3>Cheapest draft that would have been right</h3><p>{''.join(keys)}</p>"]
     for number, text in enumerate(panel.tokens[:_TEXTS]):
         spans = []
         for at, (token, index) in enumerate(zip(text, panel.cheapest_right(drafts, number), strict=True)):
-            colour = GREY if index is None else COLOURS[index]
-            right = [draft for draft in drafts if panel.right[draft][number][at] == "1"]
+            right = ", ".join(draft for draft in drafts if panel.right[draft][number][at] == "1") or NONE
             shown = escape(printable(token)).replace(LINE_END, f"{LINE_END}\n")
-            spans.append(
-                f'<span style="background:{colour}66" title="{escape(", ".join(right) or NONE)}">{shown}</span>'
-            )
+            spans.append(f'<span style="background:{colours[index]}" title="{escape(right)}">{shown}</span>')
         parts.append(f"<pre class=text>{''.join(spans)}</pre>")
     return "".join(parts)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from selfspec.tools.studies.drafts import skip_set
-from selfspec.tools.studies.points import Result
 from selfspec.tools.studies.run import Finding
-from selfspec.tools.studies.table import Row, pareto_front
-
-_PLACE = ("model", "workload", "temperature", "seed")
+from selfspec.tools.studies.table import Row
 
 
 @dataclass(frozen=True)
@@ -20,28 +16,21 @@ class Panel:
     """One model on one text at one temperature.
 
     Attributes:
-        model: what it is called.
-        workload: the text's.
-        temperature: 0: greedy.
-        seed: of the text.
+        title: of its pictures.
         rows: of the table.
         tokens: the texts as shown, token by token.
         right: by draft, for each text a digit for each token: 1 where the draft would have been right.
     """
 
-    model: str
-    workload: str
-    temperature: float
-    seed: int
+    title: str
     rows: Sequence[Row]
     tokens: Sequence[Sequence[str]]
     right: Mapping[str, Sequence[str]]
 
     @property
-    def title(self) -> str:
-        """The title of its pictures."""
-        how = "greedy" if not self.temperature else f"temperature {self.temperature:g}"
-        return f"{self.model}, {self.workload}, {how}" + (f", seed {self.seed}" if self.seed else "")
+    def temperature(self) -> float:
+        """Of the texts; 0: greedy."""
+        return float(self.rows[0]["temperature"])
 
     @property
     def best(self) -> list[Row]:
@@ -62,16 +51,8 @@ class Panel:
     @property
     def exits(self) -> list[Row]:
         """Rows of plain exits, with their `layer`."""
-        return [
-            {**row, "layer": int(row["draft"].removeprefix("exit:"))}
-            for row in self.rows
-            if row["kind"] == "exit" and row.get("predicted_speedup") is not None
-        ]
-
-    @property
-    def front(self) -> list[Row]:
-        """Drafts that no other beats in both acceptance and cost, cheapest first."""
-        return pareto_front(self.best, lambda row: (row["c"], row["alpha"]))
+        rows = (row for row in self.rows if row["kind"] == "exit" and "predicted_speedup" in row)
+        return [{**row, "layer": int(row["draft"].removeprefix("exit:"))} for row in rows]
 
     @property
     def confirmed(self) -> list[Row]:
@@ -87,33 +68,24 @@ class Panel:
         mixed = [rows[turn] for turn in range(count) for rows in by_kind.values() if turn < len(rows)]
         return sorted(mixed[:count], key=lambda row: row["c"])
 
-    def longest(self, count: int) -> list[Row]:
-        """Return the same drafts at the longest draft length, which shows the most positions."""
-        last = {row["draft"]: row for row in self.rows if row.get("acceptance_by_position")}
-        return [last[row["draft"]] for row in self.promising(count)]
-
-    def cheapest_right(self, drafts: Sequence[str], text: int) -> list[int | None]:
-        """Return, for each token of a text, the first of some drafts that would have been right; None: none."""
-        digits = zip(*(self.right[draft][text] for draft in drafts), strict=True)
-        return [each.index("1") if "1" in each else None for each in digits]
+    def cheapest_right(self, drafts: Sequence[str], text: int) -> list[int]:
+        """Return, for each token of a text, the first of some drafts that would have been right; -1: none."""
+        return ["".join(marks).find("1") for marks in zip(*(self.right[each][text] for each in drafts), strict=True)]
 
 
 def panels(finding: Finding) -> list[Panel]:
     """Return all panels of a study, in its order."""
-    texts: dict[tuple[Any, ...], Result] = {}
-    right: dict[tuple[Any, ...], dict[str, Sequence[str]]] = {}
-    for result in finding.results.values():
-        if result.point.kind == "estimate" and result.error is None:
-            place = tuple(result.point.place[name] for name in _PLACE)
-            texts[place] = finding.results[result.point.content["texts"]]
-            right.setdefault(place, {})[result.point.place["draft"]] = result.found["right"]
-    return [
-        Panel(
-            **dict(zip(_PLACE, place, strict=True)),
-            rows=list(rows),
-            tokens=texts[place].found["tokens"],
-            right=right[place],
-        )
-        for place, rows in groupby(finding.table, lambda row: tuple(row[name] for name in _PLACE))
-        if place in texts
-    ]
+    estimates = [each for each in finding.results.values() if each.point.kind == "estimate" and each.error is None]
+    found = []
+    for (model, workload, temperature, seed), rows in groupby(
+        finding.table, lambda row: (row["model"], row["workload"], row["temperature"], row["seed"])
+    ):
+        place = {"model": model, "workload": workload, "temperature": temperature, "seed": seed}
+        here = [each for each in estimates if place.items() <= each.point.place.items()]
+        if here:
+            how = f"temperature {temperature:g}" if temperature else "greedy"
+            title = f"{model}, {workload}, {how}" + (f", seed {seed}" if seed else "")
+            tokens = finding.results[here[0].point.content["texts"]].found["tokens"]
+            right = {each.point.place["draft"]: each.found["right"] for each in here}
+            found.append(Panel(title, list(rows), tokens, right))
+    return found

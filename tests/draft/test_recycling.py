@@ -1,0 +1,87 @@
+"""Token recycling: trees of candidates that earlier passes left, kept over calls of one wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.draft import Recycling
+from selfspec.draft.named import draft_name, parse_draft
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny.llama()
+
+
+def stock(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+    return found
+
+
+def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]().double()
+    spec = selfspec.wrap(model, "recycle", draft_length=7)
+    for seed, rows in ((0, 1), (1, 3), (0, 1)):
+        ids = tiny.prompt(9, rows, seed).clamp(min=1)
+        output = spec.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(output.sequences, stock(model, ids, max_new_tokens=24))
+
+
+def test_what_was_seen_once_is_drafted_at_once_by_this_wrapper_alone(llama: PreTrainedModel) -> None:
+    # Without attention the next token depends on the last one alone.
+    for layer in llama.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    spec, ids = selfspec.wrap(llama, "recycle", draft_length=7), tiny.prompt(9)
+    first, again = (spec.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None) for _ in range(2))
+    assert torch.equal(first.sequences, again.sequences)
+    assert again.stats.mean_accepted_length > max(2.0, first.stats.mean_accepted_length)
+    other = selfspec.wrap(llama, "recycle", draft_length=7).generate(
+        ids, max_new_tokens=32, do_sample=False, eos_token_id=None
+    )
+    assert other.stats.rounds == first.stats.rounds
+
+
+def test_the_draft_has_branches_and_prompts_are_learnt(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, Recycling(candidates=3), draft_length=5)
+    chunks = spec.stream(torch.tensor([[5, 9, 5, 7, 5]]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    # 7 and 9 have followed 5, 7 last; 5 has followed both.
+    assert set(next(chunks).rows[0].draft) >= {7, 5}
+    assert spec.generate(tiny.prompt(9), max_new_tokens=24, do_sample=False, eos_token_id=None).stats.judged_per_depth
+
+
+def test_coupled_samples_do_not_depend_on_what_was_learnt(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, "recycle", accept="coupled", draft_length=7), tiny.prompt(9, 2)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
+    plain = selfspec.wrap(llama, None, accept="coupled").generate(ids, **options)
+    for _ in range(2):
+        assert torch.equal(spec.generate(ids, **options).sequences, plain.sequences)
+
+
+class Remembering(LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_processors_with_memory_get_a_chain(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, "recycle", draft_length=5), tiny.prompt(9)
+    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Remembering()]), "max_new_tokens": 32}
+    output = spec.generate(ids, do_sample=False, eos_token_id=None, **options)
+    assert torch.equal(output.sequences, stock(llama, ids, max_new_tokens=32))
+    assert output.stats.drafted > 0
+
+
+def test_names() -> None:
+    assert parse_draft("recycle") == Recycling()
+    assert draft_name(Recycling()) == "recycle"
+
+
+@pytest.mark.parametrize("candidates", [0, 65, 2.0, True, "8"])
+def test_numbers_of_candidates_out_of_range_are_refused(candidates: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="1 to 64"):
+        Recycling(candidates=candidates)
