@@ -1364,8 +1364,8 @@ CATALOGUE = (
     ),
     Mutation(
         "names in tables of a report are markup",
-        "table",
-        "map(escaped, row)",
+        "_table",
+        "map(_escaped, row)",
         "row",
         ("test_names_change_nothing_of_the_page",),
     ),
