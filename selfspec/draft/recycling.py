@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,10 +105,10 @@ class RecyclingMemory:
     def chances(self) -> tuple[float, ...]:
         """Return the chance that the candidate of each rank is accepted where its place is reached.
 
-        To one part in fifty, so that shapes of trees change rarely.
+        To one part in fifty, so that shapes of trees change rarely; and no rank's above that of the one before it.
         """
         rates = [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
-        return tuple(sorted((round(50 * rate) / 50 for rate in rates), reverse=True))
+        return tuple(accumulate((round(50 * rate) / 50 for rate in rates), min))
 
     def grown(self, last: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
         """Return the token of each node, `[rows, nodes]`.

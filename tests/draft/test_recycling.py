@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
+from selfspec.draft.candidate_table import CandidateTable
 from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.recycling import RecyclingMemory
 
 
 @pytest.fixture
@@ -53,6 +57,24 @@ def test_the_draft_has_branches_and_prompts_are_learnt(llama: PreTrainedModel) -
     # 7 and 9 have followed 5, 7 last; 5 has followed both.
     assert set(next(chunks).rows[0].draft) >= {7, 5}
     assert spec.generate(tiny.prompt(9), max_new_tokens=24, do_sample=False, eos_token_id=None).stats.judged_per_depth
+
+
+def test_a_tree_grows_from_the_candidates_of_each_node() -> None:
+    table = CandidateTable(2)
+    table.learn(np.array([1, 2, 3]), np.array([[2, 3], [4, 5], [6, 7]]))
+    # Two children, two of the first and one of the second; nothing is known after 4.
+    tree = Tree((-1, -1, 0, 0, 1, 2))
+    assert RecyclingMemory(table).grown(np.array([1, 3]), tree).tolist() == [[2, 3, 4, 5, 6, 4], [6, 7, 6, 6, 7, 6]]
+
+
+def test_ranks_are_counted_along_the_path() -> None:
+    memory, tree = RecyclingMemory(CandidateTable(2)), Tree((-1, -1, 0, 1))
+    before = memory.chances()
+    for _ in range(400):
+        memory.count(tree, (1, 3))
+    # The second child of the root, and then the first one of it.
+    assert before[0] > 0.4
+    assert memory.chances() == (0.5, 0.5)
 
 
 def test_coupled_samples_do_not_depend_on_what_was_learnt(llama: PreTrainedModel) -> None:
