@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Weights that are rounded at once: copies of a whole head would take more memory than all substitutes.
 _AT_ONCE = 1 << 17
-# Times that scales and zeros are fitted to the levels that they gave: a sixth less squared error in 4 bits.
+# Times that scales and zeros are fitted to the levels that they gave: an eighth less squared error in 4 bits.
 _FITS = 3
 _SMALLEST = torch.finfo(torch.float32).tiny
 

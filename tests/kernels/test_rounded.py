@@ -30,6 +30,20 @@ def test_it_is_near_the_weight(precision: Precision, most: float) -> None:
     assert 0 < error < most
 
 
+def test_fitted_scales_leave_less_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256)
+    fitted = (_restored(round_weight(weight, FOUR)) - weight).square().sum()
+    monkeypatch.setattr(rounded, "_FITS", 0)
+    plain = (_restored(round_weight(weight, FOUR)) - weight).square().sum()
+    assert fitted < 0.9 * plain
+
+
+def test_groups_of_one_value_keep_it() -> None:
+    weight = torch.tensor([[-3.0] * 32 + [0.5] * 32])
+    torch.testing.assert_close(_restored(round_weight(weight, FOUR)), weight)
+
+
 @pytest.mark.parametrize("precision", [EIGHT, FOUR])
 def test_pieces_and_experts_are_rounded_as_the_whole(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -991,6 +991,13 @@ CATALOGUE = (
         ("test_recorded_drafts_follow_weights_that_change_where_they_are",),
     ),
     Mutation(
+        "zeros in 4 bits are not fitted to their scales",
+        "_four_bits",
+        "(8 - mean) * scales.float()",
+        "(8 - mean) * scales.float() / 2",
+        ("test_rounded.py",),
+    ),
+    Mutation(
         "a file of substitutes serves any model",
         "SubstituteFile.check",
         "found != self.about.base",
