@@ -95,7 +95,7 @@ def widened(small: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausa
     """
     if small.config.attention_bias or small.config.mlp_bias:
         raise ValueError("biases are not supported; widen a llama without them")
-    config = _config(small.config, size)
+    config = widened_config(small.config, size)
     with small.device:  # random; every weight is replaced below
         wide = AutoModelForCausalLM.from_config(config, dtype=small.dtype).eval()
     generator = torch.Generator(small.device).manual_seed(seed)
@@ -130,7 +130,8 @@ def padding_chance(wide: LlamaForCausalLM, small: LlamaForCausalLM, prompt: Tens
     return float(probabilities[..., small.config.vocab_size :].sum(-1).max())
 
 
-def _config(small: LlamaConfig, size: Size) -> LlamaConfig:
+def widened_config(small: LlamaConfig, size: Size) -> LlamaConfig:
+    """The configuration of a widened model. Errors are those of `widened`."""
     group = small.num_attention_heads // small.num_key_value_heads
     wants = {
         "hidden": (size.hidden, small.hidden_size),

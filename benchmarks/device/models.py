@@ -58,13 +58,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # Every product has a size that kernels for fewer bits take.
 _SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-_SMALL |= {"head_dim": 32, "vocab_size": 512, "max_position_embeddings": 4096}
+_SMALL |= {"head_dim": 32, "vocab_size": 512, "max_position_embeddings": 16_384}
 _LAYERS = {"1B": 3, "8B": 4}
 
-# Widened models keep the heads' width and the ratio of query to key heads.
+# Widened models keep the heads' width, the ratio of query to key heads, and the vocabulary: few small models have a
+# token so unlikely that others could be made like it.
 _WIDENED = {
-    "1B": Size(hidden=2048, heads=32, intermediate=8192, layers=16, vocabulary=128_256),
-    "8B": Size(hidden=4096, heads=64, intermediate=14_336, layers=32, vocabulary=128_256),
+    "1B": Size(hidden=2048, heads=32, intermediate=8192, layers=16),
+    "8B": Size(hidden=4096, heads=64, intermediate=14_336, layers=32),
 }
 
 
@@ -107,7 +108,7 @@ class Models:
     def exit_layer(self, shape: str, share: float) -> int:
         """The exit of a trained model that has so large a share of the small model's layers before it."""
         own: int = self._small_config.num_hidden_layers
-        return places(own, self._size(shape).layers)[max(1, round(share * own)) - 1] + 1
+        return places(own, self.size(shape).layers)[max(1, round(share * own)) - 1] + 1
 
     def drop(self) -> None:
         """Let go of the model that is held."""
@@ -131,9 +132,10 @@ class Models:
         small = self._loaded()
         if not isinstance(small.model, LlamaForCausalLM):
             raise UnsupportedModelError(f"{self._small} is no llama, and nothing else is widened; name another model")
-        return Checkpoint(widened(small.model, self._size(shape)), small.tokenizer)
+        return Checkpoint(widened(small.model, self.size(shape)), small.tokenizer)
 
-    def _size(self, shape: str) -> Size:
+    def size(self, shape: str) -> Size:
+        """What a trained model is widened to."""
         if not self._miniature:
             return _WIDENED[shape]
         small = self._small_config

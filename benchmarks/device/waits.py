@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from device.figure import Figure, Rows, lacking
 from device.runtimes import runtime
 from device.stage import Bench, Case
@@ -109,7 +110,15 @@ def _waits(generation: Generation) -> int:
 
 def _begun(spec: SelfSpeculative, prompts: Tensor, tokens: int, temperature: float) -> Generation:
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature else {}
-    return spec.stream(prompts, max_new_tokens=tokens, do_sample=temperature > 0, eos_token_id=None, seed=1, **sampling)
+    return spec.stream(
+        prompts,
+        torch.ones_like(prompts),
+        max_new_tokens=tokens,
+        do_sample=temperature > 0,
+        eos_token_id=None,
+        seed=1,
+        **sampling,
+    )
 
 
 def _profiled(generation: Generation, rounds: int) -> dict[str, Figure]:

@@ -23,13 +23,16 @@ from device.stages import STAGES
 from device.waits import counts
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
+from widen import widened_config
 
 import selfspec
 from helpers import tiny
 from helpers.captures import Interpreted, StandIn
 from helpers.proving import ticking
 from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.waits import profiled
+from selfspec.model.checkpoint import read_config
 from selfspec.runtime import named
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.named import RuntimeName
@@ -249,6 +252,15 @@ def test_shapes_are_those_of_the_models_they_are_named_after() -> None:
             model = LlamaForCausalLM(config)
         parameters[name] = round(model.num_parameters() / 1e6)
     assert parameters == {"1B": 1236, "8B": 8030}
+
+
+def test_the_embedded_model_can_be_widened_to_both_sizes() -> None:
+    small, models = read_config(str(checkpoint_folder())), Models(torch.device("meta"), miniature=False)
+    for name, billions in (("1B", 1.0), ("8B", 7.8)):
+        with torch.device("meta"):
+            wide = LlamaForCausalLM(widened_config(small, models.size(name)))
+        assert wide.num_parameters() / 1e9 == pytest.approx(billions, rel=0.1)
+        assert 0 < models.exit_layer(name, 1 / 3) < models.exit_layer(name, 3 / 4) < models.size(name).layers
 
 
 def test_random_models_are_the_same_every_time_and_trained_ones_say_what_the_small_one_does() -> None:
