@@ -39,7 +39,7 @@ def _specs(shape: str, bench: Bench, cell: Cell) -> list[ArmSpec]:
     early, late = (bench.models.exit_layer(shape, share) for share in _EXITS)
     stock = [_REFERENCE, ArmSpec("static")]
     own = plain(RuntimeName.EAGER, RuntimeName.TRACED, RuntimeName.GRAPHS)
-    own += drafting([f"exit:{early}", f"exit:{late}", "int8", "int4", "lookup"], RuntimeName.GRAPHS)
+    own += drafting([f"exit:{early}", f"exit:{late}", "int8", "int4", "lookup", "recycle"], RuntimeName.GRAPHS)
     if cell.batch == 1 and not cell.sampled:
         # To compile, or to draft as transformers does, takes long: once will do.
         stock.append(ArmSpec("early-exit", exit_layer=late, length=_ASSISTED))
