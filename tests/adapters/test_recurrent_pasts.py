@@ -86,12 +86,13 @@ def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str
     more = turn(model, first.sequences)
     given = more[:, 16:] if architecture in STATES_ALONE else more
     wanted = greedy(model, more)[:, more.shape[1] :]
-    out = spec.generate(given, **{name: first.past_key_values}, **GREEDY)
+    mask = torch.ones_like(given)
+    out = spec.generate(given, mask, **{name: first.past_key_values}, **GREEDY)
     assert torch.equal(out.sequences[:, given.shape[1] :], wanted)
     assert out.past_key_values is first.past_key_values
     empty = DynamicCache(config=model.config)
     assert spec.generate(words(8), **{name: empty}, **GREEDY).past_key_values is empty
-    again = spec.generate(given, **{name: empty}, **GREEDY)
+    again = spec.generate(given, mask, **{name: empty}, **GREEDY)
     assert torch.equal(again.sequences[:, given.shape[1] :], wanted)
 
 

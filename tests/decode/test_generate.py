@@ -273,14 +273,16 @@ def test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row(llama: Pre
         assert output.sequences[0, 4:].tolist() == text[:end]
 
 
-def test_text_that_contains_the_pad_id_is_not_taken_for_padding(llama: PreTrainedModel) -> None:
-    text = llama.generate(tiny.prompt(6), do_sample=False, max_new_tokens=10)[0, 6:].tolist()
+def test_text_that_contains_the_pad_id_is_text_where_a_mask_says_so(llama: PreTrainedModel) -> None:
     ids = tiny.prompt(6)
-    pad = int(ids[0, 0])
-    output = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
-        ids, do_sample=False, max_new_tokens=10, eos_token_id=49, pad_token_id=pad
-    )
-    assert output.sequences[0, 6:].tolist() == text[: len(output.sequences[0]) - 6]
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": 49, "pad_token_id": int(ids[0, 0])}
+    spec, texts = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4), []
+    for mask in (torch.ones_like(ids), None):
+        expected = llama.generate(ids, attention_mask=mask, do_sample=False, **options)
+        output = spec.generate(ids, attention_mask=mask, do_sample=False, **options)
+        assert torch.equal(output.sequences, expected)
+        texts.append(expected.tolist())
+    assert texts[0] != texts[1]
 
 
 def test_a_seed_gives_the_same_tokens_and_another_seed_others(llama: PreTrainedModel) -> None:
