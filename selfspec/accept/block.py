@@ -36,13 +36,14 @@ class Block:
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         """Chance of each node, given that no node judged before it is accepted, `[rows, nodes]`."""
         weights, left = _before_last_children(draft, p)
-        inner: slice | Tensor = slice(1, len(draft.tree))
-        last: slice | Tensor = inner
-        if not draft.tree.is_chain:
-            tables = tree_tables(draft.tree, p.device)
-            inner, last = tables.inner, tables.last_children[tables.inner]
-        weight, here = weights[:, inner], left[:, inner]
-        weights[:, inner] = _weight_after(weight, here, _residual(weight, here, draft, (slice(None), last)))
+        if draft.tree.depth > 1:
+            inner: slice | Tensor = slice(1, len(draft.tree))
+            last: slice | Tensor = inner
+            if not draft.tree.is_chain:
+                tables = tree_tables(draft.tree, p.device)
+                inner, last = tables.inner, tables.last_children[tables.inner]
+            weight, here = weights[:, inner], left[:, inner]
+            weights[:, inner] = _weight_after(weight, here, _residual(weight, here, draft, (slice(None), last)))
         return weights[:, 1:]
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:

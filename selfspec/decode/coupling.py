@@ -55,7 +55,7 @@ def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: 
     overlap = p.new_empty(len(p), 0)
     if draft.probs is not None and draft.tree.is_chain:
         overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
-    return Effective(replace(draft, probs=None), decided, overlap)
+    return Effective(draft if draft.probs is None else replace(draft, probs=None), decided, overlap)
 
 
 def accept(
@@ -75,11 +75,15 @@ def accept(
         Place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, recovered from the residual or
         the bonus token, `[rows]`.
     """
-    mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
-    if judged is not None:
-        mask &= judged
-    place = rule.accepted(mask, seen.draft.tree)
-    recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+    if len(seen.draft.tree):
+        mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
+        if judged is not None:
+            mask &= judged
+        place = rule.accepted(mask, seen.draft.tree)
+        recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+    else:
+        # Plain decoding: whatever the rule, there is nothing to judge, and the token is drawn from p.
+        place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
     # A row commits one such token a round, so they all have the noise of one place.
     token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
     return place, token

@@ -48,7 +48,7 @@ class Noise:
     def __init__(self, seed: int, rows: Sequence[int], device: torch.device) -> None:
         key = _mixed(np.array([seed]))
         self._keys: NDArray[np.int64] = _mixed(key + _GOLDEN * (np.array(rows, dtype=np.int64) + 1))
-        self._rounds = np.zeros_like(self._keys)
+        self._round = 0
         self._device = device
         self._on_host = device.type == "cpu"
         self._numbers: Sequence[Tensor] = ()
@@ -56,13 +56,13 @@ class Noise:
 
     def begin_round(self) -> None:
         """Move each row on to its next round, whether or not the last one committed anything."""
-        self._rounds += 1
+        self._round += 1
         self._numbers = self._ahead.pop().unbind() if self._ahead else ()
 
     def narrowed(self, kept: Sequence[int]) -> Noise:
-        """The noise of the rows at these indices, each with its own key and round."""
+        """The noise of the rows at these indices, each with its own key."""
         noise = copy(self)
-        noise._keys, noise._rounds = self._keys[list(kept)], self._rounds[list(kept)]
+        noise._keys = self._keys[list(kept)]
         noise._numbers, noise._ahead = (), []
         return noise
 
@@ -150,8 +150,7 @@ class Noise:
         self, rounds: NDArray[np.int64], purposes: NDArray[np.int64], places: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """64 random bits for each round from this one on, purpose and place, `[..., rows, places]`."""
-        rounds = rounds + self._rounds[:, None]
-        counters = (((rounds << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
+        counters = ((((rounds + self._round) << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
         return _mixed(self._keys[:, None] + _GOLDEN * counters)
 
 
