@@ -1,6 +1,6 @@
 """Token-level rejection sampling: each draft token is accepted with probability min(1, p/q), until one is rejected.
 
-A rule gives probabilities; `selfspec.decode.coupling` draws by them.
+A rule gives probabilities; `selfspec.decode.accept_draws` draws by them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The distributions that a rule judges, and the draws by the chances it gives, for a whole draft or place by place.
+"""The distributions that a rule judges, of a whole draft or of one place.
 
 Coupled decoding chooses the token of each position with noise that draft and target share, and greedy decoding takes
 the best one. Nothing is left to draw then, and the rule judges one-hot distributions: q at the draft's tokens, whatever
@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
-from selfspec.decode.noise import Purpose
 from selfspec.draft import Draft
 
 
@@ -56,42 +54,3 @@ def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: 
     if draft.probs is not None and draft.tree.is_chain:
         overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
     return Effective(draft if draft.probs is None else replace(draft, probs=None), decided, overlap)
-
-
-def accept(
-    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Accept draft tokens, and draw the token after them.
-
-    Args:
-        batch: whose sampling and noise are used.
-        seen: the distributions that the rule judges.
-        logits: the target's own, `[rows, nodes + 1, vocab]`.
-        rule: gives the chances.
-        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
-        first: number of the first of these nodes in the whole draft.
-
-    Returns:
-        Place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, recovered from the residual or
-        the bonus token, `[rows]`.
-    """
-    if len(seen.draft.tree):
-        mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
-        if judged is not None:
-            mask &= judged
-        place = rule.accepted(mask, seen.draft.tree)
-        recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
-    else:
-        # Plain decoding: whatever the rule, there is nothing to judge, and the token is drawn from p.
-        place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
-    # A row commits one such token a round, so they all have the noise of one place.
-    token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
-    return place, token
-
-
-def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:
-    """Draw whether each draft token is accepted, `[rows, nodes]`."""
-    if batch.sampling.decided and rule.lossless:
-        # Nothing is drawn: the chances of a lossless rule are 0 and 1.
-        return accept_probs > 0.5
-    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs

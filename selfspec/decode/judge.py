@@ -11,8 +11,9 @@ from torch import Tensor
 from selfspec.accept import Rule
 from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
+from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
-from selfspec.decode.coupling import accept, effective
+from selfspec.decode.coupling import effective
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.row_lengths import ended, row_lengths, within
 from selfspec.decode.sequences import Prefixes

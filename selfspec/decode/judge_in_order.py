@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
+from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
-from selfspec.decode.coupling import accept, effective
+from selfspec.decode.coupling import effective
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError

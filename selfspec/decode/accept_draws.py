@@ -1,0 +1,52 @@
+"""Accept and reject draft tokens: draws by the chances that a rule of `selfspec.accept` gives.
+
+The same for drafts that are judged whole and for those judged place by place.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from selfspec.accept import Rule
+from selfspec.decode.batch import Batch
+from selfspec.decode.coupling import Effective
+from selfspec.decode.noise import Purpose
+
+
+def accept(
+    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Accept draft tokens, and draw the token after them.
+
+    Args:
+        batch: whose sampling and noise are used.
+        seen: the distributions that the rule judges.
+        logits: the target's own, `[rows, nodes + 1, vocab]`.
+        rule: gives the chances.
+        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
+        first: number of the first of these nodes in the whole draft.
+
+    Returns:
+        Place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, recovered from the residual or
+        the bonus token, `[rows]`.
+    """
+    if len(seen.draft.tree):
+        mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
+        if judged is not None:
+            mask &= judged
+        place = rule.accepted(mask, seen.draft.tree)
+        recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+    else:
+        # Plain decoding: whatever the rule, there is nothing to judge, and the token is drawn from p.
+        place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
+    # A row commits one such token a round, so they all have the noise of one place.
+    token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
+    return place, token
+
+
+def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:
+    """Draw whether each draft token is accepted, `[rows, nodes]`."""
+    if batch.sampling.decided and rule.lossless:
+        # Nothing is drawn: the chances of a lossless rule are 0 and 1.
+        return accept_probs > 0.5
+    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs
