@@ -100,7 +100,7 @@ def _run(stage: Stage, bench: Bench, settings: Settings, options: argparse.Names
             file.save(record, complete=True)
         _summarize(options.to)
         if not complete:
-            print(f"{stage.name}: not complete; the same command goes on with it", flush=True)
+            print(f"{stage.name}: not complete; run the same command to resume", flush=True)
             return False
     failed = [name for name, case in record.cases.items() if case.failed]
     print(f"{stage.name}: complete" + (f"; failed: {', '.join(failed)}" if failed else ""), flush=True)

@@ -1,4 +1,4 @@
-"""Measures selfspec on an H100 or H200, in named stages that can be killed and gone on with: see README.md here.
+"""Measures selfspec on an H100 or H200, in named stages that can be stopped and resumed: see README.md here.
 
 python benchmarks/device/run.py --list
 python benchmarks/device/run.py costs-1B speed-1B --to benchmarks/results/device_h200

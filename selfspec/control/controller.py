@@ -15,6 +15,7 @@ from torch import Tensor
 
 from selfspec.arguments import shown
 from selfspec.control.costs import CostsByRows
+from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.errors import DraftConfigError
 
@@ -31,23 +32,6 @@ class Evidence:
 
     confidences: tuple[float, ...]
     chances: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class RowOutcome:
-    """The outcome of a round for one unfinished row.
-
-    Attributes:
-        judged: draft tokens the target judged.
-        accepted: draft tokens accepted, committed or not.
-        committed: tokens committed, the bonus or recovered token included.
-        dropped: tokens accepted and then dropped to keep rows in lockstep.
-    """
-
-    judged: int
-    accepted: int
-    committed: int
-    dropped: int = 0
 
 
 class Controller:

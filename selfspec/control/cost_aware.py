@@ -10,10 +10,11 @@ from torch import Tensor
 from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
 from selfspec.control.confidence import confidences_of
-from selfspec.control.controller import Control, Controller, Evidence, RowOutcome, check_length
+from selfspec.control.controller import Control, Controller, Evidence, check_length
 from selfspec.control.costs import CostsByRows
 from selfspec.control.forecast import Prospects
 from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, may_lose
+from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 
 # Matches of a look-up this long or longer are one source of drafts.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from selfspec.control import RowOutcome
+from selfspec.control.row_outcome import RowOutcome
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def teacher_forced(
         sequences: token ids, each `[1, tokens]` or `[tokens]`, at least two of them; or continuations, of which only
             the tokens after the prompt are judged.
         temperatures: above 0, at which 1 - TV(p, q) is counted; agreement is counted always.
-        watch: is told of each sequence.
+        watch: shows progress.
 
     Raises:
         DraftConfigError: a draft does not fit the model, or a temperature is not above 0.

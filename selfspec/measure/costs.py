@@ -131,7 +131,7 @@ def measure_costs(
         warm_up: times everything is run before it is timed.
         base: a wrapper of the model, whose programs run the passes and are left with those made here; None: one that
             makes programs as soon as can be. A warm-up of 4 is enough for these.
-        watch: is told of each of the rounds.
+        watch: shows progress.
         clock: seconds, as `time.perf_counter`.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Watch(Protocol):
-    """Is told of each step."""
+    """Shows each step."""
 
     def begin(self, steps: int) -> None:
         """The work begins, and will take so many steps."""

@@ -119,7 +119,9 @@ class Substitutes:
     @property
     def nbytes(self) -> int:
         """Bytes that all substitutes take."""
-        return sum(made.substitute.nbytes for made in self._made.values() if made.substitute is not None)
+        with self._lock:
+            kept = list(self._made.values())
+        return sum(made.substitute.nbytes for made in kept if made.substitute is not None)
 
     @torch.inference_mode(False)
     def load(self, file: SubstituteFile, precision: Precision, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What is to run on a device runs on a CPU, in miniature, whole; and can be killed and gone on with."""
+"""What is to run on a device runs on a CPU, in miniature, whole; and can be stopped and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selfspec bench`: arms side by side on a checkpoint, results that can be gone on with, and the report."""
+"""`selfspec bench`: arms side by side on a checkpoint, results that can be resumed, and the report."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def elsewhere(model: PreTrainedModel) -> None:
 def test_models_that_cannot_be_in_fewer_bits_are_refused(
     model: PreTrainedModel, draft: Any, change: Any, match: str
 ) -> None:
-    """When they are wrapped, before any pass; `auto` decodes them plainly."""
+    """When they are wrapped, before any pass; `auto` uses plain decoding."""
     own = copy.deepcopy(model)
     if change is not None:
         change(own)

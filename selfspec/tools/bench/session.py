@@ -1,4 +1,4 @@
-"""A run of the benchmark over many cells, which can be interrupted and gone on with."""
+"""A run of the benchmark over many cells, which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Session:
         Args:
             cells: their prompts, `[batch, context]` for each call.
             file: gets the results of each cell when it is done.
-            watch: is told of each step.
+            watch: shows progress.
 
         Returns:
             All of the cells, measured now or before.

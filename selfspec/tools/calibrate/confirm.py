@@ -91,7 +91,7 @@ def confirm(
         plain: wraps the model without a draft.
         candidates: by name.
         costs: of their rounds, measured in such batches.
-        prompts: batches of what is gone on with.
+        prompts: batches of texts to continue.
         temperature: 0 decodes greedily.
         asked: how much.
         told: of each generation.

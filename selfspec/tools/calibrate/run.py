@@ -90,7 +90,7 @@ def calibrate(
         drafters: drafts along a path of the model to consider in place of the usual ones.
         measurements: how much is measured; None: the defaults.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
-        watch: is told of each step, stage by stage.
+        watch: shows progress, stage by stage.
 
     Returns:
         What was chosen, not written anywhere yet; its report has all that was measured.

@@ -46,7 +46,7 @@ def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: st
         text: what from, blocks of token ids `[blocks, length]`.
         folder: where checkpoints go, into `checkpoints`.
         device: "auto" for what accelerate chooses, "cpu" to stay there.
-        observe: told of every step.
+        observe: called at every step.
 
     Returns:
         The log: a dict for each point of the loss curve and each evaluation.

@@ -1,4 +1,4 @@
-"""The output folder of a training: begun once, gone on with by the same command, finished once, never overwritten."""
+"""The output folder of a training: begun once, resumed by the same command, finished once, never overwritten."""
 
 from __future__ import annotations
 

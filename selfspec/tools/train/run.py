@@ -40,7 +40,7 @@ def run(
         course: how long, how fast and on how much at once.
         recipe: how exits are taught; None: plain training of the model, to compare with.
         to: the folder that becomes the result. The same call resumes an interrupted training there.
-        observe: told of every step.
+        observe: called at every step.
         device: as in `torch.device`, or "auto".
 
     Returns:

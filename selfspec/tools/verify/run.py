@@ -69,7 +69,7 @@ def verify(
         drafts: what to verify; None: a spread chosen from the depth.
         settings: how much, and how strictly; None: the defaults.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
-        watch: is told of each step.
+        watch: shows progress.
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError: before any forward pass.
