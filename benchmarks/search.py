@@ -91,8 +91,8 @@ def _compared(
 
 def _judged(studied: StudiedModel, study: Study, sets: list[SkipSet]) -> list[Row]:
     """What a study makes of sets of which it knows nothing yet."""
-    with tempfile.TemporaryDirectory() as folder, Board(folder) as board:
-        return evaluate(board, study, studied, sets)
+    with tempfile.TemporaryDirectory() as folder:
+        return evaluate(Board(folder), study, studied, sets)
 
 
 def _drawn(space: Space, count: int, seed: int) -> list[SkipSet]:

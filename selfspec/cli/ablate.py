@@ -24,10 +24,6 @@ _Texts = list[str] | None
 _Numbers = list[int] | None
 _Count = int | None
 DraftLengths = Annotated[_Numbers, typer.Option("--draft-length", help="Draft length to choose from; may be repeated.")]
-Storage = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Database that workers share, e.g. postgresql://user@host/name; default: a file."),
-]
 Pricing = Literal["measured", "weights"] | None
 
 
@@ -75,10 +71,6 @@ def ablate(
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")
     ] = None,
-    storage: Storage = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Show two finished studies side by side, and stop.")
-    ] = None,
     output: Output = "text",
 ) -> None:
     """Study drafts of all kinds on models and texts, and write tables and pictures.
@@ -86,9 +78,6 @@ def ablate(
     Acceptance is estimated for every draft by teacher forcing, many drafts at once; a sample is confirmed by real
     generation. Repeat an interrupted command to resume it; several at once share the work.
     """
-    if compare is not None:
-        _compare(*compare, output == "json")
-        return
     declared = given({**asdict(lists), **asdict(estimates)})
     if study is None and not declared:
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
@@ -108,7 +97,7 @@ def ablate(
     check_output_folder(folder)
     check_inputs(found)
     with counting_bar("studying") as count:
-        finding = work_on(found, lambda name: load(name, found, machine.device), storage or folder, count)
+        finding = work_on(found, lambda name: load(name, found, machine.device), folder, count)
     files = write_report(finding, folder)
     if output == "json":
         print_json(
@@ -149,19 +138,3 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], figures: Sequence[
     table = pandas.DataFrame(list(rows)).reindex(columns=["draft", *figures]).astype(object)
     shown = table.where(table.notna(), "").rename(columns=lambda name: name.replace("_", " "))
     print(f"{title}\n{shown.to_string(index=False, float_format='{:.2f}'.format)}\n")
-
-
-def _compare(first: Path, second: Path, as_json: bool) -> None:
-    from selfspec.environment import versions
-    from selfspec.tools.studies.report.files import compare
-    from selfspec.tools.studies.study import require_packages
-
-    require_packages()
-    found = compare(first, second)
-    if as_json:
-        print_json({**asdict(found), "versions": versions()})
-        return
-    sides = [f"{figure}_{side}" for figure in _FIGURES for side in "ab"]
-    print_rows(f"a: {found.studies[0]}, b: {found.studies[1]}", found.rows, ("workload", "temperature", *sides))
-    if any(found.alone):
-        print(f"only in a: {found.alone[0]} drafts; only in b: {found.alone[1]}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.ablate import DraftLengths, Storage, TextsAndCosts, given, prepare_quietly, print_rows
+from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
 from selfspec.cli.options import Machine, Model, Output, Seed
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import counting_bar
@@ -38,7 +38,6 @@ def search(
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume or to share it.")
     ] = None,
-    storage: Storage = None,
     output: Output = "text",
 ) -> None:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
@@ -61,15 +60,14 @@ def search(
     declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": reach}
     declared |= {**given(asdict(texts)), "draft_lengths": draft_lengths or _DRAFT_LENGTHS}
     study = Study.of(declared, "the command line")
-    place = storage or (None if keep is None else str(keep))
     check_output_file(to)
-    if place is not None and "://" not in place:
-        check_output_folder(Path(place))
+    if keep is not None:
+        check_output_folder(keep)
     check_inputs(study)
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
     with counting_bar("searching") as count:
-        scores = searching.search(studied, study, space, evaluations, seed, place, count)
+        scores = searching.search(studied, study, space, evaluations, seed, keep, count)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
     about = {"study": asdict(study), "sublayers": [space.fewest, space.most], "evaluations": len(scores)}
     searching.save(best, studied, to, about)

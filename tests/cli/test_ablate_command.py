@@ -10,7 +10,7 @@ import pytest
 from helpers.running import Invoke
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("pandas")
 
 _QUICK = (
     "--texts", "2", "--prompt-tokens", "6", "--max-new-tokens", "12", "--pricing", "weights", "--device", "cpu",
@@ -30,9 +30,6 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     found = json.loads(again.stdout)
     assert found["failed"] == []
     assert {row["temperature"] for row in found["best"]} == {0.0}
-    compared = json.loads(invoke("ablate", "--compare", str(to), str(to), "--output", "json").stdout)
-    assert len(compared["rows"]) == 4
-    assert "only in a" not in invoke("ablate", "--compare", str(to), str(to)).stdout
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,6 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
         (("ablate", "--model", "demo", "--draft", "exit:40"), "out of range"),
         (("ablate", "--model", "./nowhere", "--draft", "exits"), "does not exist"),
         (("ablate", "--model", "demo", "--workload", "x=none.jsonl"), "none.jsonl"),
-        (("ablate", "--compare", "a", "b"), "cannot be read as a study"),
         (("search", "demo", "--to", "."), "it is a folder"),
         (("search", "demo", "--to", "x.json", "--sublayers", "few"), "--sublayers"),
         (("search", "demo", "--to", "x.json", "--sublayers", "30"), "out of range"),
@@ -54,7 +50,7 @@ def test_what_cannot_be_done_is_said(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ending = invoke(*words, *(_QUICK if len(words) > 2 and "--compare" not in words else ()))
+    ending = invoke(*words, *(_QUICK if len(words) > 2 else ()))
     assert ending.status == (1 if said == "it is a folder" else 2)
     assert said in ending.stderr.replace("\n", " ")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from helpers.running import Ending, Invoke
 from selfspec.control.profile_place import VARIABLE
 
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("plotly")
 
 MODEL = "MODEL"
 TEXT = "TEXT"

@@ -14,7 +14,6 @@ from selfspec.files.json_text import parse_json
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
 from selfspec.tools.bench.results import FILE, ResultsFile
-from selfspec.tools.studies.report.files import compare
 from selfspec.tools.studies.study import read_study
 from selfspec.tools.train.corpus import read_documents
 from selfspec.tools.train.folder import RunFolder
@@ -43,7 +42,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "text.jsonl": read_documents,
     "run.json": lambda file: RunFolder(file.parent).begin({}),
     FILE: lambda file: ResultsFile(file.parent).check(),
-    "points.parquet": lambda file: compare(file.parent, file.parent),
 }
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec.environment import environment
 from selfspec.errors import SelfSpecError, StudyError
+from selfspec.tools.studies.board import Board
 from selfspec.tools.studies.drafts import named_drafts
 from selfspec.tools.studies.judge import estimate, estimate_point, measure, measure_point
 from selfspec.tools.studies.models import StudiedModel, texts_of, texts_point, write_texts
@@ -20,9 +21,6 @@ from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.prices import Prices, costs_point, find_costs
 from selfspec.tools.studies.study import Study
 from selfspec.tools.studies.table import Row, rows, speedups
-
-if TYPE_CHECKING:
-    from selfspec.tools.studies.board import Board
 
 _PAUSE = 0.25
 # Drafts judged at once: enough to share what they begin with, few enough to lose little with a worker.
@@ -65,15 +63,14 @@ def work_on(
     Args:
         study: what is declared.
         load: returns the model of a name.
-        place: folder, or URL of a database, to keep it in. The same call continues what was begun there.
+        place: folder to keep it in. The same call continues what was begun there.
         told: of progress: points of a model found out, and all that are known of.
 
     Raises:
         StudyError: a draft does not fit a model, or two models are the same.
-        StorageError: its storage cannot be used, or went away; what was finished is kept there.
+        StorageError: the folder cannot be used; what was finished is kept there.
     """
-    from selfspec.tools.studies.board import Board
-
+    board = Board(place)
     names: dict[str, str] = {}
     results: dict[str, Result] = {}
     for name in study.models:
@@ -82,8 +79,7 @@ def work_on(
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seeds[0])
-        with Board(place) as board:
-            results |= find_out(board, study, studied, drafts, told)
+        results |= find_out(board, study, studied, drafts, told)
         # One model is in memory at a time.
         del studied
     return Finding(study, results)

@@ -78,7 +78,7 @@ def search(
         space: sets that may be chosen.
         evaluations: skip sets to evaluate, in all.
         seed: of small changes.
-        place: folder or URL where the search is kept, to be continued or joined by others; None: nowhere.
+        place: folder where the search is kept, to be continued or joined by others; None: nowhere.
         told: how many sets have been evaluated, of how many.
 
     Returns:
@@ -86,7 +86,7 @@ def search(
         proposed each.
 
     Raises:
-        StorageError: the storage went away; what was evaluated is kept there.
+        StorageError: the folder cannot be used; what was evaluated is kept there.
         StudyError: a set cannot be judged.
     """
     study = replace(study, confirm=0)
@@ -100,7 +100,8 @@ def search(
             scores[skipped] = {**row, "method": method}
         told(len(scores), evaluations)
 
-    with tempfile.TemporaryDirectory() as nowhere, Board(place or nowhere) as board:
+    with tempfile.TemporaryDirectory() as nowhere:
+        board = Board(place or nowhere)
         add("similarity", _by_similarity(board, study, studied, space)[: max(1, evaluations // 2)])
         in_vain = 0
         while len(scores) < evaluations and in_vain < _PATIENCE:

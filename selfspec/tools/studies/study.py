@@ -22,7 +22,7 @@ Pricing = Literal["measured", "weights"]
 """Where costs come from: timed on this machine, or the weights that a step reads."""
 
 # What studies need and decoding does not.
-_PACKAGES = ("matplotlib", "pandas", "plotly", "pyarrow", "scipy", "sqlalchemy")
+_PACKAGES = ("filelock", "matplotlib", "pandas", "plotly", "pyarrow", "scipy")
 _LARGE = 2**63
 
 

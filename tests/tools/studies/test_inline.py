@@ -11,8 +11,6 @@ from helpers import tiny
 from selfspec.errors import StudyError
 
 pandas = pytest.importorskip("pandas")
-pytest.importorskip("sqlalchemy")
-
 _QUICK: dict[str, Any] = {
     "drafts": ["exits", "sublayers"],
     "max_new_tokens": 8,

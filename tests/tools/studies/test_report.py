@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 
 from helpers.studies import declared, stories_loader
-from selfspec.errors import StorageError, StudyError
+from selfspec.errors import StorageError
 from selfspec.tools.studies.judge import measure
 from selfspec.tools.studies.models import texts_of
 from selfspec.tools.studies.report import pictures as drawing
-from selfspec.tools.studies.report.files import compare, write_data
-from selfspec.tools.studies.report.page import write_page
+from selfspec.tools.studies.report.files import write_data
+from selfspec.tools.studies.report.page import printable, write_page
 from selfspec.tools.studies.report.panels import Panel, panels
-from selfspec.tools.studies.report.pictures import draw_all, printable, row_agrees
+from selfspec.tools.studies.report.pictures import draw_all, row_agrees
 from selfspec.tools.studies.run import Finding, work_on
 from selfspec.tools.studies.table import pareto_front
 
-pytest.importorskip("sqlalchemy")
 pytest.importorskip("plotly")
 
 
@@ -103,7 +102,7 @@ def pictures(shown: list[Panel], coarse: None, tmp_path_factory: pytest.TempPath
 def test_every_picture_is_drawn(pictures: list[Path]) -> None:
     from PIL import Image
 
-    names = {"importance", "acceptance_by_position", "exits", "pareto", "agreement", "tokens"}
+    names = {"importance", "acceptance_by_position", "exits", "pareto", "agreement"}
     assert {file.stem for file in pictures} == names
     for file in pictures:
         with Image.open(file) as image:
@@ -124,7 +123,7 @@ def test_drafts_from_a_reduced_vocabulary_have_rows_and_prices_of_their_own(tmp_
     assert {row["kind"] for row in finding.table} == {"exit", "skip", "exit+vocab", "skip+vocab"}
     shown = panels(finding)
     assert {row["draft"] for row in shown[0].exits} == {"exit:2", "exit:3"}
-    assert len(draw_all(shown, tmp_path)) == 5
+    assert len(draw_all(shown, tmp_path)) == 4
 
 
 def test_the_page_needs_nothing_else(
@@ -151,7 +150,7 @@ def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tm
     # In pictures, too, where plotly would take tags for its own.
     assert "\\u003cb\\u003ex" not in page
     assert page.count("&lt;b&gt;x") > 2
-    assert {file.stem for file in draw_all([odd], tmp_path)} >= {"acceptance_by_position", "pareto", "tokens"}
+    assert {file.stem for file in draw_all([odd], tmp_path)} >= {"acceptance_by_position", "pareto"}
 
 
 def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:
@@ -174,21 +173,6 @@ def test_panels_show_what_the_table_holds(shown: list[Panel]) -> None:
 def test_letters_that_cannot_be_seen_are_made_visible() -> None:
     assert printable("a b\n") == "a b↵"
     assert printable("\t\x00é") == "    ·é"
-
-
-def test_two_studies_side_by_side(finding: Finding, tmp_path: Path) -> None:
-    write_data(finding, tmp_path / "a")
-    other = work_on(declared(drafts=["exits", "skip:attn=0,1"]), stories_loader(), tmp_path / "study")
-    write_data(other, tmp_path / "b")
-    found = compare(tmp_path / "a", tmp_path / "b")
-    assert {row["draft"] for row in found.rows} == {f"exit:{layer}" for layer in range(1, 5)}
-    assert all(row["alpha_a"] == row["alpha_b"] for row in found.rows)
-    assert found.alone == (2 * 15, 2 * 1)
-    write_data(work_on(declared(drafts=["skip:mlp=0,1"]), stories_loader(), tmp_path / "c"), tmp_path / "c")
-    with pytest.raises(StudyError, match="have no draft"):
-        compare(tmp_path / "a", tmp_path / "c")
-    with pytest.raises(StudyError, match="cannot be read as a study"):
-        compare(tmp_path / "a", tmp_path)
 
 
 def test_a_report_that_cannot_be_written_is_said(finding: Finding, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.run import Finding, do, work_on
 
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("pandas")
 
 Load = Callable[[str], StudiedModel]
 
@@ -96,42 +96,6 @@ def test_four_workers_of_which_one_is_interrupted_find_what_one_does(
     assert [each.table for each in found] == [alone.table] * 3
     assert set(done.values()) == {1}
     assert done.keys() == alone.results.keys()
-
-
-@pytest.mark.tools
-def test_a_point_that_kills_its_workers_is_given_up(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from selfspec.tools.studies import board
-
-    def deadly(points: Sequence[Point], *rest: Any) -> list[Result]:
-        if any(point.content.get("draft") == "exit:2" for point in points):
-            raise SystemExit
-        return do(points, *rest)
-
-    update = board.Board._update
-
-    def killed(claims: board.Board, where: Any, **values: Any) -> int:
-        """As if killed: claims are not given back."""
-        return 0 if values == {"worker": None} else update(claims, where, **values)
-
-    monkeypatch.setattr(board, "_BEAT", 0.05)
-    monkeypatch.setattr(board, "_GRACE", 0.5)
-    study = declared(drafts=["exits"], temperatures=[0.0])
-    monkeypatch.setattr(run, "do", deadly)
-    monkeypatch.setattr(board.Board, "_update", killed)
-    kills = 0
-    while True:
-        try:
-            finding = work_on(study, load, tmp_path)
-            break
-        except SystemExit:
-            kills += 1
-            assert kills < 10
-    assert [(each.point.content["draft"], each.error) for each in finding.failed] == [
-        ("exit:2", "3 workers died of it")
-    ]
-    assert len([row for row in finding.table if row.get("error") is None]) == 3 * 2
 
 
 def test_what_goes_wrong_with_a_point_is_its_result(

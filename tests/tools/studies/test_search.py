@@ -19,7 +19,7 @@ from selfspec.tools.studies.drafts import Space
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
 
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("pandas")
 
 from selfspec.tools.studies.board import Board
 from selfspec.tools.studies.run import do, work_on
@@ -53,8 +53,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_in_two_thirds_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: FilePath) -> None:
     space = _space(studied, 2, 2)
-    with Board(tmp_path) as board:
-        everything = evaluate(board, STUDY, studied, list(map(frozenset, combinations(space.choices, 2))))
+    everything = evaluate(Board(tmp_path), STUDY, studied, list(map(frozenset, combinations(space.choices, 2))))
     assert len(everything) == 45
     found = search(studied, STUDY, space, evaluations=30)
     best, known = max(found, key=speed), max(everything, key=speed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from selfspec.files.writing import whole
 from selfspec.tools.studies.report.files import KEPT, described, write_data
 from selfspec.tools.studies.report.panels import Panel, panels
-from selfspec.tools.studies.report.pictures import COLOURS, GREY, LINE_END, NONE, draw_all, printable
+from selfspec.tools.studies.report.pictures import COLOURS, GREY, draw_all
 from selfspec.tools.studies.run import Finding
 from selfspec.tools.studies.table import SPEEDS
 
@@ -19,6 +19,8 @@ from selfspec.tools.studies.table import SPEEDS
 _DRAFTS, _TEXTS, _BEST = 6, 4, 10
 _FIGURES = ("draft_length", "alpha", "c", "measured_acceptance_rate", *SPEEDS)
 _COLUMNS = {name: name.replace("_", " ") for name in ("draft", *_FIGURES)}
+_NONE = "only the full model"
+_LINE_END = "↵"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px } th, td { padding: .2em .7em; text-align: right }
@@ -120,14 +122,20 @@ def _texts(panel: Panel) -> str:
     colours = [f"{colour}66" for colour in (*COLOURS[: len(drafts)], GREY)]
     keys = [
         f'<span class=key style="background:{colour}">{escape(name)}</span>'
-        for name, colour in zip((*drafts, NONE), colours, strict=True)
+        for name, colour in zip((*drafts, _NONE), colours, strict=True)
     ]
     parts = [f"<h3>Cheapest draft that would have been right</h3><p>{''.join(keys)}</p>"]
     for number, text in enumerate(panel.tokens[:_TEXTS]):
         spans = []
         for at, (token, index) in enumerate(zip(text, panel.cheapest_right(drafts, number), strict=True)):
-            right = ", ".join(draft for draft in drafts if panel.right[draft][number][at] == "1") or NONE
-            shown = escape(printable(token)).replace(LINE_END, f"{LINE_END}\n")
+            right = ", ".join(draft for draft in drafts if panel.right[draft][number][at] == "1") or _NONE
+            shown = escape(printable(token)).replace(_LINE_END, f"{_LINE_END}\n")
             spans.append(f'<span style="background:{colours[index]}" title="{escape(right)}">{shown}</span>')
         parts.append(f"<pre class=text>{''.join(spans)}</pre>")
     return "".join(parts)
+
+
+def printable(token: str) -> str:
+    """Return a token with everything visible but spaces."""
+    shown = token.replace("\r", "").replace("\t", "    ").replace("\n", _LINE_END)
+    return "".join(letter if letter.isprintable() else "·" for letter in shown)

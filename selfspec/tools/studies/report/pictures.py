@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 # Distinct for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#BBBBBB"
-NONE = "only the full model"
-LINE_END = "↵"
 _MARKERS = {"exit": "o", "skip": "s", "skip-file": "D", "head": "^"}
 # Inches of a panel and dots per inch; drafts that are told apart by colour.
 _WIDTH, _HEIGHT, _DPI, _DRAFTS = 3.5, 2.9, 300, 5
-# Characters of a line of coloured text, lines in all, and lines of one text.
-_ACROSS, _DOWN, _EACH = 76, 14, 4
 # Names may hold dollar signs.
 _STYLE: dict[Any, Any] = {"font.size": 7, "legend.fontsize": 6, "legend.frameon": False, "text.parse_math": False}
 
@@ -125,7 +121,8 @@ def _positions(axes: Axes, panel: Panel) -> None:
             share, low, high = _interval(confirmed[draft], "measured_acceptance_by_position")
             axes.errorbar(at[: len(share)], share, [share - low, high - share], color=colour, fmt="o", ms=3)
     axes.set(xlabel="position in the draft", ylabel="accepted, of those judged", ylim=(0, 1.02))
-    _legend_below(axes, "lines: estimated, with 95 % intervals; points: measured", 3, -0.18)
+    title = "lines: estimated, with 95 % intervals; points: measured"
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), title=title, ncols=3, title_fontsize=6)
 
 
 def _pareto(axes: Axes, panel: Panel) -> None:
@@ -168,45 +165,6 @@ def row_agrees(row: Row) -> bool:
     return estimated.agrees_with(measured)
 
 
-def _tokens(axes: Axes, panel: Panel) -> None:
-    """Draw the beginnings of the texts, letter by letter on a grid."""
-    from matplotlib.colors import to_rgba
-    from matplotlib.patches import Patch
-
-    drafts = [row["draft"] for row in panel.promising(_DRAFTS)]
-    colours = [to_rgba(colour, 0.45) for colour in (*COLOURS[: len(drafts)], GREY)]
-    shades = np.ones((_DOWN, _ACROSS, 4))
-    lines = [line for number in range(len(panel.tokens)) for line in _lines(panel, drafts, number)]
-    for row, line in enumerate(lines[:_DOWN]):
-        for column, (letter, draft) in enumerate(line):
-            shades[row, column] = colours[draft]
-            text = axes.text(column, row, letter, family="monospace", fontsize=5.2, ha="center", va="center")
-            # A thousand letters, none of which the layout need look at.
-            text.set_in_layout(False)
-    axes.imshow(shades, aspect="auto", interpolation="nearest")
-    axes.hlines(np.arange(_DOWN) - 0.5, -0.5, _ACROSS - 0.5, color="white", lw=0.8)
-    axes.set_axis_off()
-    keys = [Patch(color=colour, label=name) for colour, name in zip(colours, [*map(_short, drafts), NONE], strict=True)]
-    _legend_below(axes, "cheapest draft that would have been right", 2, 0.0, handles=keys)
-
-
-def _lines(panel: Panel, drafts: Sequence[str], number: int) -> list[list[tuple[str, int]]]:
-    """Break a text into lines of letters, each with the first draft that would have been right; then a free line."""
-    tokens = zip(panel.tokens[number], panel.cheapest_right(drafts, number), strict=True)
-    letters = [(letter, draft) for token, draft in tokens for letter in printable(token)]
-    return [*(letters[start : start + _ACROSS] for start in range(0, len(letters), _ACROSS)[:_EACH]), []]
-
-
-def printable(token: str) -> str:
-    """Return a token with everything visible but spaces."""
-    shown = token.replace("\r", "").replace("\t", "    ").replace("\n", LINE_END)
-    return "".join(letter if letter.isprintable() else "·" for letter in shown)
-
-
-def _legend_below(axes: Axes, title: str, columns: int, at: float, **how: Any) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, at), title=title, ncols=columns, title_fontsize=6, **how)
-
-
 def _columns(rows: Sequence[Row], *names: str) -> Any:
     """Return figures of some rows, `[names, rows]`."""
     return np.array([[row[name] for row in rows] for name in names])
@@ -233,5 +191,4 @@ _PICTURES = {
     "exits": _Picture(_exits, lambda panel: panel.exits, 1.35),
     "pareto": _Picture(_pareto, lambda panel: panel.best, 1.1),
     "agreement": _Picture(_agreement, lambda panel: panel.confirmed, 0.95),
-    "tokens": _Picture(_tokens, lambda panel: panel.best, 1.35, 2.7),
 }
