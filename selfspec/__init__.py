@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from selfspec.decode.output import GenerateOutput, Round, RowRound
     from selfspec.decode.stats import Stats
     from selfspec.draft import (
+        Assistant,
         Cascade,
         Draft,
         Drafter,
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "Assistant",
     "BatchCosts",
     "BenchError",
     "Cascade",
@@ -111,6 +113,7 @@ _HOMES = {
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "control.costs": ["BatchCosts", "Costs"],
     "draft": [
+        "Assistant",
         "Cascade",
         "Draft",
         "Drafter",

@@ -39,15 +39,15 @@ from selfspec.errors import (
 )
 from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.adapter import Adapter
+from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.unwrap import check_modules, check_saved_whole, stock_model
+from selfspec.model.unwrap import check_saved_whole, stock_model
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
 
-_ATTENTION_KERNELS = ("eager", "sdpa")
 _OF_THE_MODEL = frozenset(
     {
         "can_generate",
@@ -157,7 +157,7 @@ class SelfSpeculative:
         self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)
-        self._check_model()
+        check_decodable(self.model)
         self._prepare()
 
     # Type checkers would take any name for an attribute.
@@ -343,7 +343,7 @@ class SelfSpeculative:
         self, request: Request, seed: int | None, draft_length: int | Control | None, accept: str | Rule | None
     ) -> Generation:
         self._check_open()
-        self._check_model()
+        check_decodable(self.model)
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
@@ -380,18 +380,6 @@ class SelfSpeculative:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this wrapper was unwrapped; call selfspec.wrap(model) again")
-
-    def _check_model(self) -> None:
-        check_modules(self.model)
-        kernel = self.model.config._attn_implementation
-        if kernel not in _ATTENTION_KERNELS:
-            raise UnsupportedModelError(
-                f"attention kernel {kernel!r} is not supported; load the model with attn_implementation='sdpa'"
-            )
-        if self.model.training and any(_differs_in_training(module) for module in self.model.modules()):
-            raise UnsupportedModelError(
-                "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
-            )
 
     def _controller(self, choice: DraftChoice, draft_length: int | Control | None) -> Controller:
         control = choice.control if draft_length is None else _control(draft_length)
@@ -432,10 +420,3 @@ def _control(draft_length: int | Control | None) -> Control:
     if draft_length is None:
         return CostAware()
     return draft_length if isinstance(draft_length, Control) else FixedLength(draft_length)
-
-
-def _differs_in_training(module: nn.Module) -> bool:
-    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-    drops = isinstance(rate, float) and rate > 0
-    # Layers that checkpoint their activations get no cache.
-    return drops or bool(getattr(module, "gradient_checkpointing", False))

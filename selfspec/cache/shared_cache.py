@@ -127,6 +127,16 @@ class SharedCache(Cache):
         return self._cursors.capacity
 
     @property
+    def slack(self) -> int:
+        """The most nodes of a draft."""
+        return self._cursors.slack
+
+    @property
+    def device(self) -> torch.device:
+        """Where positions are made."""
+        return self._cursors.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, and the most that states of recurrent layers have taken."""
         return sum(layer.nbytes for layer in self._slotted) + self.state_bytes

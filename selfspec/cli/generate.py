@@ -32,6 +32,7 @@ DRAFTS = {
     "head:HEADS": "a trained exit head, by `selfspec train exit`; `head:HEADS@4`: that of layer 4",
     "exit:4+vocab:v.json": "any of these with fewer rows of the head, by `selfspec train vocabulary`",
     "lookup": "copy from the text so far",
+    "assistant:FOLDER": "another checkpoint with the same vocabulary, over a cache of its own",
     "recycle": "trees of candidates that earlier passes left over",
     "lookup+exit:4": "copy where the text repeats itself, else draft by any of these",
     "auto": "the fastest one here, by `selfspec calibrate`",
@@ -278,5 +279,7 @@ def _print_stats(stats: Stats) -> None:
     table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
     if stats.substitute_bytes:
         table.add_row("substitutes", f"{stats.substitute_bytes:,} bytes")
+    if stats.draft_bytes:
+        table.add_row("assistant", f"{stats.draft_bytes:,} bytes")
     table.add_row("CPU kernels", "used" if native.are_loaded() else "not built: selfspec kernels")
     console(stderr=True).print(table)

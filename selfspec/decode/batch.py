@@ -16,6 +16,8 @@ from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.decode.stopping import Stopping
 from selfspec.draft.draft import Draft
+from selfspec.draft.draft_state import DraftState
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -55,8 +57,9 @@ class Batch:
         nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
             and values of that token may be the cause, so these rows get a round without a draft before they are ended.
         failed: numbers of the rows that ended because the target's logits were not finite.
-        draft_states: what each drafter keeps during this generation: see `Drafter.begin`.
+        draft_states: what each drafter keeps during this generation, by its `id`: see `Drafter.begin`.
         memories: what drafters keep as long as the wrapper.
+        programs: the wrapper's recorded passes; None: the stock modules run all.
     """
 
     runner: ModelRunner
@@ -73,8 +76,9 @@ class Batch:
     needs_lockstep: bool = False
     nonfinite_rows: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    draft_states: dict[Hashable, object] = field(default_factory=dict)
+    draft_states: dict[int, DraftState | None] = field(default_factory=dict)
     memories: dict[Hashable, object] = field(default_factory=dict)
+    programs: GraphCache | None = None
 
     @property
     def size(self) -> int:

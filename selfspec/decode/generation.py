@@ -78,7 +78,7 @@ class Generation(Iterator[Round]):
             last_tokens=(torch.zeros(rows, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(
                 device
             ),
-            sequences=Sequences(request.input_ids, request.pad),
+            sequences=Sequences(request.input_ids, request.pad, request.text_mask),
             stopping=request.stopping,
             records=ScoreRecords(
                 scores=ScoreRecord(request.pad) if request.scores else None,
@@ -88,7 +88,10 @@ class Generation(Iterator[Round]):
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
             needs_lockstep=request.sampling.in_order or request.stopping.stateful,
             memories={} if memories is None else memories,
+            programs=programs,
         )
+        if draft is not None:
+            draft.state(batch)
         # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
         self._committed, self._failed = batch.committed, batch.failed
         self._records = batch.records
@@ -169,6 +172,7 @@ def _rounds(
     finally:
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes
+        stats.draft_bytes = sum(state.nbytes for state in batch.draft_states.values() if state is not None)
         stats.seconds = clock.seconds()
 
 

@@ -68,6 +68,11 @@ class Request:
         """Whether prompts are embeddings, so that their last position has no token id."""
         return self.read.is_floating_point()
 
+    @property
+    def text_mask(self) -> Tensor | None:
+        """Which columns of `input_ids` hold a token; None where something else than these ids is read as well."""
+        return None if self.embeddings or self.mask.shape != self.input_ids.shape else self.mask
+
 
 def read_request(
     model: PreTrainedModel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class Sequences:
     Args:
         prompts: as given, left-padded, `[batch, prompt]`. All ids are returned on their device.
         pad: fills rows that are shorter than others.
+        mask: which columns of the prompts are text, bool; None: passes read something else than these ids.
 
     Attributes:
         committed: the new tokens of each row, final. Append to them; change nothing else.
@@ -28,7 +30,7 @@ class Sequences:
         pad: fills rows that are shorter than others.
     """
 
-    def __init__(self, prompts: Tensor, pad: int) -> None:
+    def __init__(self, prompts: Tensor, pad: int, mask: Tensor | None = None) -> None:
         rows = range(prompts.shape[0])
         self.committed: list[list[int]] = [[] for _ in rows]
         self.unfinished = set(rows)
@@ -36,6 +38,12 @@ class Sequences:
         self.width = prompts.shape[1]
         self.pad = pad
         self._prompts = prompts
+        self._mask = mask
+
+    @property
+    def are_text(self) -> bool:
+        """Whether the ids are all there is to read: no embeddings, and no past of other tokens."""
+        return self._mask is not None
 
     def length(self, row: int) -> int:
         """Count the tokens of a row, prompt and padding included."""
@@ -47,6 +55,28 @@ class Sequences:
             return self.committed[row][start - self.width :]
         prompt: list[int] = self._prompts[row, start:].tolist()
         return prompt + self.committed[row]
+
+    def text_length(self, row: int) -> int:
+        """Count the tokens of a row's text, prompt included and padding not."""
+        return self._prompt_lengths[row] + len(self.committed[row])
+
+    def text_from(self, row: int, start: int) -> list[int]:
+        """Return the tokens of a row's text from number `start` on, padding neither counted nor included."""
+        new = start - self._prompt_lengths[row]
+        if new >= 0:
+            return self.committed[row][new:]
+        prompt: list[int] = self._prompts[row][self._text_columns[row]].tolist()
+        return prompt[start:] + self.committed[row]
+
+    @cached_property
+    def _prompt_lengths(self) -> list[int]:
+        lengths: list[int] = self._text_columns.sum(1).tolist()
+        return lengths
+
+    @property
+    def _text_columns(self) -> Tensor:
+        assert self._mask is not None
+        return self._mask
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
         """Return the ids of all rows with a run of tokens after each, padded right to the longest, `[batch, length]`.

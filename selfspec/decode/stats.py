@@ -32,6 +32,7 @@ class Stats:
         accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: the most that was allocated for keys and values, in bytes.
         substitute_bytes: what the substitutes take that were made for the model so far, in bytes.
+        draft_bytes: what the drafter took of its own, in bytes: the weights, keys and values of an assistant.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 
@@ -44,6 +45,7 @@ class Stats:
     accepted_per_depth: list[int] = field(default_factory=list)
     cache_bytes: int = 0
     substitute_bytes: int = 0
+    draft_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -103,6 +105,7 @@ class Stats:
             accepted_per_depth=_summed([part.accepted_per_depth for part in parts]),
             cache_bytes=max(part.cache_bytes for part in parts),
             substitute_bytes=max(part.substitute_bytes for part in parts),
+            draft_bytes=max(part.draft_bytes for part in parts),
             seconds=dict(seconds),
         )
 

@@ -1,7 +1,9 @@
 """The drafters, one a file: each turns the state of a generation into a Draft."""
 
+from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.draft import Budget, Draft, Resume
+from selfspec.draft.draft_state import DraftState
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
@@ -13,9 +15,11 @@ from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
 
 __all__ = [
+    "Assistant",
     "Budget",
     "Cascade",
     "Draft",
+    "DraftState",
     "Drafter",
     "EarlyExit",
     "ExitHead",

@@ -1,4 +1,4 @@
-"""Two drafters under one verifier: look up where that promises more, else draft with the model."""
+"""Two drafters under one verifier: look up where that promises more, else draft with a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.assistant import Assistant
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cascade(Drafter):
-    """Looks up first, and drafts along a path of the model where there is no match, or none worth following.
+    """Looks up first, and drafts with a model where there is no match, or none worth following.
 
     Which of the two a round takes is the control's choice: by what rounds with so long a match, and rounds that drafted
     with the model, have lately committed for what they cost.
 
     Attributes:
         look_up: copies from prompt and output.
-        path: drafts with the model.
+        path: drafts along a path of the model, or with an assistant.
     """
 
     look_up: PromptLookup
-    path: LayerPathDrafter
+    path: LayerPathDrafter | Assistant
 
     def __post_init__(self) -> None:
-        if not isinstance(self.look_up, PromptLookup) or not isinstance(self.path, LayerPathDrafter):
+        if not isinstance(self.look_up, PromptLookup) or not isinstance(self.path, LayerPathDrafter | Assistant):
             raise DraftConfigError(
-                "a cascade is a look-up and a drafter along a path of the model, e.g. "
+                "a cascade is a look-up and a drafter along a path of the model, or an assistant, e.g. "
                 f"Cascade(PromptLookup(), EarlyExit(layer=4)); got {self.look_up!r} and {self.path!r}"
             )
 
@@ -55,6 +56,9 @@ class Cascade(Drafter):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.path.cost(model, adapter)
+
+    def begin(self, batch: Batch) -> None:
+        self.path.state(batch)
 
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         found = self.look_up.look_up(batch, budget)

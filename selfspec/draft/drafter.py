@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft_state import DraftState
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.substitutes import Substitutes
@@ -66,15 +67,19 @@ class Drafter(ABC):
         """Where the drafter leaves a network of `depth` layers early, between two of them; None: it does not."""
         return None
 
-    def begin(self, batch: Batch) -> object:
-        """Make what the drafter keeps during one generation; `state` returns it. None: nothing."""
+    def begin(self, batch: Batch) -> DraftState | None:
+        """Make what the drafter keeps during one generation, before any pass; `state` returns it. None: nothing.
+
+        Raises:
+            SelfSpecError: the drafter cannot draft for these prompts.
+        """
         return None
 
-    def state(self, batch: Batch) -> object:
+    def state(self, batch: Batch) -> DraftState | None:
         """Return what the drafter keeps during this generation: what `begin` made when this was first asked."""
-        if self not in batch.draft_states:
-            batch.draft_states[self] = self.begin(batch)
-        return batch.draft_states[self]
+        if id(self) not in batch.draft_states:
+            batch.draft_states[id(self)] = self.begin(batch)
+        return batch.draft_states[id(self)]
 
     def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
         """Learn from a round, before it is committed.

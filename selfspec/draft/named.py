@@ -1,7 +1,7 @@
 """Drafters by name.
 
 `exit:4`, `int8`, `int4+exit:20`, `int4:FILE`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any
-of these `+vocab:FILE`, `lookup`, `lookup+exit:4`, `auto` or `none`.
+of these `+vocab:FILE`, `assistant:FOLDER`, `lookup`, `lookup+exit:4`, `auto` or `none`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 
 from selfspec.arguments import shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
@@ -30,14 +31,15 @@ AUTO = "auto"
 
 _LOOK_UP = "lookup"
 _RECYCLE = "recycle"
+_ASSISTANT = "assistant:"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
     "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, int8:FILE or int4:FILE from "
     "selfspec quantize, +exit:E behind these to leave early as well (int4+exit:20), skip-file:FILE for one "
-    "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, recycle for trees of "
-    "candidates that earlier passes left, lookup for look-ups in the text, alone or before any of these "
-    "(lookup+exit:4), "
+    "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, assistant:FOLDER for "
+    "another checkpoint with the same vocabulary, recycle for trees of candidates that earlier passes left, lookup for "
+    "look-ups in the text, alone or before any of these (lookup+exit:4), "
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
@@ -54,7 +56,7 @@ def parse_draft(text: str) -> Drafter | None:
 
     Raises:
         DraftConfigError: it is not of the grammar, or a file that it names cannot be used.
-        ExitHeadError: what it names on disk cannot be used.
+        CheckpointError, ExitHeadError: what it names on disk cannot be used.
     """
     if not isinstance(text, str) or "\0" in text:
         raise _malformed(text)
@@ -66,7 +68,14 @@ def parse_draft(text: str) -> Drafter | None:
     if given == _RECYCLE:
         return Recycling()
     if given.startswith(_LOOK_UP + "+"):
-        return Cascade(PromptLookup(), _path_drafter(text, given.removeprefix(_LOOK_UP + "+").strip()))
+        return Cascade(PromptLookup(), _model_drafter(text, given.removeprefix(_LOOK_UP + "+").strip()))
+    return _model_drafter(text, given)
+
+
+def _model_drafter(text: str, given: str) -> LayerPathDrafter | Assistant:
+    """The drafter with a model that `given`, a part of `text`, names."""
+    if given.startswith(_ASSISTANT):
+        return Assistant(given.removeprefix(_ASSISTANT))
     return _path_drafter(text, given)
 
 
@@ -110,6 +119,8 @@ def draft_name(drafter: Drafter | None) -> str:
             return _RECYCLE
         case Cascade() if drafter.look_up == PromptLookup():
             return f"{_LOOK_UP}+{draft_name(drafter.path)}"
+        case Assistant(source=str(folder)):
+            return f"{_ASSISTANT}{folder}"
         case SkipFile(source=source):
             return f"skip-file:{source}"
         case LayerSkip():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft_state import DraftState
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.suffix_index import SuffixIndex
 from selfspec.errors import DraftConfigError
@@ -46,8 +47,8 @@ class PromptLookup(Drafter):
     def check(self, depth: int) -> None:
         return
 
-    def begin(self, batch: Batch) -> list[SuffixIndex]:
-        return [SuffixIndex(self.shortest, self.longest) for _ in range(batch.size)]
+    def begin(self, batch: Batch) -> LookUpState:
+        return LookUpState([SuffixIndex(self.shortest, self.longest) for _ in range(batch.size)])
 
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         found = self.look_up(batch, budget)
@@ -55,14 +56,14 @@ class PromptLookup(Drafter):
 
     def look_up(self, batch: Batch, budget: Budget) -> Draft:
         """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
-        indexes = self.state(batch)
-        assert isinstance(indexes, list)
+        state = self.state(batch)
+        assert isinstance(state, LookUpState)
         slowest = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
         rows: list[list[int]] = []
         # Matches of the slowest rows: what the others gain does not end the batch sooner.
         behind: list[int] = []
         for row in batch.running:
-            index: SuffixIndex = indexes[row]
+            index = state.indexes[row]
             index.extend(batch.sequences.tokens_from(row, len(index)))
             match = index.find() if row in batch.unfinished else None
             if row in batch.unfinished and len(batch.committed[row]) == slowest:
@@ -82,3 +83,10 @@ class PromptLookup(Drafter):
         return Draft.chain(
             torch.tensor(tokens, device=batch.last_tokens.device), match_length=least, row_lengths=lengths
         )
+
+
+@dataclass(frozen=True)
+class LookUpState(DraftState):
+    """Where suffixes of each row's text were, by the number of the row."""
+
+    indexes: list[SuffixIndex]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from selfspec.cache.tree import Tree
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft_state import DraftState
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.tree_shape import best_shape
 from selfspec.errors import DraftConfigError
@@ -89,7 +90,7 @@ class Recycling(Drafter):
             memory.count(draft.tree, row.path)
 
 
-class RecyclingMemory:
+class RecyclingMemory(DraftState):
     """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
 
     Args:

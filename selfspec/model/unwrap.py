@@ -1,22 +1,14 @@
-"""The stock model inside what other libraries wrap around it, and what of theirs in it cannot be decoded in blocks."""
+"""The stock model inside what other libraries wrap around it."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-
-# Adapters of PEFT whose output for a token depends on more than the model's own inputs up to that token.
-_ADAPTERS = {
-    "LILY": "its router takes the mean over all tokens of a pass",
-    "POLY": "it takes the number of a task at every call",
-    "XLORA": "it weighs its adapters by a pass over the whole text",
-}
 
 
 def stock_model(model: nn.Module) -> nn.Module:
@@ -50,38 +42,6 @@ def _inside_peft(model: Any) -> nn.Module:
             "peft_model.generate(custom_generate=spec)"
         )
     return tuner.get_submodule("model")
-
-
-def check_modules(model: nn.Module) -> None:
-    """Refuse a model that gives a token something else in a pass over several than in a pass over one.
-
-    Raises:
-        UnsupportedModelError: naming what does.
-    """
-    rounding = next(filter(_rounds_over_the_pass, model.modules()), None)
-    if rounding is not None:
-        name = next(name for name, module in model.named_modules() if module is rounding)
-        raise UnsupportedModelError(
-            f"{name} is a {type(rounding).__module__}.{type(rounding).__qualname__}, which rounds activations by the "
-            "largest of all tokens in a pass, so that a draft changes the text; quantise the weights alone, or "
-            "activations with a scale for each token"
-        )
-    for config in getattr(model, "peft_config", {}).values():
-        reason = _ADAPTERS.get(config.peft_type.value)
-        if getattr(config, "alora_invocation_tokens", None):
-            reason = "an activated LoRA begins at a place in the prompt that only PEFT's own generation tells it"
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"the adapter {config.peft_type.value} of PEFT cannot be decoded in blocks: {reason}; use "
-                "peft_model.generate without selfspec"
-            )
-
-
-def _rounds_over_the_pass(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-        return False
-    # Weights in 16 bits are multiplied unchanged; those in 8 bits with activations in 8 bits.
-    return getattr(getattr(module, "_packed_params", None), "dtype", None) is not torch.float16
 
 
 def check_saved_whole(model: PreTrainedModel) -> None:

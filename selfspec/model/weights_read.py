@@ -26,11 +26,9 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: 
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
-    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    rest = _bytes(weights_outside(model, [*layers, *looked_up, output]))
-    rows = _bytes(output.parameters())
-    full = rest + rows + sum(_bytes(layer.parameters()) for layer in layers)
-    read = rest + sum(_layer_bytes(layer, index, adapter, path) for index, layer in enumerate(layers))
+    rows, full = _bytes(output.parameters()), bytes_read(model, adapter)
+    read = full - rows - sum(_bytes(layer.parameters()) for layer in layers)
+    read += sum(_layer_bytes(layer, index, adapter, path) for index, layer in enumerate(layers))
     if head is None or head.tokens is None:
         read += int(rows * _bits_of(path, output.weight)) if path.head_substituted else rows
     else:
@@ -38,6 +36,14 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: 
     if head is not None and head.adapter is not None:
         read += sum(weight.numel() for weight in head.adapter.parameters()) * output.weight.element_size()
     return float(read / full)
+
+
+def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
+    """Bytes of the weights that a step of the full network reads, head included and embeddings not."""
+    layers, output = adapter.decoder_layers(model), model.get_output_embeddings()
+    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rest = weights_outside(model, [*layers, *looked_up, output])
+    return _bytes([*rest, *output.parameters()]) + sum(_bytes(layer.parameters()) for layer in layers)
 
 
 def weights_outside(model: nn.Module, modules: Sequence[nn.Module]) -> list[Tensor]:

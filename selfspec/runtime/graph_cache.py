@@ -79,6 +79,10 @@ class GraphCache:
         # A copy makes its own: programs belong to the weights in this memory.
         return GraphCache, (self._runtime,)
 
+    def for_another_model(self) -> GraphCache:
+        """Make one for the programs of another model, by the same runtime."""
+        return GraphCache(self._runtime, self._clock)
+
     @property
     def bucket(self) -> int:
         """Passes of a round look at a multiple of this number of slots."""

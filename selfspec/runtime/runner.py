@@ -72,6 +72,8 @@ class ModelRunner:
 
     Attributes:
         depth: number of the model's layers.
+        vocabulary: number of logits of each token.
+        device: where its tokens are.
         substitutes: what its paths use.
     """
 
@@ -79,6 +81,8 @@ class ModelRunner:
         self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, substitutes: Substitutes | None = None
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
+        self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self.device = cache.device
         self._stock_model = model
         self._model = with_kernels(model)
         self._adapter = adapter
@@ -158,8 +162,7 @@ class ModelRunner:
         if head is None:
             return Pass(result.logits, result.states)
         # Only a head of plain weights can be exchanged for one that draws on some of them.
-        vocabulary = self._stock_model.get_output_embeddings().weight.shape[0]
-        return Pass(head.spread(result.logits, vocabulary), result.states)
+        return Pass(head.spread(result.logits, self.vocabulary), result.states)
 
     @property
     def _base(self) -> str:

@@ -71,7 +71,9 @@ class Recipe:
         except DraftConfigError:
             named = None
         if named != draft:
-            raise DraftConfigError(f"{name} cannot be saved: only early exits and skip sets have names")
+            raise DraftConfigError(
+                f"{name} cannot be saved with the model; wrap with an exit, a skip set or fewer bits"
+            )
         accept = next((name for name, known in RULES.items() if known == rule), None)
         if rule is not None and accept is None:
             raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(RULES)}")

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"adapters", "cache", "errors", "files", "kernels"},
     "adapters": {"model"},
     "runtime": {"cache", "errors", "kernels", "model"},
-    "draft": {"arguments", "cache", "errors", "files", "kernels", "model"},
+    "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime"},
     "accept": {"arguments", "cache", "draft", "errors"},
     "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},

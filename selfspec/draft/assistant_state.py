@@ -1,0 +1,134 @@
+"""An assistant's side of a generation: passes over a cache of its own, which follows what is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.draft.draft_state import DraftState
+from selfspec.model.layer_path import LayerPath
+from selfspec.runtime.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from selfspec.decode.sequences import Sequences
+
+
+class AssistantState(DraftState):
+    """Reads each row's committed text, and draft tokens after it, into the cache of another model.
+
+    The text alone says what to keep of a draft: when the next one begins, the cursor of each row moves over the draft
+    tokens that were committed, and what was committed besides is read, a number of tokens of its own in each row.
+
+    Args:
+        runner: of the assistant.
+        cache: its own.
+        rows: numbers of the rows of the batch.
+        vocabulary: number of logits that the target gives; others are cut off, missing ones -inf.
+        weights: bytes of the assistant's weights.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, cache: SharedCache, rows: Sequence[int], vocabulary: int, weights: int
+    ) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._rows = list(rows)
+        self._vocabulary = vocabulary
+        self._weights = weights
+        self._path = LayerPath.full(runner.depth)
+        # The draft tokens in the slots after the last committed token, `[rows, 1]` each; None: not even that is read.
+        self._drafted: list[Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._weights + self._cache.most_bytes
+
+    def after_text(self, sequences: Sequences) -> Tensor:
+        """Read what is committed; return the logits after each row's last token, `[rows, 1, vocab]`."""
+        self._keep_committed(sequences)
+        self._drop(sequences.running)
+        self._cache.reserve(max(map(sequences.text_length, self._rows)))
+        texts = self._catch_up(sequences)
+        unread = [len(text) - 1 for text in texts]
+        logits = self._logits(self._tokens(texts, max(unread) + 1), first=-1)
+        if max(unread):
+            self._cache.commit(unread)
+        self._drafted = []
+        places = torch.tensor(unread, device=logits.device)[:, None, None]
+        return logits.gather(1, places.expand(-1, 1, logits.shape[-1]))
+
+    def after(self, token: Tensor) -> Tensor:
+        """Read the next draft token of each row, `[rows, 1]`; return the logits after it, `[rows, 1, vocab]`."""
+        assert self._drafted is not None
+        self._drafted.append(token)
+        return self._logits(self._known(token), first=len(self._drafted) - 1)
+
+    def _drop(self, running: Sequence[int]) -> None:
+        """Drop the rows that passes of the target run no more."""
+        if self._rows == list(running):
+            return
+        self._cache.narrow([self._rows.index(row) for row in running])
+        self._rows = list(running)
+
+    def _keep_committed(self, sequences: Sequences) -> None:
+        """Move the cursors over the last committed token of the round before, and the draft tokens that were kept."""
+        if self._drafted is None:
+            return
+        runs = (
+            torch.cat([self._drafted[0][:, :0], *self._drafted], 1).tolist()
+            if self._drafted
+            else [[]] * len(self._rows)
+        )
+        texts = self._unread_texts(sequences)
+        # The last token of a text starts the next block.
+        self._cache.commit(
+            [min(1 + _alike(run, text[1:]), len(text) - 1) for run, text in zip(runs, texts, strict=True)]
+        )
+        self._drafted = None
+
+    def _catch_up(self, sequences: Sequences) -> list[list[int]]:
+        """Read all that does not fit into one pass with the last token; return what is left of each row, that included.
+
+        Recurrent layers would take into their state what fills up the rows with less to read.
+        """
+        most = self._cache.slack if self._cache.rolls_back_by_cursor else 0
+        while True:
+            texts = self._unread_texts(sequences)
+            unread = [len(text) - 1 for text in texts]
+            if max(unread) <= most:
+                return texts
+            room = self._cache.capacity - max(self._cache.seq_lens)
+            width = min(self._cache.prefill_widths(unread)[0], room)
+            counts = [min(count, width) for count in unread]
+            self._runner.prefill(self._tokens(texts, width), counts)
+            self._cache.commit(counts)
+
+    def _unread_texts(self, sequences: Sequences) -> list[list[int]]:
+        """Return each row's text from its cursor on."""
+        cursors = zip(self._rows, self._cache.seq_lens, strict=True)
+        return [sequences.text_from(row, cursor) for row, cursor in cursors]
+
+    def _tokens(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Return the first tokens of each text, filled up on the right, `[rows, width]`."""
+        rows = [[*text[:width], *[0] * (width - len(text))] for text in texts]
+        return self._known(torch.tensor(rows, device=self._runner.device))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Put some token that the assistant knows in the place of those that it does not: it may read anything."""
+        return tokens.clamp(max=self._runner.vocabulary - 1)
+
+    def _logits(self, tokens: Tensor, first: int) -> Tensor:
+        logits = self._runner.logits(self._path, tokens, first=first).logits
+        missing = self._vocabulary - logits.shape[-1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def _alike(run: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two runs have in common, from the first."""
+    pairs = zip(run, other, strict=False)
+    return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(run), len(other)))

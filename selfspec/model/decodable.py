@@ -1,0 +1,74 @@
+"""What of a model, and of what other libraries put into it, cannot be decoded in blocks over a shared cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from selfspec.errors import UnsupportedModelError
+
+_ATTENTION_KERNELS = ("eager", "sdpa")
+# Adapters of PEFT whose output for a token depends on more than the model's own inputs up to that token.
+_ADAPTERS = {
+    "LILY": "its router takes the mean over all tokens of a pass",
+    "POLY": "it takes the number of a task at every call",
+    "XLORA": "it weighs its adapters by a pass over the whole text",
+}
+
+
+def check_decodable(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot be decoded as it is now: its attention kernel, modules, or training mode.
+
+    Raises:
+        UnsupportedModelError: naming what is in the way.
+    """
+    _check_modules(model)
+    kernel = model.config._attn_implementation
+    if kernel not in _ATTENTION_KERNELS:
+        raise UnsupportedModelError(
+            f"attention kernel {kernel!r} is not supported; load the model with attn_implementation='sdpa'"
+        )
+    if model.training and any(_differs_in_training(module) for module in model.modules()):
+        raise UnsupportedModelError(
+            "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
+        )
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Refuse a model that gives a token something else in a pass over several than in a pass over one.
+
+    Raises:
+        UnsupportedModelError: naming what does.
+    """
+    rounding = next(filter(_rounds_over_the_pass, model.modules()), None)
+    if rounding is not None:
+        name = next(name for name, module in model.named_modules() if module is rounding)
+        raise UnsupportedModelError(
+            f"{name} is a {type(rounding).__module__}.{type(rounding).__qualname__}, which rounds activations by the "
+            "largest of all tokens in a pass, so that a draft changes the text; quantise the weights alone, or "
+            "activations with a scale for each token"
+        )
+    for config in getattr(model, "peft_config", {}).values():
+        reason = _ADAPTERS.get(config.peft_type.value)
+        if getattr(config, "alora_invocation_tokens", None):
+            reason = "an activated LoRA begins at a place in the prompt that only PEFT's own generation tells it"
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"the adapter {config.peft_type.value} of PEFT cannot be decoded in blocks: {reason}; use "
+                "peft_model.generate without selfspec"
+            )
+
+
+def _rounds_over_the_pass(module: nn.Module) -> bool:
+    if not type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+        return False
+    # Weights in 16 bits are multiplied unchanged; those in 8 bits with activations in 8 bits.
+    return getattr(getattr(module, "_packed_params", None), "dtype", None) is not torch.float16
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    drops = isinstance(rate, float) and rate > 0
+    # Layers that checkpoint their activations get no cache.
+    return drops or bool(getattr(module, "gradient_checkpointing", False))

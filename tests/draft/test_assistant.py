@@ -1,0 +1,255 @@
+"""An assistant: a second model drafts over a cache of its own, which follows what each row commits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import (
+    BATCHES,
+    EOS,
+    PAD,
+    ROWS,
+    TOKENS,
+    Warp,
+    assert_rows_are_stock,
+    joint,
+    padded,
+    small,
+)
+from helpers.joints import PROMPTS as OF_THE_JOINT
+from helpers.shrunken import shrunken
+from helpers.snapshot import Snapshot
+from selfspec.adapters import ADAPTERS
+from selfspec.draft import Assistant, Drafter
+from selfspec.draft.named import draft_name, parse_draft
+
+PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
+    """The same model with noise on its weights: it agrees with it often, and not always."""
+    other = type(model)(model.config).to(model.dtype).eval()
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    for weight in other.parameters():
+        weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return other
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.mark.parametrize("architecture", sorted(tiny.BUILDERS))
+def test_greedy_rows_are_stock_rows(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, Assistant(near(model)), draft_length=3)
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=24, eos_token_id=7)
+
+
+def test_the_model_itself_is_accepted_whole(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, Assistant(llama), draft_length=3)
+    output = spec.generate(tiny.prompt(9, 2), max_new_tokens=32, **OPTIONS)
+    assert output.stats.acceptance_rate == 1
+    assert output.stats.mean_accepted_length == 4
+
+
+def test_rows_and_drafts_of_any_source_keep_the_text(llama: PreTrainedModel) -> None:
+    draft = selfspec.Cascade(selfspec.PromptLookup(), Assistant(near(llama, 0.01)))
+    repeated = [prompt.repeat(1, 3) for prompt in PROMPTS]
+    spec = selfspec.wrap(llama, draft, draft_length=4)
+    assert_rows_are_stock(llama, spec, repeated, max_new_tokens=40, eos_token_id=7)
+    rounds = list(spec.stream(repeated[1], max_new_tokens=40, **OPTIONS))
+    assert {0, 4} <= {each.steps for each in rounds}
+
+
+@pytest.mark.parametrize("control", [None, selfspec.ConfidenceStop(0.5)])
+def test_controls_decide_how_long_it_drafts(llama: PreTrainedModel, control: Any) -> None:
+    spec = selfspec.wrap(llama, Assistant(near(llama)), draft_length=control)
+    assert_rows_are_stock(llama, spec, PROMPTS, max_new_tokens=40, eos_token_id=7)
+
+
+def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, Assistant(near(llama, 0.01)), draft_length=3)
+    options: dict[str, Any] = {"max_new_tokens": 12, **OPTIONS}
+    past, text = DynamicCache(), tiny.prompt(9)
+    for seed in range(3):
+        expected = llama.generate(text, **options)
+        output = spec.generate(text, past_key_values=past, **options)
+        assert torch.equal(output.sequences, expected)
+        assert output.stats.acceptance_rate > 0.6
+        text = torch.cat([expected, tiny.prompt(4, seed=seed)], 1)
+
+
+def test_processors_filter_the_draft_too(llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4, **OPTIONS}
+    output = selfspec.wrap(llama, Assistant(llama), draft_length=3).generate(tiny.prompt(9, 2), **options)
+    assert torch.equal(output.sequences, llama.generate(tiny.prompt(9, 2), **options))
+    assert output.stats.acceptance_rate == 1
+
+
+def samples(spec: selfspec.SelfSpeculative, warp: Warp, batches: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """Outputs of each prompt, of ragged batches whose rows end at different places and are dropped."""
+    repeated = [torch.tensor([prompt]) for prompt in OF_THE_JOINT] * (ROWS // len(OF_THE_JOINT))
+    ids, mask = padded(repeated)
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {prompt: [] for prompt in OF_THE_JOINT}
+    options = {"max_new_tokens": TOKENS, "eos_token_id": EOS, "pad_token_id": PAD, **warp.options}
+    for seed in range(batches):
+        new = spec.generate(ids, attention_mask=mask, seed=seed, **options).sequences[:, ids.shape[1] :]
+        for row, text in enumerate(torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD).tolist()):
+            found[OF_THE_JOINT[row % len(OF_THE_JOINT)]].append(tuple(text))
+    return found
+
+
+def rejected(rule: str, warp: Warp, batches: int) -> list[str]:
+    model = small()
+    spec = selfspec.wrap(model, Assistant(near(model, 0.3)), draft_length=2, accept=rule)
+    found = samples(spec, warp, batches)
+    values = {str(prompt): p_value(texts, joint(model, prompt, warp, EOS)) for prompt, texts in found.items()}
+    return holm_rejects(values, 1e-3)
+
+
+def test_samples_follow_the_exact_joint() -> None:
+    assert rejected("token", Warp(temperature=0.8), BATCHES) == []
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.7, top_k=3), Warp(top_p=0.8)], ids=str)
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_twenty_thousand_samples_follow_the_exact_joint(rule: str, warp: Warp) -> None:
+    assert rejected(rule, warp, 80) == []
+
+
+def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
+    plain, spec = (selfspec.wrap(llama, draft, accept="coupled") for draft in (None, Assistant(near(llama))))
+    ids = tiny.prompt(9, 2)
+    assert torch.equal(spec.generate(ids, **options).sequences, plain.generate(ids, **options).sequences)
+
+
+def test_a_shorter_context_ends_its_drafts_and_not_the_text() -> None:
+    model = tiny.gpt2()
+    assistant = tiny.gpt2(n_positions=24)
+    spec = selfspec.wrap(model, Assistant(assistant), draft_length=5)
+    rounds = list(spec.stream(tiny.prompt(9), max_new_tokens=40, **OPTIONS))
+    assert torch.equal(
+        spec.generate(tiny.prompt(9), max_new_tokens=40, **OPTIONS).sequences,
+        model.generate(tiny.prompt(9), max_new_tokens=40, **OPTIONS),
+    )
+    assert rounds[0].steps == 5
+    assert rounds[-1].steps == 0
+
+
+def test_both_models_are_as_they_were(llama: PreTrainedModel) -> None:
+    assistant = near(llama)
+    before = [Snapshot(llama), Snapshot(assistant)]
+    spec = selfspec.wrap(llama, Assistant(assistant), draft_length=3)
+    next(spec.stream(tiny.prompt(9), max_new_tokens=24, **OPTIONS))
+    assert_rows_are_stock(llama, spec, PROMPTS, max_new_tokens=40, eos_token_id=7)
+    before[0].assert_same(llama)
+    before[1].assert_same(assistant)
+
+
+def test_bytes_are_counted(llama: PreTrainedModel) -> None:
+    assistant = tiny.llama(num_hidden_layers=2)
+    output = selfspec.wrap(llama, Assistant(assistant)).generate(tiny.prompt(9), max_new_tokens=8, **OPTIONS)
+    weights = sum(weight.nbytes for weight in assistant.parameters())
+    assert weights < output.stats.draft_bytes <= weights + output.stats.cache_bytes
+    assert 0.5 < Assistant(assistant).cost(llama, ADAPTERS["llama"]) < 0.6
+
+
+def saved(folder: Path, tokens: int = tiny.VOCABULARY, **options: Any) -> PreTrainedModel:
+    """A checkpoint with a tokenizer of so many tokens, loaded from its folder."""
+    words = {f"w{number}": number for number in range(tokens)}
+    words |= {f"{word}-": words.pop(word) for word in ("w7",) if "odd" in folder.name}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0"))).save_pretrained(folder)
+    tiny.llama(**options).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def test_a_folder_is_loaded_as_the_model_is(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    saved(tmp_path / "small", num_hidden_layers=2, dtype=torch.float32)
+    for name in (f"assistant:{tmp_path / 'small'}", f"lookup+assistant:{tmp_path / 'small'}"):
+        spec = selfspec.wrap(model, name, draft_length=3)
+        assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=24)
+        assert isinstance(spec.draft, Drafter)
+        assert draft_name(spec.draft) == name
+    draft = parse_draft(f"assistant:{tmp_path / 'small'}")
+    assert isinstance(draft, Assistant)
+    selfspec.wrap(model, draft)
+    assert draft.model.dtype is torch.float64
+    assert repr(draft) == f"Assistant('{tmp_path / 'small'}')"
+
+
+@pytest.mark.parametrize("padded_to", [48, 56])
+def test_vocabularies_of_one_family_may_be_padded_to_other_sizes(tmp_path: Path, padded_to: int) -> None:
+    model = saved(tmp_path / "model", tokens=48)
+    assistant = saved(tmp_path / "small", tokens=48, vocab_size=padded_to)
+    spec = selfspec.wrap(model, Assistant(assistant), draft_length=3)
+    # Greedily and sampled, the model says tokens that the assistant does not know, too.
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=16)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "top_k": 0, "seed": 0}
+    assert spec.generate(tiny.prompt(9, 4), **options).stats.accepted > 0
+
+
+def test_other_tokens_are_refused(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    with pytest.raises(selfspec.DraftConfigError, match="vocabulary of 40, the model one of 50"):
+        selfspec.wrap(model, Assistant(tiny.llama(vocab_size=40)))
+    with pytest.raises(selfspec.DraftConfigError, match="token 7 is 'w7-' for the assistant and 'w7' for the model"):
+        selfspec.wrap(model, Assistant(saved(tmp_path / "odd")))
+
+
+def test_what_is_no_assistant_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
+    with pytest.raises(selfspec.CheckpointError, match="does not exist"):
+        parse_draft(f"assistant:{tmp_path / 'absent'}")
+    with pytest.raises(selfspec.UnsupportedModelError, match="Linear is not a transformers model"):
+        Assistant(torch.nn.Linear(1, 1))
+    for wrong in (5, None, selfspec.wrap(llama)):
+        with pytest.raises(selfspec.DraftConfigError, match="a model, or the folder of a checkpoint"):
+            Assistant(wrong)  # type: ignore[arg-type]
+    with pytest.raises(selfspec.UnsupportedModelError, match="meta device"):
+        Assistant(tiny.llama().to("meta"))
+    with pytest.raises(selfspec.DraftConfigError, match="along a path"):
+        selfspec.ReducedVocabulary(Assistant(llama), (1, 2))  # type: ignore[arg-type]
+    training = Assistant(tiny.llama(attention_dropout=0.1).train())
+    with pytest.raises(selfspec.UnsupportedModelError, match="training mode"):
+        selfspec.wrap(llama, training)
+
+
+def test_prompts_that_it_cannot_read_are_refused_before_any_pass(llama: PreTrainedModel) -> None:
+    calls: list[Any] = []
+    llama.model.register_forward_hook(lambda *_: calls.append(1))
+    spec = selfspec.wrap(llama, Assistant(tiny.llama()))
+    embeddings = llama.get_input_embeddings()(tiny.prompt(9)).detach()
+    with pytest.raises(selfspec.UnsupportedOptionError, match="the assistant LlamaForCausalLM reads token ids"):
+        spec.stream(inputs_embeds=embeddings, max_new_tokens=8)
+    one_row = selfspec.wrap(llama, Assistant(shrunken("roformer")))
+    with pytest.raises(selfspec.UnsupportedModelError, match="one prompt at a time"):
+        one_row.stream(tiny.prompt(9, 2), max_new_tokens=8)
+    moved = Assistant(tiny.llama())
+    spec = selfspec.wrap(llama, moved)
+    moved.model.to("meta")
+    with pytest.raises(selfspec.DraftConfigError, match="is on meta and the model on cpu"):
+        spec.stream(tiny.prompt(9), max_new_tokens=8)
+    assert not calls
+
+
+def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    for draft in (Assistant(model), f"assistant:{tmp_path / 'model'}"):
+        with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+            selfspec.wrap(model, draft).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
