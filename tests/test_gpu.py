@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from device.profiling import counted_waits, profiled
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +16,6 @@ from helpers.proving import ticking
 from selfspec.draft import Drafter
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
-from selfspec.measure.waits import counted_waits, profiled
 from selfspec.runtime.graph_cache import GraphCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from device.figure import Figure, Rows, lacking
+from device.profiling import counted_waits, profiled
 from device.runtimes import runtime
 from device.stage import Bench, Case
 from torch import Tensor
@@ -19,7 +20,6 @@ from selfspec.decode.generation import Generation
 from selfspec.draft.named import PLAIN, parse_draft
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.measure.waits import counted_waits, profiled
 from selfspec.runtime.named import RuntimeName
 from selfspec.runtime.timer import Timer
 

@@ -73,7 +73,7 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     with progress_bar("measuring") as progress:
         bar = StepBar(progress)
         # Two temperatures, and three arms.
-        bar.begin(2 * 3 * (len(prompts) * (1 + runs.repeats) + 1))
+        bar.begin(2 * 3 * len(prompts) * (1 + runs.repeats))
         greedy, sampled = (
             demonstrate(
                 checkpoint.model,
@@ -141,8 +141,7 @@ def _print(checkpoint: Checkpoint, result: dict[str, Any]) -> None:
         f"Draft {settings['draft']}, draft length {settings['draft_length'] or 'as pays'}, "
         f"{result['greedy']['drafting']['new_tokens']} tokens, {settings['repeats']} repeats, {settings['device']}, "
         f"{settings['threads']} threads. Acceptance by position: share of the judged draft tokens. In cycles: share of "
-        "the tokens in passages that repeat themselves, which flatter any draft. Peak memory: above the level before, "
-        "one run.",
+        "the tokens in passages that repeat themselves, which flatter any draft.",
         style="dim",
     )
 
@@ -151,21 +150,15 @@ def _measurements(title: str, found: dict[str, Any]) -> Table:
     arms = [found[name] for name in ("model_generate", "plain", "drafting")]
     table = figures_table(None, [title], (arm["name"] for arm in arms))
     speeds, totals = [arm["tokens_per_second"] for arm in arms], [arm["total"] for arm in arms]
-    table.add_row("tokens/s, median", *(f"{each['median']:.0f}" for each in speeds))
-    table.add_row("tokens/s, range", *(f"{each['lowest']:.0f}-{each['highest']:.0f}" for each in speeds))
+    ranges = (f"{each['median']:.0f} ({each['lowest']:.0f}-{each['highest']:.0f})" for each in speeds)
+    table.add_row("tokens/s, median and range", *ranges)
     table.add_row("in cycles", *(f"{arm['cycle_share']:.0%}" for arm in arms))
     table.add_row(
         "mean accepted length", *(f"{each['mean_accepted_length']:.2f}" if each else "1.00" for each in totals)
     )
     depths = (by_depth(each["accepted_per_depth"], each["judged_per_depth"]) if each else "-" for each in totals)
     table.add_row("acceptance by depth", *depths)
-    table.add_row("peak memory", *("n/a" if arm["peak_bytes"] is None else _kib(arm["peak_bytes"]) for arm in arms))
-    table.add_row("KV cache", *(_kib(each["cache_bytes"]) if each else "n/a" for each in totals))
     return table
-
-
-def _kib(number: int) -> str:
-    return f"{number / 1024:,.0f} KiB"
 
 
 def _continuation(checkpoint: Checkpoint, prompt: str, tokens: list[int]) -> str:

@@ -17,6 +17,7 @@ from device.arms import plain, ready
 from device.command import main
 from device.figure import Figure, Rows, lacking
 from device.models import SHAPES, Models
+from device.profiling import profiled
 from device.runtimes import BOTH, CompiledGraphs, runtime
 from device.stage import Bench, Case, Stage
 from device.stages import STAGES
@@ -31,7 +32,6 @@ from helpers.captures import Interpreted, StandIn
 from helpers.proving import ticking
 from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import checkpoint_folder
-from selfspec.measure.waits import profiled
 from selfspec.model.checkpoint import read_config
 from selfspec.runtime import named
 from selfspec.runtime.graph_cache import GraphCache

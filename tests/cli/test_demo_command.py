@@ -46,7 +46,7 @@ def test_text(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, same: bool) -> No
     monkeypatch.setattr(measuring, "demonstrate", lambda *_: measured([10.0, 11.0], [12.0, 13.0], same=same))
     ending = invoke(*QUICK)
     assert ending.status == (0 if same else 1)
-    for said in ("plain decoding", "self-speculation", "tokens/s, median", "peak memory", "Drafting paid"):
+    for said in ("plain decoding", "self-speculation", "tokens/s, median", "Drafting paid"):
         assert said in ending.stdout
     assert ("All tokens are identical." in ending.stdout) == same
     assert ending.stderr.startswith("" if same else "error: tokens differ for")
@@ -95,7 +95,7 @@ def measured(plain: list[float], drafting: list[float], judged: int = 30, same: 
         "plain": arm(ArmSpec("plain"), plain),
         "drafting": arm(ArmSpec("draft", "exit:4"), drafting, counts=stats),
     }
-    return Demonstration(arms, dict.fromkeys(arms), 260_032)
+    return Demonstration(arms)
 
 
 def test_verdict_when_it_paid() -> None:
@@ -106,13 +106,11 @@ def test_verdict_within_the_noise() -> None:
     assert measured([10.0, 12.0], [11.5, 13.0]).verdict.startswith("Drafting made no clear difference")
 
 
-def test_verdict_when_it_did_not_pay_says_why() -> None:
-    said = measured([10.0], [5.0]).verdict
+def test_verdict_when_it_did_not_pay_says_what_a_round_cost() -> None:
+    said = measured([10.0], [5.0], judged=50).verdict
     assert "0.50 times the speed of selfspec plain" in said
-    # A round commits 3 tokens at half the speed: 6 plain steps, three quarters of them for its 3 draft steps.
-    assert "commits 3.00 tokens but costs as much as 6.00 plain steps (3.0 draft steps at 1.50 each, 1.50 for" in said
-    assert "not trained" not in said
-    assert "acceptance rate 0.40" in measured([10.0], [5.0], judged=50).verdict
+    # A round commits 3 tokens at half the speed.
+    assert "commits 3.00 tokens but costs as much as 6.00 plain steps (acceptance rate 0.40)" in said
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:
