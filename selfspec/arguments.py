@@ -21,22 +21,14 @@ def shown(value: object) -> str:
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
-    """Refuse an argument that is given and no object of a class.
-
-    Raises:
-        UnsupportedOptionError: naming the argument and the remedy.
-    """
+    """Refuse an argument that is given and no object of a class."""
     # A class itself may have all that a protocol asks for.
     if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
         raise UnsupportedOptionError(f"{name} must be an object of {kind.__name__}, got {shown(value)}; {remedy}")
 
 
 def check_methods(name: str, value: object, methods: Sequence[str], remedy: str) -> None:
-    """Refuse an argument that is given and lacks methods which are going to be called.
-
-    Raises:
-        UnsupportedOptionError: naming the argument, what it lacks and the remedy.
-    """
+    """Refuse an argument that is given and lacks methods which are going to be called."""
     lacking = [f"{method}()" for method in methods if not callable(getattr(value, method, None))]
     if value is not None and (lacking or isinstance(value, type)):
         has_not = f"has no {' and no '.join(lacking)}" if lacking else "is a class, not an object"
@@ -44,11 +36,7 @@ def check_methods(name: str, value: object, methods: Sequence[str], remedy: str)
 
 
 def check_callables(name: str, value: object) -> None:
-    """Refuse an argument that is given and no list of callables.
-
-    Raises:
-        UnsupportedOptionError: naming the argument.
-    """
+    """Refuse an argument that is given and no list of callables."""
     if value is None:
         return
     if not isinstance(value, list | tuple):
@@ -63,9 +51,6 @@ def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
 
     Returns:
         `found`, `[rows, vocab]`, of any floating dtype.
-
-    Raises:
-        UnsupportedOptionError: naming the processor.
     """
     name = f"the logits processor {type(processor).__name__}"
     if not isinstance(found, Tensor):
@@ -82,9 +67,6 @@ def check_weights(model: PreTrainedModel) -> None:
     """Refuse a model whose weights were never loaded.
 
     Weights that are kept elsewhere and brought in by hooks, as `accelerate` does it, are on the meta device too.
-
-    Raises:
-        UnsupportedModelError: naming a weight and the remedy.
     """
     name = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
     if name is not None and not any(hasattr(module, "_hf_hook") for module in model.modules()):

@@ -62,11 +62,7 @@ def check_past(past: Cache) -> None:
 
 
 def check_rows(past: Cache, rows: int) -> None:
-    """Refuse a cache of another batch than one of so many rows.
-
-    Raises:
-        UnsupportedOptionError: naming both numbers.
-    """
+    """Refuse a cache of another batch than one of so many rows."""
     held = next((tensor.shape[0] for layer in past.layers for tensor in _tensors(layer)), rows)
     if held != rows:
         raise UnsupportedOptionError(
@@ -75,11 +71,7 @@ def check_rows(past: Cache, rows: int) -> None:
 
 
 def check_kinds(past: Cache, cache: SharedCache) -> None:
-    """Refuse a cache that was filled by a model of other layers.
-
-    Raises:
-        UnsupportedOptionError: naming the layers.
-    """
+    """Refuse a cache that was filled by a model of other layers."""
     wanted, found = [_stock_kind(layer) for layer in cache.layers], [type(layer) for layer in past.layers]
     if holds_anything(past) and found != wanted:
         raise UnsupportedOptionError(

@@ -91,9 +91,6 @@ class Arms:
         """The arms in the order of the report, checked as far as the configuration of the model allows.
 
         `model.generate` and selfspec's plain decoding are always among them.
-
-        Raises:
-            DraftConfigError: a draft does not fit the depth.
         """
         from selfspec.draft import Drafter
         from selfspec.model.checkpoint import find_device

@@ -215,9 +215,6 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
     """The prompt from its one source; standard input is read only where neither option is given.
 
     Files and pipes usually end with a line break that is not meant: one is dropped.
-
-    Raises:
-        PromptError: there is none, there are two, it is empty, or it is not UTF-8.
     """
     if text is not None and file is not None:
         raise PromptError("give the prompt once: --prompt or --prompt-file")

@@ -87,11 +87,7 @@ class ModelOptions(Machine):
         return Path(self.place).resolve() == Path(model_place(DEMO)).resolve()
 
     def prepare(self) -> int:
-        """Check device and configuration, since weights may take minutes to load; return the number of layers.
-
-        Raises:
-            SelfSpecError: the device or the checkpoint cannot be used.
-        """
+        """Check device and configuration, since weights may take minutes to load; return the number of layers."""
         from selfspec.model.checkpoint import find_device, read_config
 
         prepare_process(self.threads)
@@ -100,11 +96,7 @@ class ModelOptions(Machine):
         return depth
 
     def load(self) -> Checkpoint:
-        """Load the model and its tokenizer.
-
-        Raises:
-            SelfSpecError: the checkpoint cannot be used.
-        """
+        """Load the model and its tokenizer."""
         from selfspec.model.checkpoint import load_checkpoint
         from selfspec.runtime.packed import pack
 
@@ -128,10 +120,6 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
     """The draft that `text` names, as `selfspec.wrap` takes it; None for plain decoding.
 
     `auto` stays a name: which profile fits is known once there is a model.
-
-    Raises:
-        DraftConfigError: the name does not follow the grammar.
-        ExitHeadError, ProfileError: the file or folder it names cannot be used.
     """
     from selfspec.draft.named import AUTO, parse_draft
 

@@ -30,11 +30,7 @@ def figures_table(title: str | None, names: Iterable[str | Column], figures: Ite
 
 
 def require_colours(stream: IO[str]) -> None:
-    """Refuse a display that says nothing without colours and strokes.
-
-    Raises:
-        UnsupportedOptionError: `stream` is no terminal.
-    """
+    """Refuse a display that says nothing without colours and strokes."""
     if not Console(file=stream).is_terminal:
         raise UnsupportedOptionError(
             "--show-drafts marks tokens by colour, and standard output is no terminal; set FORCE_COLOR=1 to colour it "

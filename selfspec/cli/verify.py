@@ -103,11 +103,7 @@ def verify(
 
 
 def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | str]) -> list[Drafter]:
-    """The drafts, and in place of a profile those that it chooses.
-
-    Raises:
-        ProfileError: there is no profile that fits.
-    """
+    """The drafts, and in place of a profile those that it chooses."""
     from selfspec.control.auto import named_draft
     from selfspec.control.draft_policy import DraftPolicy
     from selfspec.model.registry import find_adapter

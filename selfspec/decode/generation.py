@@ -177,11 +177,7 @@ def _rounds(
 
 
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
-    """Return the cache that receives keys and values at the end: the caller's own, or a new one to be returned.
-
-    Raises:
-        UnsupportedOptionError: the caller's cache is another model's, or cannot be filled at the end.
-    """
+    """Return the cache that receives keys and values at the end: the caller's own, or a new one to be returned."""
     if request.past is not None:
         check_kinds(request.past, cache)
     if request.past is None or not is_callers(request.past):

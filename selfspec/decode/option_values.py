@@ -223,11 +223,7 @@ CHECKED = frozenset(name for check in (*_CHECKS, *_SAMPLING_CHECKS) for name in 
 
 
 def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
-    """Refuse values that are not valid.
-
-    Raises:
-        UnsupportedOptionError: naming the option, its value and what it must be.
-    """
+    """Refuse values that are not valid."""
     _refuse(_CHECKS, value_of, scope)
     if value_of("exponential_decay_length_penalty") is not None and value_of("eos_token_id") is None:
         raise UnsupportedOptionError(

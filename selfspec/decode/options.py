@@ -87,9 +87,6 @@ def check_not_dropped(frame: FrameType | None) -> None:
 
     `transformers` drops some arguments silently. They are still among the local variables of its `generate`. Nothing is
     checked where Python keeps no frames, or `generate` is not the caller.
-
-    Raises:
-        UnsupportedOptionError: naming the argument.
     """
     caller = None if frame is None else frame.f_back
     if caller is None or caller.f_code.co_name != "generate":
@@ -103,11 +100,7 @@ def check_not_dropped(frame: FrameType | None) -> None:
 
 
 def check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
-    """Refuse keywords that `transformers` would drop for a `custom_generate`, or fail on without naming selfspec.
-
-    Raises:
-        UnsupportedOptionError: naming the option.
-    """
+    """Refuse keywords that `transformers` would drop for a `custom_generate`, or fail on without naming selfspec."""
     fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS
     if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
         fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
@@ -133,9 +126,6 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
     """Refuse options that selfspec cannot honour, of a config that `transformers` has prepared.
 
     Options that have no effect without another one are allowed.
-
-    Raises:
-        UnsupportedOptionError: naming the option.
     """
     given = generation_config.to_dict()
     inert = set() if generation_config.return_dict_in_generate else _ONLY_RETURNED
@@ -158,9 +148,6 @@ def check_model_inputs(
 
     `transformers` adds caches and default positions; only what differs from these was asked for. The mask of all
     columns is among the inputs, and the prefill reads `width` of them.
-
-    Raises:
-        UnsupportedOptionError: naming the input.
     """
     read = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "logits_to_keep"}
     if not generation_config.return_dict_in_generate:

@@ -189,11 +189,7 @@ class RollbackProcessing:
 
 
 def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
-    """Apply processors, in order, to the scores of one place of each row, `[batch, vocab]`, whose prefixes are `ids`.
-
-    Raises:
-        UnsupportedOptionError: a processor returned no scores of this shape.
-    """
+    """Apply processors, in order, to the scores of a place of each row, `[batch, vocab]`, whose prefixes are `ids`."""
     ids, found = ids.contiguous(), scores.to(ids.device)
     for processor in processors:
         found = check_scores(processor, processor(ids, found), found)

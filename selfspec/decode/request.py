@@ -151,11 +151,7 @@ class _Call:
     options: dict[str, Any]
 
     def with_stop_strings_as_criterion(self, tokenizer: PreTrainedTokenizerBase | None) -> _Call:
-        """Return the same call with the criterion of stop strings made here: `transformers` would lack the tokenizer.
-
-        Raises:
-            UnsupportedOptionError: there are stop strings and no tokenizer.
-        """
+        """Make the criterion of stop strings here, where `transformers` would lack the tokenizer."""
         strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
         if strings is None:
             return self
@@ -187,12 +183,7 @@ def prepared_request(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Request:
-    """Check what `transformers` passes to a `custom_generate` callable.
-
-    Raises:
-        PromptError: see `read_request`.
-        UnsupportedOptionError: an option that cannot be honoured, by name.
-    """
+    """Check what `transformers` passes to a `custom_generate` callable."""
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))

@@ -20,11 +20,7 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse what is no decoder-only causal LM of `transformers`.
-
-    Raises:
-        UnsupportedModelError: naming what it is instead.
-    """
+    """Refuse what is no decoder-only causal LM of `transformers`."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model; load it with AutoModelForCausalLM.from_pretrained"

@@ -45,11 +45,7 @@ def _inside_peft(model: Any) -> nn.Module:
 
 
 def check_saved_whole(model: PreTrainedModel) -> None:
-    """Refuse to save a model whose weights PEFT has renamed: the folder would load as another model.
-
-    Raises:
-        UnsupportedModelError: there are adapters in it that PEFT put there.
-    """
+    """Refuse to save a model whose weights PEFT has renamed: the folder would load as another model."""
     if getattr(model, "peft_config", None) and not getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModelError(
             "adapters of PEFT are part of the model, which cannot be saved with them; merge them first: "

@@ -48,11 +48,7 @@ class Runtime(ABC):
         return 1
 
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
-        """Refuse a device that this runtime cannot run on.
-
-        Raises:
-            UnsupportedOptionError: naming the remedy.
-        """
+        """Refuse a device that this runtime cannot run on."""
 
     def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
         """Replace layers of a view by calls, where programs can use that.

@@ -159,11 +159,7 @@ class TeacherForcedText:
         return apart
 
     def check(self) -> None:
-        """Check that this architecture can be judged: the whole network, read as a draft, must say what the model says.
-
-        Raises:
-            UnsupportedModelError: it does not.
-        """
+        """Refuse an architecture whose whole network, read as a draft, does not say what the model says."""
         hidden = self.exact(0)
         for layer in range(self._views.depth):
             hidden = self.run(layer, WHOLE, hidden)

@@ -158,11 +158,7 @@ Arm = OwnArm | StockArm
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
-    """The arm that a spec names, of a stock model; packed, if the spec says so.
-
-    Raises:
-        SelfSpecError: it does not fit the model.
-    """
+    """The arm that a spec names, of a stock model; packed, if the spec says so."""
     return OwnArm(spec, model) if spec.own else StockArm(spec, model)
 
 

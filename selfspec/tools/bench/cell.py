@@ -60,11 +60,7 @@ class Cell:
 def with_prompts(
     cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
 ) -> dict[Cell, list[Tensor]]:
-    """Cells with the prompts of each call, `[batch, context]` on the model's device; `number` of each workload.
-
-    Raises:
-        PromptError: prompt and text together are longer than the model's context.
-    """
+    """Cells with the prompts of each call, `[batch, context]` on the model's device; `number` of each workload."""
     limit = getattr(checkpoint.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = max(cells, key=lambda cell: cell.context + cell.max_new_tokens)
     if limit is not None and longest.context + longest.max_new_tokens > limit:

@@ -41,10 +41,10 @@ class Demonstration:
             return f"Drafting paid on this machine: {speed}."
         if self._speedup > 1 or total is None:
             return f"Drafting made no clear difference on this machine: {speed}, but the ranges of the repeats overlap."
+        committed = total.mean_accepted_length
         return (
-            f"Drafting did not pay on this machine, it ran at {speed}: a round commits "
-            f"{total.mean_accepted_length:.2f} tokens but costs as much as "
-            f"{total.mean_accepted_length / self._speedup:.2f} plain steps (acceptance rate {total.acceptance_rate:.2f})."
+            f"Drafting did not pay on this machine, it ran at {speed}: a round commits {committed:.2f} tokens but "
+            f"costs {committed / self._speedup:.2f} plain steps (acceptance rate {total.acceptance_rate:.2f})."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,9 +89,6 @@ def demonstrate(
     """Decode prompts, each `[1, prompt]`, in all three ways, in turns.
 
     `tick` is called before each of `3 * len(prompts) * (1 + repeats)` steps.
-
-    Raises:
-        DraftConfigError, PromptError: before any forward pass.
     """
     cell = Cell("demo", temperature, 1, max(prompt.shape[1] for prompt in prompts), max_new_tokens)
     specs = {"model_generate": ArmSpec("generate"), "plain": ArmSpec("plain"), "drafting": draft}

@@ -70,9 +70,6 @@ def measure(
         repeats: how often each is timed.
         warm_up: how often each decodes all prompts before, at least 1.
         tick: called before every call, `len(arms) * len(prompts) * (warm_up + repeats)` times at most.
-
-    Raises:
-        SelfSpecError: an arm of selfspec's cannot do it.
     """
     results = [ArmRun(arm, arm.absence(cell)) for arm in arms]
     # Those of selfspec come last and warm up first: they refuse what they cannot do.

@@ -56,9 +56,6 @@ def measure_memory(arm: ArmSpec, cell: Cell, prompts: Tensor, place: str, dtype:
 
     Returns:
         What it took; None where the system does not tell.
-
-    Raises:
-        RuntimeError: the process failed; with what it said last.
     """
     job = (arm, cell, prompts.tolist(), place, dtype, prompts.device, torch.get_num_threads())
     with ProcessPoolExecutor(1, get_context("spawn")) as process:

@@ -34,11 +34,7 @@ _WIDTH = 5.2
 
 
 def require_packages() -> None:
-    """Refuse before work starts what could not be drawn.
-
-    Raises:
-        BenchError: naming the package that is missing and how to get it.
-    """
+    """Refuse before work starts what could not be drawn."""
     if find_spec("matplotlib") is None:
         raise BenchError("the plots of a benchmark need matplotlib; pip install 'selfspec[bench]', or give --no-plots")
 

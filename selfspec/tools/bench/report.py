@@ -51,11 +51,7 @@ def report(cells: Sequence[MeasuredCell]) -> str:
 
 
 def write_report(cells: Sequence[MeasuredCell], folder: Path, with_plots: bool) -> None:
-    """Write `report.md` into a folder, and the plots if they are wanted.
-
-    Raises:
-        StorageError: they cannot be written; the results are kept.
-    """
+    """Write `report.md` into a folder, and the plots if they are wanted."""
     text = report(cells)
     if with_plots:
         text += "\n" + "".join(f"![{Path(name).stem}]({name})\n" for name in plots.draw(cells, folder))

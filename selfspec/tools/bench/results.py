@@ -70,31 +70,18 @@ class ResultsFile:
         self._file = folder / FILE
 
     def add(self, records: Sequence[Record]) -> None:
-        """Write the lines of a cell, all at once.
-
-        Raises:
-            StorageError: they cannot be written; those of other cells are kept.
-        """
+        """Write the lines of a cell, all at once."""
         lines = "".join(json.dumps(record.to_dict(), allow_nan=False) + "\n" for record in records)
         with whole(self._file, "cells measured before are kept: make room and repeat the command to go on") as draft:
             draft.write_text(self._whole_lines() + lines, encoding="utf-8")
 
     def check(self) -> None:
-        """Refuse, before any work, results that cannot be continued or written to.
-
-        Raises:
-            BenchError: a line cannot be read.
-            StorageError: file or folder cannot be written.
-        """
+        """Refuse, before any work, results that cannot be continued or written to."""
         check_output_file(self._file)
         self.cells()
 
     def cells(self) -> list[MeasuredCell]:
-        """The cells measured so far, each as its latest run did, in the order in which they were first measured.
-
-        Raises:
-            BenchError: a line cannot be read.
-        """
+        """The cells measured so far, each as its latest run did, in the order in which they were first measured."""
         runs: dict[tuple[Cell, Setup], dict[str, list[Record]]] = {}
         for number, line in enumerate(self._whole_lines().split("\n"), 1):
             if line:

@@ -60,9 +60,6 @@ class Session:
 
         Returns:
             All of the cells, measured now or before.
-
-        Raises:
-            SelfSpecError: an arm does not fit the model.
         """
         model, run, around = self.model, uuid.uuid4().hex[:12], environment(self.model.device)
         own_model = model

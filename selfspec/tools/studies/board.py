@@ -38,11 +38,7 @@ class Board:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def results(self) -> Mapping[str, Result]:
-        """Return what all workers have found so far, by key.
-
-        Raises:
-            StorageError: a result is damaged.
-        """
+        """Return what all workers have found so far, by key."""
         for file in self.folder.glob("[!.]*.json"):
             if file.stem not in self._results:
                 self._results[file.stem] = read_json(file, Result, StorageError, "delete it, and it is found out again")
@@ -50,11 +46,7 @@ class Board:
 
     @contextmanager
     def claimed(self, points: Sequence[Point]) -> Iterator[Sequence[Point]]:
-        """Claim those of some points that nobody has done and no other worker has claimed.
-
-        Raises:
-            StorageError: the folder cannot be written to.
-        """
+        """Claim those of some points that nobody has done and no other worker has claimed."""
         with ExitStack() as locks:
             claimed = []
             for point in points:
@@ -65,11 +57,7 @@ class Board:
             yield claimed
 
     def keep(self, results: Sequence[Result]) -> None:
-        """Keep what was found of claimed points.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Keep what was found of claimed points."""
         for result in results:
             write_json(self._file(result.point), asdict(result), _KEPT)
 

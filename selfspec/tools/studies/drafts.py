@@ -52,11 +52,7 @@ class Space:
 
     @classmethod
     def of(cls, model: PreTrainedModel, adapter: Adapter, fewest: int = 1, most: int | None = None) -> Space:
-        """Return the space of a model, up to half of the network where `most` is None.
-
-        Raises:
-            DraftConfigError: there are no such sets.
-        """
+        """Return the space of a model, up to half of the network where `most` is None."""
         layers = adapter.decoder_layers(model)
         choices = tuple(
             each
@@ -97,9 +93,6 @@ def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter,
 
     Returns:
         Digests of what lies on disk, by the name that `draft_of` reads; empty where nothing does.
-
-    Raises:
-        StudyError: a name is not understood, or a draft does not fit the model.
     """
     found: dict[str, str] = {}
     for name in names:
@@ -120,11 +113,7 @@ def draft_kind(name: str) -> str:
 
 
 def draft_of(name: str) -> LayerPathDrafter:
-    """Return the drafter of a name.
-
-    Raises:
-        StudyError: it is no draft along a path of the model.
-    """
+    """Return the drafter of a name."""
     try:
         drafter = parse_draft(name)
     except SelfSpecError as error:

@@ -47,11 +47,7 @@ def measure_point(estimated: Point, draft_length: int, rule: str) -> Point:
 
 
 def estimate(studied: StudiedModel, texts: WrittenTexts, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Estimate what each of some drafts would do on the same texts.
-
-    Raises:
-        SelfSpecError: a draft does not fit, or this architecture cannot be judged by teacher forcing.
-    """
+    """Estimate what each of some drafts would do on the same texts."""
     drafters = [draft_of(point.content["draft"]) for point in points]
     paths = [DraftPath(drafter.path(studied.depth), drafter.head) for drafter in drafters]
     reach = max(point.content["reach"] for point in points)
@@ -77,11 +73,7 @@ def _replay(figures: TeacherForcedFigures, length: int) -> dict[str, Any]:
 
 
 def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[str, Any]:
-    """Generate from the same prompts, plainly and with the draft in turns.
-
-    Raises:
-        SelfSpecError: the draft does not fit the model.
-    """
+    """Generate from the same prompts, plainly and with the draft in turns."""
     length, rule = point.content["draft_length"], point.content["rule"]
     model = bare(studied.model)
     # Programs take longer to prove themselves than a point takes, and costs are timed without them too.

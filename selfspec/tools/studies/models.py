@@ -104,11 +104,7 @@ def write_texts(studied: StudiedModel, point: Point) -> dict[str, Any]:
 
 
 def texts_of(written: Result, device: torch.device) -> WrittenTexts:
-    """Return the texts of a result, on a device.
-
-    Raises:
-        StudyError: they could not be written.
-    """
+    """Return the texts of a result, on a device."""
     if written.error is not None:
         raise StudyError(f"its texts could not be written: {written.error}")
     ids = torch.tensor(written.found["ids"], device=device)
@@ -116,11 +112,7 @@ def texts_of(written: Result, device: torch.device) -> WrittenTexts:
 
 
 def check_inputs(study: Study) -> None:
-    """Refuse models and workloads that cannot be read, before any weights are loaded.
-
-    Raises:
-        CheckpointError, UnsupportedModelError, PromptError: naming the model or file.
-    """
+    """Refuse models and workloads that cannot be read, before any weights are loaded."""
     for model in study.models:
         read_config(model_place(model))
     read_workloads(study.workloads)

@@ -41,11 +41,7 @@ _TRIES, _PATIENCE = 128, 8
 
 
 def evaluate(board: Board, study: Study, studied: StudiedModel, sets: Sequence[SkipSet]) -> list[Row]:
-    """Estimate skip sets as a study does; return their rows of its table at their best draft lengths.
-
-    Raises:
-        StudyError: a set cannot be judged.
-    """
+    """Estimate skip sets as a study does; return their rows of its table at their best draft lengths."""
     found = _found(board, study, studied, sets)
     best = {skip_set(row["draft"]): row for row in rows(found) if row["best_length"]}
     return [best[each] for each in sets]
@@ -112,11 +108,7 @@ def search(
 
 
 def save(best: Row, studied: StudiedModel, file: Path, about: Mapping[str, Any]) -> None:
-    """Write a set that was found, bound to the model's weights, and how it was found.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write a set that was found, bound to the model's weights, and how it was found."""
     skip = parse_draft(best["draft"])
     assert isinstance(skip, LayerSkip)
     known = {"promises": best, "found": dict(about), "environment": environment(studied.model.device)}

@@ -91,11 +91,7 @@ class Study:
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
-        """Check what a file or options declare; messages call it `where`.
-
-        Raises:
-            StudyError: a name is not known, or a value cannot be.
-        """
+        """Check what a file or options declare; messages call it `where`."""
         names = [each.name for each in fields(cls)]
         for key in declared:
             if key not in names:
@@ -139,11 +135,7 @@ def _parsed(file: Path, text: str) -> Any:
 
 
 def require_packages() -> None:
-    """Refuse, before work starts, what needs a package that is missing.
-
-    Raises:
-        StudyError: naming the package and how to get it.
-    """
+    """Refuse, before work starts, what needs a package that is missing."""
     for package in _PACKAGES:
         if find_spec(package) is None:
             raise StudyError(f"studies need {package}; pip install 'selfspec[ablate]'")

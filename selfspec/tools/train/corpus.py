@@ -80,9 +80,6 @@ def packed(
     """Documents as blocks `[blocks, length]` without padding, each document behind the token that begins or ends one.
 
     At `most` blocks it stops.
-
-    Raises:
-        CorpusError: there is not enough text for one block.
     """
     mark = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     prefix = [] if mark is None else [mark]
@@ -107,12 +104,7 @@ def spread(blocks: Tensor, most: int) -> Tensor:
 
 
 def all_documents(files: Sequence[Path], seed: int) -> list[str]:
-    """The documents of all files to learn from, in an order that the seed decides.
-
-    Raises:
-        CorpusError: a file cannot be read.
-        TrainingError: no file is given.
-    """
+    """The documents of all files to learn from, in an order that the seed decides."""
     if not files:
         raise TrainingError("no text to train on; give a file")
     documents = [document for file in files for document in read_documents(file)]
@@ -123,11 +115,7 @@ def all_documents(files: Sequence[Path], seed: int) -> list[str]:
 def given_text(
     documents: Sequence[str], texts: Texts, course: Course, tokenizer: PreTrainedTokenizerBase, processes: int
 ) -> Split:
-    """Documents in blocks: no more of them than the course takes, and what is measured on.
-
-    Raises:
-        CorpusError: the held-out file cannot be read, or there is too little text.
-    """
+    """Documents in blocks: no more of them than the course takes, and what is measured on."""
     wanted, length = course.steps * course.batch * course.accumulate * processes, course.length
     if texts.held_out is None:
         return split(packed(documents, tokenizer, length, wanted + texts.held_out_blocks), texts.held_out_blocks)
@@ -136,11 +124,7 @@ def given_text(
 
 
 def split(blocks: Tensor, held_out: int) -> Split:
-    """The first blocks to measure on, but no more than a tenth, and the others to learn from.
-
-    Raises:
-        CorpusError: nothing would be left to learn from.
-    """
+    """The first blocks to measure on, but no more than a tenth, and the others to learn from."""
     if len(blocks) < 2:
         raise CorpusError(
             "the text fills a single block, which is to be held out; give more text, shorter sequences, or a held-out "
@@ -161,10 +145,6 @@ def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, tex
         course: names that length, and the seed.
         texts: names how much is measured on.
         kept: the file for what was written.
-
-    Raises:
-        TrainingError: that file cannot be read.
-        StorageError: it cannot be written.
     """
     written = torch.empty(0, course.length, dtype=torch.long)
     if kept.exists():

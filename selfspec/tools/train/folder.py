@@ -81,9 +81,6 @@ class RunFolder:
         Args:
             save: writes all other files into the folder it is given.
             report: what `training.json` says.
-
-        Raises:
-            StorageError: it cannot be written; the checkpoints stay.
         """
         new = self.path / _NEW
         shutil.rmtree(new, ignore_errors=True)

@@ -16,11 +16,7 @@ _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 
 def parse_exits(text: str) -> tuple[int, ...]:
-    """Exit layers from `2,3,4`; none from an empty text.
-
-    Raises:
-        TrainingError: it is something else.
-    """
+    """Exit layers from `2,3,4`; none from an empty text."""
     given = text.replace(" ", "") if text else ""
     if not given:
         return ()
@@ -56,11 +52,7 @@ class ExitHeadRecipe:
     beginning: Annotated[int, typer.Option(min=1, help="Tokens of each beginning.")] = 16
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
-        """The exits taught in a network of `depth` layers; by default at a quarter and a third of it.
-
-        Raises:
-            TrainingError: an exit is out of range.
-        """
+        """The exits taught in a network of `depth` layers; by default at a quarter and a third of it."""
         return _checked(self.exits, depth) or tuple(sorted({max(1, depth // 4), max(1, depth // 3)}))
 
 
@@ -94,11 +86,7 @@ class LayerSkipRecipe:
     ] = "text"
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
-        """The exits taught in a network of `depth` layers, first to last.
-
-        Raises:
-            TrainingError: an exit or another setting is out of range.
-        """
+        """The exits taught in a network of `depth` layers, first to last."""
         exits = _checked(self.exits, depth)
         if not 0 <= self.dropout < 1:
             raise TrainingError(f"layer dropout {self.dropout} is no chance in 0..1 (1 excluded)")

@@ -16,11 +16,7 @@ from selfspec.tools.train.corpus import packed, read_documents
 
 
 def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:
-    """The `size` most frequent of token ids, ascending, in a model with `vocabulary` of them; among equals the smaller.
-
-    Raises:
-        TrainingError: `size` is not in 1..vocabulary.
-    """
+    """The `size` most frequent of token ids, ascending, of a model with `vocabulary`; among equals the smaller."""
     if not 1 <= size <= vocabulary:
         raise TrainingError(f"a reduced vocabulary of {size} tokens is out of range: this model has {vocabulary}")
     counts = torch.bincount(ids.flatten(), minlength=vocabulary)

@@ -30,9 +30,6 @@ def check_coupled(
 
     Returns:
         What agreed, by draft and coupling rule. Of what is tested, plain decoding is the first.
-
-    Raises:
-        NonFiniteLogitsError: logits became NaN or infinite.
     """
     rows = [prompt[0] for prompt in prompts]
     # Of different lengths, so that rows advance by different amounts.

@@ -52,9 +52,6 @@ def check_fits(
     """Test what every draft draws under every rule, at the places in turn.
 
     Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
-
-    Raises:
-        NonFiniteLogitsError: logits became NaN or infinite.
     """
     plain, *drafting = tested
     trials = [

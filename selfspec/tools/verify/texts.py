@@ -24,11 +24,7 @@ def sampled_texts(
     seed: int,
     mask: Tensor | None = None,
 ) -> list[list[int]]:
-    """Sample the new tokens of each of the prompts, `[rows, prompt]`, with no filter that takes tokens away.
-
-    Raises:
-        NonFiniteLogitsError: logits became NaN or infinite.
-    """
+    """Sample the new tokens of each of the prompts, `[rows, prompt]`, with no filter that takes tokens away."""
     output = spec.generate(
         ids,
         torch.ones_like(ids) if mask is None else mask,
@@ -52,9 +48,6 @@ def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) 
 
     Returns:
         The target's own, `[new tokens, vocab]`, float32.
-
-    Raises:
-        NonFiniteLogitsError: logits became NaN or infinite.
     """
     output = spec.generate(
         prompt,

@@ -17,11 +17,7 @@ _DATA = "points.parquet"
 
 
 def write_data(finding: Finding, folder: Path) -> list[Path]:
-    """Write the table of a study, and what it was made with.
-
-    Raises:
-        StorageError: they cannot be written; what was there before is whole.
-    """
+    """Write the table of a study, and what it was made with."""
     import pandas
     import pyarrow
     from pyarrow import parquet

@@ -31,22 +31,14 @@ span.key { padding: .1em .5em; margin-right: .5em } details { margin: 1em 0 } h2
 
 
 def write_report(finding: Finding, folder: Path) -> list[Path]:
-    """Write everything there is to see of a study into a folder, and return the files.
-
-    Raises:
-        StorageError: there is no room, or no right to write; the study itself is kept.
-    """
+    """Write everything there is to see of a study into a folder, and return the files."""
     shown = panels(finding)
     data, pictures = write_data(finding, folder), draw_all(shown, folder)
     return [*data, *pictures, write_page(finding, shown, pictures, folder / "report.html")]
 
 
 def write_page(finding: Finding, shown: Sequence[Panel], pictures: Sequence[Path], file: Path) -> Path:
-    """Write the page of a study, with its pictures inside.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the page of a study, with its pictures inside."""
     name = escape(finding.study.name)
     parts = [f"<h1>{name}</h1>", _summary(finding)]
     if any(panel.best for panel in shown):

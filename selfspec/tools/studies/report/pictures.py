@@ -41,11 +41,7 @@ class _Picture:
 
 
 def draw_all(panels: Sequence[Panel], folder: Path) -> list[Path]:
-    """Draw every picture that the study has data for, as PNG files.
-
-    Raises:
-        StorageError: one cannot be written.
-    """
+    """Draw every picture that the study has data for, as PNG files."""
     import matplotlib
     from matplotlib.figure import Figure
 
