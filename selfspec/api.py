@@ -387,7 +387,10 @@ class SelfSpeculative:
             return Controller(Budget.chain(0))
         self._check_depth(choice.draft)
         assert choice.costs is not None
-        return control.begin(choice.costs)
+        controller = control.begin(choice.costs)
+        if controller.most.nodes > controller.most.depth:
+            self.adapter.check_trees(self.model)
+        return controller
 
     def _checked(self, choice: DraftChoice) -> DraftChoice:
         """Return the choice with estimated costs where none were measured, if it fits the model."""

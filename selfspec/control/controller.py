@@ -17,6 +17,7 @@ from selfspec.arguments import shown
 from selfspec.control.costs import CostsByRows
 from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.tree_shape import Shape, largest_products
 from selfspec.errors import DraftConfigError
 
 
@@ -79,6 +80,15 @@ class Controller:
         """
         return 1.0
 
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
+        """Choose the shape of the model's draft where it may have branches.
+
+        Args:
+            chances: that the sibling of each rank is accepted where its place is reached, the likeliest first.
+            budget: of the round.
+        """
+        return largest_products(chances, budget.nodes, budget.depth)
+
     def look_up_length(self, share: float) -> int:
         """The most tokens worth looking up in this round; 0: none.
 
@@ -93,7 +103,7 @@ class Controller:
         Dropping a token because of its score would bias the output; ending the draft after it does not.
 
         Args:
-            scores: that token was drawn from their softmax, `[rows, 1, vocab]`.
+            scores: that token was drawn from their softmax, `[rows, 1, vocab]`; of a tree the first one of its level.
         """
         return True
 
@@ -138,3 +148,16 @@ def check_length(length: int) -> None:
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise DraftConfigError(f"draft length must be an integer of at least 1, got {shown(length)}")
+
+
+def check_nodes(nodes: int, length: int) -> None:
+    """Refuse a number of draft tokens that is no integer of at least the draft length.
+
+    Raises:
+        DraftConfigError: naming it.
+    """
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < length:
+        raise DraftConfigError(
+            f"nodes of a draft are an integer of at least its length, {length}, got {shown(nodes)}; leave them out for "
+            "chains"
+        )

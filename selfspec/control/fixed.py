@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from selfspec.control.controller import Control, Controller, check_length
+from selfspec.control.controller import Control, Controller, check_length, check_nodes
 from selfspec.control.costs import CostsByRows
 from selfspec.draft.draft import Budget
 
@@ -14,13 +14,18 @@ class FixedLength(Control):
     """The same draft length every round.
 
     Attributes:
-        length: tokens to draft, at least 1.
+        length: tokens to draft, at least 1; of a tree, levels.
+        nodes: tokens to draft in all, siblings included, at least `length`: more make a tree, shaped by how often
+            siblings of each rank are accepted. None: a chain.
     """
 
     length: int
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         check_length(self.length)
+        if self.nodes is not None:
+            check_nodes(self.nodes, self.length)
 
     def begin(self, costs: CostsByRows) -> Controller:
-        return Controller(Budget.chain(self.length))
+        return Controller(Budget(self.length, self.nodes or self.length))

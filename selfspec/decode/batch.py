@@ -23,17 +23,15 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """The next token of a chain, in each row.
+    """A child of each of some nodes, in each row.
 
     Attributes:
-        token: `[rows, 1]`.
-        q: the distribution that it is scored with, `[rows, 1, vocab]`.
-        scores: whose softmax that is, `[rows, 1, vocab]`.
+        token: `[rows, nodes]`.
+        q: the distribution that it is scored with, `[rows, nodes, vocab]`.
     """
 
     token: Tensor
     q: Tensor
-    scores: Tensor
 
 
 @dataclass
@@ -109,18 +107,26 @@ class Batch:
         """Return a draft of no tokens."""
         return Draft.chain(self.last_tokens[:, :0])
 
-    def draw_draft(self, logits: Tensor, drafted: Sequence[Tensor]) -> DrawnToken:
-        """Draw the next token of a chain.
+    def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        """Return what draft tokens are drawn by, `[rows, places, vocab]`: logits as processors and warpers leave them.
 
         Args:
-            logits: of the draft at the end of the chain, `[rows, 1, vocab]`.
-            drafted: the tokens of the chain so far, `[rows, 1]` each.
+            logits: of the draft, `[rows, places, vocab]`.
+            drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
         """
-        place = len(drafted)
-        scores = self.sampling.scores(logits, Prefixes(self.sequences, drafted))
+        return self.sampling.scores(logits, Prefixes(self.sequences, drafted))
+
+    def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
+        """Draw a child of each of some nodes at one depth.
+
+        Args:
+            scores: of the children, `[rows, nodes, vocab]`.
+            node: number of the first of these nodes, -1 for the last committed token.
+            place: of the first draw: the number of tokens that were drawn for this draft before.
+        """
         q = proper(self.sampling.probabilities(scores))
-        decided = self.sampling.decide(q, self.cache.positions(1, place - 1) + 1, self.noise)
-        return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q, scores)
+        decided = self.sampling.decide(q, self.cache.positions(1, node) + 1, self.noise)
+        return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
     def drop_finished(self) -> None:
         """Drop finished rows once half of the running rows are finished: all copies together then cost less than two.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, Exit
+from selfspec.draft.rank_chances import RankChances
+from selfspec.draft.tree_growth import by_level, grow
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
@@ -19,13 +22,17 @@ from selfspec.model.weights_read import share_read
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
+    from selfspec.decode.verdict import Verdict
+
+# What siblings of each rank were accepted at on the models measured, and how many places that counts for.
+_CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
 
 
 class LayerPathDrafter(Drafter):
-    """Drafts with the target's own layers, fewer of them: one step of the path for each token.
+    """Drafts with the target's own layers, fewer of them: one step of the path for each token, or each level of a tree.
 
-    What the path computes before its first missing sublayer is exact; it stays in the shared cache and goes to the
-    target as `Resume`.
+    Drafts are trees where the control allows more nodes than levels. What the path computes before its first missing
+    sublayer is exact; it stays in the shared cache and goes to the target as `Resume`.
     """
 
     @abstractmethod
@@ -54,25 +61,36 @@ class LayerPathDrafter(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
+    def begin(self, batch: Batch) -> RankChances:
+        return RankChances(_CHANCES, _WEIGHT)
+
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         if not batch.controller.tries(match=0):
             return batch.no_draft()
         path = self.path(batch.runner.depth)
-        token = batch.last_tokens
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
         states: list[ExactStates] = []
-        for place in range(budget.depth):
-            step = batch.runner.logits(path, token, head=self.head, first=place - 1)
-            drawn = batch.draw_draft(step.logits, tokens)
-            token = drawn.token
-            tokens.append(token)
-            distributions.append(drawn.q)
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            step = batch.runner.logits(path, tokens, head=self.head, first=first)
             if step.states is not None:
                 states.append(step.states)
-            if len(tokens) < budget.depth and not batch.controller.goes_on(drawn.scores):
-                break
+            return step.logits
+
+        draft = grow(batch, self._tree(batch, budget), read)
         start = path.resume_point
-        resume = None if start is None else Resume(start, ExactStates.concatenated(states))
-        probs = None if batch.sampling.greedy else torch.cat(distributions, 1)
-        return Draft.chain(torch.cat(tokens, 1), probs, resume, steps=len(tokens))
+        return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))
+
+    def _tree(self, batch: Batch, budget: Budget) -> Tree:
+        # Logits processors with memory judge chains alone.
+        if budget.nodes == budget.depth or batch.sampling.in_order:
+            return Tree.chain(budget.depth)
+        chances = self.state(batch)
+        assert isinstance(chances, RankChances)
+        return by_level(batch.controller.shape(chances.rates(), budget).tree)
+
+    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        if draft.steps and batch.controller.most.nodes > batch.controller.most.depth:
+            chances = self.state(batch)
+            assert isinstance(chances, RankChances)
+            for row in verdict.rows.values():
+                chances.count(draft.tree, row.path)

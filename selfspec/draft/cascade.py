@@ -17,7 +17,10 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from selfspec.decode.batch import Batch
+    from selfspec.decode.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,6 @@ class Cascade(Drafter):
         if found.length and batch.controller.prefers(found.match_length) and batch.controller.tries(found.match_length):
             return found
         return self.path.propose(batch, budget)
+
+    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        self.path.learn(batch, draft, logits, verdict)

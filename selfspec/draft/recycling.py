@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +16,7 @@ from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.draft_state import DraftState
 from selfspec.draft.drafter import Drafter
+from selfspec.draft.rank_chances import RankChances
 from selfspec.draft.tree_shape import best_shape
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
@@ -70,7 +69,7 @@ class Recycling(Drafter):
         memory = self.state(batch)
         assert isinstance(memory, RecyclingMemory)
         # Logits processors with memory judge chains alone.
-        chances = memory.chances()[: 1 if batch.sampling.in_order else None]
+        chances = memory.chances.rates()[: 1 if batch.sampling.in_order else None]
         tree = best_shape(chances, lambda nodes: batch.controller.round_cost(0, nodes), budget).tree
         last = batch.last_tokens[:, 0].cpu().numpy()
         unfinished = [index for index, row in enumerate(batch.running) if row in batch.unfinished]
@@ -87,7 +86,7 @@ class Recycling(Drafter):
         candidates = logits.flatten(0, 1).topk(min(self.candidates, logits.shape[-1])).indices.cpu().numpy()
         memory.table.learn(tokens, candidates)
         for row in verdict.rows.values():
-            memory.count(draft.tree, row.path)
+            memory.chances.count(draft.tree, row.path)
 
 
 class RecyclingMemory(DraftState):
@@ -99,17 +98,7 @@ class RecyclingMemory(DraftState):
 
     def __init__(self, table: CandidateTable) -> None:
         self.table = table
-        chances = [*_CHANCES, *[0.005] * table.kept][: table.kept]
-        self._accepted = [_WEIGHT * chance for chance in chances]
-        self._reached = [_WEIGHT] * table.kept
-
-    def chances(self) -> tuple[float, ...]:
-        """Return the chance that the candidate of each rank is accepted where its place is reached.
-
-        To one part in fifty, so that shapes of trees change rarely; and no rank's above that of the one before it.
-        """
-        rates = [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
-        return tuple(accumulate((round(50 * rate) / 50 for rate in rates), min))
+        self.chances = RankChances([*_CHANCES, *[0.005] * table.kept][: table.kept], _WEIGHT)
 
     def grown(self, last: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
         """Return the token of each node, `[rows, nodes]`.
@@ -125,10 +114,3 @@ class RecyclingMemory(DraftState):
             # Any guess is as exact as another.
             tokens[:, node] = np.where(found == NONE, before, found)
         return tokens
-
-    def count(self, tree: Tree, path: Sequence[int]) -> None:
-        """Count which candidates were accepted along a path of a tree."""
-        for place, accepted in zip((-1, *path), (*path, None), strict=True):
-            for rank, node in enumerate(tree.children[place + 1]):
-                self._reached[rank] += 1
-                self._accepted[rank] += node == accepted

@@ -57,7 +57,8 @@ class Recipe:
             DraftConfigError: the drafter has no name, or the control is neither a length nor the default.
             UnsupportedOptionError: the rule has no name.
         """
-        if control != CostAware() and not isinstance(control, FixedLength):
+        length = control.length if isinstance(control, FixedLength) else None
+        if control != (CostAware() if length is None else FixedLength(length)):
             raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
         if isinstance(draft, DraftPolicy):
             drafts = [draft_name(draft.choose_draft(greedy).draft) for greedy in (True, False)]
@@ -77,7 +78,7 @@ class Recipe:
         accept = next((name for name, known in RULES.items() if known == rule), None)
         if rule is not None and accept is None:
             raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(RULES)}")
-        return cls(name, control.length if isinstance(control, FixedLength) else None, accept)
+        return cls(name, length, accept)
 
     @classmethod
     def read(cls, text: str) -> Recipe:

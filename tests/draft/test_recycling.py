@@ -67,16 +67,6 @@ def test_a_tree_grows_from_the_candidates_of_each_node() -> None:
     assert RecyclingMemory(table).grown(np.array([1, 3]), tree).tolist() == [[2, 3, 4, 5, 6, 4], [6, 7, 6, 6, 7, 6]]
 
 
-def test_ranks_are_counted_along_the_path() -> None:
-    memory, tree = RecyclingMemory(CandidateTable(2)), Tree((-1, -1, 0, 1))
-    before = memory.chances()
-    for _ in range(400):
-        memory.count(tree, (1, 3))
-    # The second child of the root, and then the first one of it.
-    assert before[0] > 0.4
-    assert memory.chances() == (0.5, 0.5)
-
-
 def test_coupled_samples_do_not_depend_on_what_was_learnt(llama: PreTrainedModel) -> None:
     spec, ids = selfspec.wrap(llama, "recycle", accept="coupled", draft_length=7), tiny.prompt(9, 2)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}

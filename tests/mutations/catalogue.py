@@ -56,6 +56,7 @@ _TOKEN_PROOF = "test_token_level.py"
 _BLOCK_PROOF = "test_block.py"
 _TREE_PROOF = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
+_GROWN = "test_tree_growth.py"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -299,6 +300,50 @@ CATALOGUE = (
         "RecyclingMemory(CandidateTable(self.candidates))",
         ("test_recycling.py",),
     ),
+    # Trees that the model drafts.
+    Mutation(
+        "grown trees: a sibling drawn without replacement is scored with the whole of q",
+        "grow",
+        "probs.append(drawn.q)",
+        "probs.append(scores[:, :nodes].softmax(-1))",
+        (_GROWN,),
+    ),
+    Mutation(
+        "grown trees: a sampled sibling of a low score gives way to the likeliest token",
+        "grow",
+        "tokens.append(drawn.token)",
+        "low = drawn.q.gather(-1, drawn.token[..., None])[..., 0] < 0.2\n"
+        "tokens.append(torch.where(low, drawn.q.argmax(-1), drawn.token))",
+        (_GROWN, "-k", "exact_joint"),
+    ),
+    Mutation(
+        "grown trees: q of each node in the order of draws, not of nodes",
+        "grow",
+        "_picked([torch.cat(probs, 1)], growth.draws)",
+        "torch.cat(probs, 1)",
+        (_GROWN, "-k", "exact_joint"),
+    ),
+    Mutation(
+        "grown trees: a draft step reads the first draws of the level above, whoever has the children",
+        "growth_of",
+        "_index([path[-1] for path in paths], device)",
+        "_index([path[-1] for path in paths][::-1], device)",
+        (_GROWN, "-k", "stock_text"),
+    ),
+    Mutation(
+        "grown trees: processors see every draft token so far, not the path",
+        "_scores",
+        "batch.draft_scores(logits, [drawn[:, path]])",
+        "batch.draft_scores(logits, [drawn])",
+        (_GROWN, "-k", "processors"),
+    ),
+    Mutation(
+        "grown trees: all siblings are the same choice",
+        "grow",
+        "left[:, :nodes].scatter(_1, _2, _3)",
+        "left[:, :nodes]",
+        (_GROWN,),
+    ),
     Mutation(
         "a relaxed rule says it is lossless",
         "_Relaxed.lossless",
@@ -309,9 +354,9 @@ CATALOGUE = (
     # What a draft token was drawn from.
     Mutation(
         "stale q: the distribution of the draft step before",
-        "LayerPathDrafter.propose",
-        "distributions.append(drawn.q)",
-        "distributions.append(last if distributions else drawn.q)\nlast = drawn.q",
+        "grow",
+        "probs.append(drawn.q)",
+        "probs.append(last if probs else drawn.q)\nlast = drawn.q",
         (_OWN_Q, _JOINT),
     ),
     Mutation(
@@ -345,8 +390,8 @@ CATALOGUE = (
     Mutation(
         "a coupled draft takes its noise from the place before",
         "Batch.draw_draft",
-        "self.cache.positions(1, place - 1) + 1",
-        "self.cache.positions(1, place - 1)",
+        "self.cache.positions(1, node) + 1",
+        "self.cache.positions(1, node)",
         (_COUPLED,),
     ),
     # What p is and what is drawn from it.
@@ -600,14 +645,14 @@ CATALOGUE = (
     ),
     Mutation(
         "a draft step's processors do not see the draft so far",
-        "Batch.draw_draft",
+        "Batch.draft_scores",
         "Prefixes(self.sequences, drafted)",
         "Prefixes(self.sequences)",
         (_AS_GOOD,),
     ),
     Mutation(
         "drafts are not processed at all",
-        "Batch.draw_draft",
+        "Batch.draft_scores",
         "self.sampling.scores(logits, Prefixes(self.sequences, drafted))",
         "logits.float()",
         (_AS_GOOD,),
@@ -682,7 +727,7 @@ CATALOGUE = (
     Mutation(
         "every draft step writes over the last committed token",
         "LayerPathDrafter.propose",
-        "batch.runner.logits(_1, _2, head=_3, first=place - 1)",
+        "batch.runner.logits(_1, _2, head=_3, first=first)",
         "batch.runner.logits(_1, _2, head=_3, first=-1)",
         (_GREEDY,),
     ),

@@ -1,0 +1,36 @@
+"""How often siblings of each rank are accepted, learnt from what rounds accept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from selfspec.cache.tree import Tree
+
+
+class RankChances:
+    """How often the first, second, ... child of a place is accepted where the place is reached.
+
+    Args:
+        rates: what they are held to be at first, of each rank.
+        weight: how many places that counts for.
+    """
+
+    def __init__(self, rates: Sequence[float], weight: float) -> None:
+        self._accepted = [weight * rate for rate in rates]
+        self._reached = [weight] * len(rates)
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the chance of each rank.
+
+        To one part in fifty, so that shapes of trees change rarely; and no rank's above that of the one before it.
+        """
+        rates = [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
+        return tuple(accumulate((round(50 * rate) / 50 for rate in rates), min))
+
+    def count(self, tree: Tree, path: Sequence[int]) -> None:
+        """Count which siblings were accepted along a path of a tree."""
+        for place, accepted in zip((-1, *path), (*path, None), strict=True):
+            for rank, node in enumerate(tree.children[place + 1]):
+                self._reached[rank] += 1
+                self._accepted[rank] += node == accepted

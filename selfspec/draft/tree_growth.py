@@ -1,0 +1,145 @@
+"""Growing a draft level by level: each draft step reads all nodes of a level that have children, and draws these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Draft
+
+if TYPE_CHECKING:
+    from selfspec.decode.batch import Batch
+
+
+def grow(batch: Batch, tree: Tree, read: Callable[[Tensor, int], Tensor]) -> Draft:
+    """Draft a tree, or the first levels of it where the controller ends the draft.
+
+    Siblings are drawn without replacement from one q: each from what its earlier siblings leave of it, normalised. That
+    is Gumbel top-k (Kool et al., 2019, arXiv 1903.06059) in the order of its scores. Greedily they are the likeliest
+    tokens, and of a coupled draft those that the noise of their position likes best. None is left out for its score.
+
+    Args:
+        batch: before the round.
+        tree: as `by_level` numbers it. Nodes that are read come first, so that verification can build on them.
+        read: makes a draft step over consecutive nodes: takes their tokens, `[rows, nodes]`, and the number of the
+            first; gives logits, `[rows, nodes, vocab]`.
+    """
+    batch.cache.open(tree)
+    growth = growth_of(tree, batch.last_tokens.device)
+    tokens, probs, steps = [batch.last_tokens[:, :0]], [], 0
+    for level in growth.levels:
+        reads = batch.last_tokens if level.first < 0 else _picked(tokens, level.draws)
+        scores = left = _scores(batch, read(reads, level.first), tokens, level)
+        for rank, nodes in enumerate(level.families):
+            if rank:
+                left = left[:, :nodes].scatter(-1, tokens[-1][:, :nodes, None], -torch.inf)
+            drawn = batch.draw_draft(left, level.first, sum(each.shape[1] for each in tokens))
+            tokens.append(drawn.token)
+            probs.append(drawn.q)
+        steps += 1
+        if steps < len(growth.levels) and not batch.controller.goes_on(scores[:, :1]):
+            tree = upper_levels(tree, steps)
+            growth = growth_of(tree, batch.last_tokens.device)
+            break
+    drawn_from = None if batch.sampling.greedy else _picked([torch.cat(probs, 1)], growth.draws)
+    return Draft(_picked([torch.cat(tokens, 1)], growth.draws), tree, drawn_from, steps=steps)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What one draft step reads and draws.
+
+    Attributes:
+        first: number of the first node that it reads; -1: the last committed token.
+        draws: the draws that gave the tokens of these nodes, `[nodes]`; None: all so far are the path to one.
+        paths: the draws on the path to each of these nodes.
+        families: how many of these nodes have a first child, how many a second, and so on: always the first of them.
+    """
+
+    first: int
+    draws: Tensor | None
+    paths: tuple[list[int], ...]
+    families: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a tree is grown.
+
+    Attributes:
+        levels: the draft steps.
+        draws: the draw that gave the token of each node, `[nodes]`; None: draws come in the order of nodes.
+    """
+
+    levels: tuple[Level, ...]
+    draws: Tensor | None
+
+
+@lru_cache(maxsize=64)
+def growth_of(tree: Tree, device: torch.device) -> Growth:
+    """How a tree is grown that is numbered by level."""
+    draws: dict[int, int] = {}
+    levels = []
+    inner = [-1, *(node for node in range(len(tree)) if tree.children[node + 1])]
+    for depth in range(tree.depth):
+        reads = [node for node in inner if (tree.depths[node] if node >= 0 else 0) == depth]
+        children = [tree.children[node + 1] for node in reads]
+        families = tuple(sum(len(each) > rank for each in children) for rank in range(len(children[0])))
+        paths = tuple([draws[each] for each in tree.paths[node]] if depth else [] for node in reads)
+        is_chain = paths == (list(range(len(draws))),)
+        picked = None if is_chain else _index([path[-1] for path in paths], device)
+        levels.append(Level(reads[0], picked, paths, families))
+        for rank, nodes in enumerate(families):
+            draws |= {each[rank]: len(draws) + place for place, each in enumerate(children[:nodes])}
+    order = [draws[node] for node in range(len(tree))]
+    return Growth(tuple(levels), None if order == sorted(order) else _index(order, device))
+
+
+@lru_cache(maxsize=256)
+def by_level(tree: Tree) -> Tree:
+    """Return the tree with other numbers: first the nodes with children, level by level, then the leaves.
+
+    In a level those with most children come first.
+    """
+    inner: list[int] = []
+    leaves: list[int] = []
+    level = [-1]
+    while level:
+        below = [child for node in level for child in tree.children[node + 1]]
+        below.sort(key=lambda node: -len(tree.children[node + 1]))
+        level = [node for node in below if tree.children[node + 1]]
+        inner += level
+        leaves += below[len(level) :]
+    numbers = {-1: -1, **{node: number for number, node in enumerate([*inner, *leaves])}}
+    return Tree(tuple(numbers[tree.parents[node]] for node in [*inner, *leaves]))
+
+
+@lru_cache(maxsize=256)
+def upper_levels(tree: Tree, depth: int) -> Tree:
+    """Return the nodes of a tree down to a depth, numbered by level."""
+    kept = [node for node in range(len(tree)) if tree.depths[node] <= depth]
+    return by_level(Tree(tuple(-1 if tree.parents[node] < 0 else kept.index(tree.parents[node]) for node in kept)))
+
+
+def _scores(batch: Batch, logits: Tensor, tokens: Sequence[Tensor], level: Level) -> Tensor:
+    """Return what the children of each node are drawn by, `[rows, nodes, vocab]`: each has its own path before it."""
+    if not batch.sampling.reads_prefixes or level.draws is None:
+        return batch.draft_scores(logits, tokens)
+    drawn = torch.cat(list(tokens), 1)
+    each = zip(logits.split(1, 1), level.paths, strict=True)
+    return torch.cat([batch.draft_scores(logits, [drawn[:, path]]) for logits, path in each], 1)
+
+
+def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    """Return draws in some order, `[rows, nodes, ...]`; None: the last ones as they are."""
+    return draws[-1] if order is None else torch.cat(list(draws), 1)[:, order]
+
+
+def _index(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers).to(device)

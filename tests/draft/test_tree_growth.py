@@ -1,0 +1,285 @@
+"""Trees that the model drafts level by level: their numbers, draws and noise, and the text that they leave exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.any_rounds import FIRST_WORD
+from helpers.chains import trees
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import Warp
+from helpers.shrunken import shrunken
+from helpers.tiny_joint import PROMPT, TOKENS, joint, network
+from selfspec.cache.tree import Tree
+from selfspec.control.controller import Control, Controller
+from selfspec.control.costs import CostsByRows
+from selfspec.draft import Budget, Draft
+from selfspec.draft.tree_growth import by_level, growth_of, upper_levels
+from selfspec.draft.tree_shape import Shape
+
+FORK = Tree((-1, -1, 0, 0, 1, 2))
+# A leaf before a node with children, a place with three, and a path that goes on alone.
+UNEVEN = Tree((-1, -1, 1, 1, 1, 3, 5))
+SHAPES = {"star": Tree((-1, -1, -1)), "fork": FORK, "uneven": UNEVEN}
+
+DRAFTS = {
+    "exit": selfspec.EarlyExit(2),
+    "first exit": selfspec.EarlyExit(1),
+    "skip set": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "int8": selfspec.LowPrecision(8),
+    "int8 with an exact layer": selfspec.LowPrecision(8, layers=[2]),
+    "vocabulary": selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(1, tiny.VOCABULARY, 2))),
+}
+
+
+@dataclass(frozen=True)
+class Given(Control):
+    """Drafts of one shape; `goes_on` says how many levels of it there are."""
+
+    tree: Tree
+    goes_on: Callable[[Tensor], bool] = lambda scores: True
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _Given(self)
+
+
+class _Given(Controller):
+    def __init__(self, control: Given) -> None:
+        super().__init__(Budget(control.tree.depth, len(control.tree)))
+        self._control = control
+
+    def budget(self, remaining: int, unfinished: Any) -> Budget:
+        return self.most if remaining > self.most.depth else Budget(0, 0)
+
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
+        return Shape(self._control.tree, 0.0)
+
+    def goes_on(self, scores: Tensor) -> bool:
+        return self._control.goes_on(scores)
+
+
+def _isomorphic(one: Tree, other: Tree) -> bool:
+    def form(tree: Tree, node: int) -> Any:
+        return sorted(form(tree, child) for child in tree.children[node + 1])
+
+    return bool(form(one, -1) == form(other, -1))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(trees(12))
+def test_nodes_with_children_come_first_level_by_level_and_every_node_has_one_draw(tree: Tree) -> None:
+    found = by_level(tree)
+    assert _isomorphic(found, tree)
+    inner = [node for node in range(len(tree)) if found.children[node + 1]]
+    assert inner == list(range(len(inner)))
+    assert [found.depths[node] for node in inner] == sorted(found.depths[node] for node in inner)
+    growth = growth_of(found, torch.device("cpu"))
+    order = range(len(tree)) if growth.draws is None else growth.draws.tolist()
+    assert sorted(order) == list(range(len(tree)))
+    assert sum(sum(level.families) for level in growth.levels) == len(tree)
+    for depth, level in enumerate(growth.levels, 1):
+        above = upper_levels(found, depth)
+        # What was read is what it was, and so is what was drawn for it.
+        assert above.parents[: level.first + len(level.paths)] == found.parents[: level.first + len(level.paths)]
+        assert len(above) == sum(each <= depth for each in found.depths)
+
+
+def test_a_chain_is_grown_as_a_chain() -> None:
+    chain = Tree.chain(4)
+    assert by_level(chain) == chain
+    growth = growth_of(chain, torch.device("cpu"))
+    assert growth.draws is None
+    assert [(level.first, level.draws, level.families) for level in growth.levels] == [
+        (node, None, (1,)) for node in range(-1, 3)
+    ]
+
+
+def _assert_greedy_text_is_stock_text(model: Any, draft: selfspec.Drafter, tree: Tree) -> None:
+    ids = tiny.prompt(9, 3).clamp(min=FIRST_WORD)
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = selfspec.wrap(model, draft, draft_length=Given(tree)).generate(ids, **options)
+    assert torch.equal(output.sequences, model.generate(ids, **options))
+    assert output.stats.drafted > output.stats.judged > 0
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_greedy_text_is_stock_text(draft: selfspec.Drafter) -> None:
+    for tree in SHAPES.values():
+        _assert_greedy_text_is_stock_text(tiny.llama().double(), draft, tree)
+
+
+@pytest.mark.parametrize("name", [*sorted(tiny.BUILDERS.keys() - {"llama"}), "gemma2", "jamba", "lfm2", "mamba2"])
+def test_greedy_text_of_other_architectures_is_stock_text(name: str) -> None:
+    model = tiny.BUILDERS[name]() if name in tiny.BUILDERS else shrunken(name)
+    _assert_greedy_text_is_stock_text(model.double(), selfspec.EarlyExit(2), UNEVEN)
+
+
+@dataclass(frozen=True)
+class Watched(selfspec.EarlyExit):
+    """Keeps its drafts."""
+
+    drafts: list[Draft] = field(default_factory=list, compare=False)
+
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        self.drafts.append(super().propose(batch, budget))
+        return self.drafts[-1]
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched(2)
+
+
+def _options(**others: Any) -> dict[str, Any]:
+    return {"max_new_tokens": 16, "do_sample": True, "top_k": None, "eos_token_id": None, "seed": 5, **others}
+
+
+def test_siblings_are_drawn_without_replacement_from_what_they_are_scored_with(watched: Watched) -> None:
+    spec = selfspec.wrap(tiny.llama(), watched, draft_length=Given(UNEVEN))
+    spec.generate(tiny.prompt(9, 4), **_options())
+    draft = next(draft for draft in watched.drafts if len(draft.tree))
+    assert draft.tree == by_level(UNEVEN)
+    assert draft.steps == 4
+    assert draft.probs is not None
+    torch.testing.assert_close(draft.probs.sum(-1), torch.ones(4, len(UNEVEN)))
+    for children in draft.tree.children:
+        left = None
+        for node in children:
+            if left is not None:
+                torch.testing.assert_close(draft.probs[:, node], left / left.sum(-1, keepdim=True))
+            token = draft.tokens[:, node, None]
+            assert (draft.probs[:, node].gather(-1, token) > 0).all()
+            left = draft.probs[:, node].scatter(-1, token, 0.0)
+
+
+def test_greedy_siblings_are_the_likeliest_tokens(watched: Watched) -> None:
+    model, ids = tiny.llama(), tiny.prompt(9)
+    spec = selfspec.wrap(model, watched, draft_length=Given(Tree((-1, -1, -1, 0, 0))))
+    spec.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    draft = watched.drafts[0]
+    assert draft.probs is None
+    model.model.layers = model.model.layers[:2]
+    root, after = (model(torch.cat([ids, more], 1)).logits[0, -1] for more in (ids[:, :0], draft.tokens[:, :1]))
+    # The first child has the children; it comes first, the leaves after it.
+    assert draft.tokens[0].tolist() == [*root.topk(3).indices.tolist(), *after.topk(2).indices.tolist()]
+
+
+def test_coupled_text_does_not_depend_on_the_tree_and_a_sibling_is_the_next_choice_of_the_noise(
+    watched: Watched,
+) -> None:
+    model, ids = tiny.llama(), tiny.prompt(9, 3)
+    options = _options(accept="coupled", temperature=0.8)
+    plain = selfspec.wrap(model).generate(ids, **options)
+    accepted = []
+    for tree in (Tree.chain(1), Tree((-1,) * 4)):
+        output = selfspec.wrap(model, watched, draft_length=Given(tree)).generate(ids, **options)
+        assert torch.equal(output.sequences, plain.sequences)
+        accepted.append(output.stats.accepted / output.stats.rounds)
+    assert accepted[1] > accepted[0]
+    siblings = watched.drafts[-1].tokens.sort().values
+    assert (siblings.diff(dim=1) > 0).all()
+
+
+def test_where_q_has_fewer_tokens_than_siblings_the_text_is_exact_all_the_same(watched: Watched) -> None:
+    model, ids = tiny.llama(), tiny.prompt(9, 2)
+    spec = selfspec.wrap(model, watched, draft_length=Given(SHAPES["star"]))
+    output = spec.generate(ids, **_options(top_k=1))
+    expected = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(output.sequences, expected)
+    probs = watched.drafts[0].probs
+    assert probs is not None
+    torch.testing.assert_close(probs[:, 1:], torch.full_like(probs[:, 1:], 1 / tiny.VOCABULARY))
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}], ids=str)
+def test_processors_see_the_path_to_each_node(penalty: dict[str, Any]) -> None:
+    model, ids = tiny.llama(), tiny.prompt(9, 2)
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0, **penalty)
+    # All layers in 8 bits of a model this small choose as the model does, if processors see the same.
+    spec = selfspec.wrap(model, selfspec.LowPrecision(8), draft_length=Given(UNEVEN))
+    output = spec.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0, **penalty)
+    assert torch.equal(output.sequences, expected)
+    assert output.stats.mean_accepted_length > 2.5
+
+
+def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> None:
+    spec = selfspec.wrap(tiny.llama(), watched, draft_length=Given(UNEVEN, lambda scores: False))
+    ids = tiny.prompt(9, 2)
+    output = spec.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(
+        output.sequences,
+        spec.model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0),
+    )
+    assert watched.drafts[0].tree == Tree((-1, -1))
+    assert watched.drafts[0].steps == 1
+
+
+def _fits(draft: selfspec.Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
+    spec = selfspec.wrap(network(width=16), draft, draft_length=control, accept=rule)
+    ids = torch.tensor([PROMPT] * rows)
+    found: list[tuple[int, ...]] = []
+    for seed in range(batches):
+        output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=seed, **warp.options)
+        found += map(tuple, output.sequences[:, len(PROMPT) :].tolist())
+    return p_value(found, joint(spec.model, warp))
+
+
+# Drafts end after the first level where their likeliest token says so.
+SOMETIMES = Given(Tree((-1, -1, 0)), lambda scores: bool(scores.argmax(-1).sum() % 2))
+SMALL = {"star": Tree((-1, -1, -1)), "fork": Tree((-1, -1, 0, 0, 1)), "uneven": Tree((-1, -1, 1, 1, 1))}
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_exact_joint(rule: str) -> None:
+    shapes = ("fork", "uneven")
+    found = {name: _fits(selfspec.EarlyExit(1), Given(SMALL[name]), rule, Warp(), 4096, 1) for name in shapes}
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_many_samples_follow_the_exact_joint(rule: str) -> None:
+    drafts = {
+        "exit": selfspec.EarlyExit(1),
+        "skip set": selfspec.LayerSkip(mlp=[0]),
+        "int8": selfspec.LowPrecision(8),
+    }
+    warps = [Warp(), Warp(temperature=0.6), Warp(temperature=1.3, top_k=3, top_p=0.9)]
+    controls = {**{name: Given(tree) for name, tree in SMALL.items()}, "sometimes": SOMETIMES}
+    found = {
+        f"{draft}, {shape}": _fits(drafts[draft], controls[shape], rule, warps[number % 3], 8192, 3)
+        for number, (draft, shape) in enumerate(product(drafts, controls))
+    }
+    assert holm_rejects(found, 0.01) == []
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny.llama()
+
+
+def test_a_fixed_length_takes_a_number_of_nodes(llama: PreTrainedModel, watched: Watched) -> None:
+    spec = selfspec.wrap(llama, watched, draft_length=selfspec.FixedLength(3, nodes=8))
+    spec.generate(tiny.prompt(9), **_options())
+    assert len(watched.drafts[0].tree) == 8
+    assert watched.drafts[0].tree.depth == 3
+    for nodes in (2, True, 4.0):
+        with pytest.raises(selfspec.DraftConfigError, match="at least its length, 3"):
+            selfspec.FixedLength(3, nodes=nodes)  # type: ignore[arg-type]
+
+
+def test_a_model_that_reads_chains_alone_is_refused_before_any_pass() -> None:
+    spec = selfspec.wrap(shrunken("gpt_neo"), "exit:2", draft_length=selfspec.FixedLength(2, nodes=5))
+    with pytest.raises(selfspec.UnsupportedModelError, match=r"cannot read a tree of drafts.*draft a chain"):
+        spec.stream(tiny.prompt(5), max_new_tokens=8)
