@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
 from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
 from selfspec.control.confidence import confidences_of
-from selfspec.control.controller import Control, Controller, Evidence, check_length
-from selfspec.control.costs import CostsByRows
+from selfspec.control.controller import Control, Controller, Evidence, check_length, check_nodes
+from selfspec.control.costs import Costs, CostsByRows
 from selfspec.control.forecast import Prospects
 from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, may_lose
 from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.tree_shape import Shape, largest_products, sizes_within
 
 # Matches of a look-up this long or longer are one source of drafts.
 _LONG_MATCH = 12
@@ -43,21 +45,28 @@ class CostAware(Control):
     drafts all it can in a single row, and in a batch as much as pays. Rows start in lockstep, since passes over rows at
     different places take longer. Once a draft has gained enough to pay for that, each row advances alone to the end.
 
+    Where it may have more nodes than levels, the draft of the model is the tree that promises most for its cost, by how
+    often siblings of each rank are accepted; a chain where that promises as much.
+
     Attributes:
-        longest: the most tokens of a draft.
+        longest: the most tokens of a draft, of a tree the most levels.
+        nodes: the most tokens of a draft, siblings included, at least `longest`; None: drafts are chains.
         costs: what the parts of a round cost here, as `Costs` or `BatchCosts`; None: what was measured, and else an
             estimate from the weights a draft step reads.
     """
 
     longest: int = 7
     costs: CostsByRows | None = None
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         check_length(self.longest)
+        if self.nodes is not None:
+            check_nodes(self.nodes, self.longest)
         check_kind("costs", self.costs, CostsByRows, "write Costs(draft=0.3), or leave them out")
 
     def begin(self, costs: CostsByRows) -> Controller:
-        return CostAwareController(self.longest, self.costs or costs)
+        return CostAwareController(Budget(self.longest, self.nodes or self.longest), self.costs or costs)
 
 
 class CostAwareController(Controller):
@@ -65,10 +74,10 @@ class CostAwareController(Controller):
 
     judges_prompt = True
 
-    def __init__(self, longest: int, costs: CostsByRows) -> None:
-        super().__init__(Budget.chain(longest))
+    def __init__(self, most: Budget, costs: CostsByRows) -> None:
+        super().__init__(most)
         self._by_rows, self._costs = costs, costs.in_batch(1)
-        self._prospects = Prospects(self._costs, longest)
+        self._prospects = Prospects(self._costs, most.depth)
         self._acceptance = AcceptanceModel()
         self._model = LossBudget()
         self._look_ups: dict[int, LossBudget] = {}
@@ -81,6 +90,7 @@ class CostAwareController(Controller):
         self._unfinished: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
+        self._branches = False
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         self._unfinished = unfinished
@@ -92,7 +102,7 @@ class CostAwareController(Controller):
             self._begin(remaining)
         self._rounds += 1
         self._reached = [1.0] * len(unfinished)
-        self._confidences = []
+        self._confidences, self._branches = [], False
         return super().budget(remaining, unfinished)
 
     def _begin(self, remaining: int) -> None:
@@ -110,6 +120,11 @@ class CostAwareController(Controller):
     def round_cost(self, steps: int, nodes: int) -> float:
         return self._costs.of_round(steps, nodes)
 
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
+        shape = _best_shape(chances, budget, self._costs)
+        self._branches = not shape.tree.is_chain
+        return shape
+
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
 
@@ -119,6 +134,8 @@ class CostAwareController(Controller):
         return look_up.is_new or look_up.rate >= max(1.0, self._model.rate)
 
     def goes_on(self, scores: Tensor) -> bool:
+        if self._branches:
+            return True
         confidences = confidences_of(scores)
         self._confidences.append(confidences)
         self._reached = [
@@ -170,3 +187,20 @@ class CostAwareController(Controller):
         if match == 0:
             return self._model
         return self._look_ups.setdefault(min(match, _LONG_MATCH), LossBudget())
+
+
+@lru_cache(maxsize=64)
+def _best_shape(chances: tuple[float, ...], most: Budget, costs: Costs) -> Shape:
+    """Return the tree that commits most for its cost; the longest chain where one does that, since it may end early."""
+
+    def promise(shape: Shape) -> float:
+        steps = shape.tree.depth
+        # Of the nodes that a draft step reads, each but the first costs its share of what it costs a target pass.
+        beside = len(set(shape.tree.parents)) - steps
+        return (1 + shape.expected) / (costs.of_round(steps, len(shape.tree)) + beside * costs.draft * costs.widening)
+
+    depths = range(1, most.depth + 1)
+    chains = [largest_products(chances[:1], depth, depth) for depth in depths]
+    trees = [largest_products(chances, nodes, depth) for depth in depths for nodes in sizes_within(most.nodes) if nodes]
+    best = max(trees, key=promise)
+    return best if promise(best) > max(map(promise, chains)) else chains[-1]

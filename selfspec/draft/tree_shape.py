@@ -10,8 +10,7 @@ from functools import lru_cache
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget
 
-SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Nodes of the trees that are tried: few, so that few kinds of passes need a program."""
+_SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,13 @@ def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Bud
         cost: of a round with a tree of so many nodes, in plain steps.
         most: the largest tree.
     """
-    shapes = [largest_products(tuple(chances), size, most.depth) for size in SIZES if size <= most.nodes]
+    shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
     return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
+
+
+def sizes_within(nodes: int) -> list[int]:
+    """Nodes of the trees that are tried: few, so that few kinds of passes need a program."""
+    return [size for size in _SIZES if size <= nodes]
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import selfspec
 from helpers import tiny
@@ -23,7 +23,7 @@ from helpers.shrunken import shrunken
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
 from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
-from selfspec.control.costs import CostsByRows
+from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft import Budget, Draft
 from selfspec.draft.tree_growth import by_level, growth_of, upper_levels
 from selfspec.draft.tree_shape import Shape
@@ -139,6 +139,11 @@ class Watched(selfspec.EarlyExit):
 @pytest.fixture
 def watched() -> Watched:
     return Watched(2)
+
+
+class Remembering(LogitsProcessor):
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
 
 
 def _options(**others: Any) -> dict[str, Any]:
@@ -264,13 +269,8 @@ def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     assert holm_rejects(found, 0.01) == []
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny.llama()
-
-
-def test_a_fixed_length_takes_a_number_of_nodes(llama: PreTrainedModel, watched: Watched) -> None:
-    spec = selfspec.wrap(llama, watched, draft_length=selfspec.FixedLength(3, nodes=8))
+def test_a_fixed_length_takes_a_number_of_nodes(watched: Watched) -> None:
+    spec = selfspec.wrap(tiny.llama(), watched, draft_length=selfspec.FixedLength(3, nodes=8))
     spec.generate(tiny.prompt(9), **_options())
     assert len(watched.drafts[0].tree) == 8
     assert watched.drafts[0].tree.depth == 3
@@ -283,3 +283,24 @@ def test_a_model_that_reads_chains_alone_is_refused_before_any_pass() -> None:
     spec = selfspec.wrap(shrunken("gpt_neo"), "exit:2", draft_length=selfspec.FixedLength(2, nodes=5))
     with pytest.raises(selfspec.UnsupportedModelError, match=r"cannot read a tree of drafts.*draft a chain"):
         spec.stream(tiny.prompt(5), max_new_tokens=8)
+
+
+@pytest.mark.parametrize(("widening", "branches"), [(0.0, True), (0.9, False)])
+def test_the_default_control_drafts_trees_where_their_nodes_are_cheap(
+    watched: Watched, widening: float, branches: bool
+) -> None:
+    control = selfspec.CostAware(4, Costs(draft=0.3, widening=widening), nodes=11)
+    spec, ids = selfspec.wrap(tiny.llama(), watched, draft_length=control), tiny.prompt(9)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = spec.generate(ids, **options)
+    assert torch.equal(output.sequences, spec.model.generate(ids, **options))
+    assert any(not draft.tree.is_chain for draft in watched.drafts) == branches
+    assert any(len(draft.tree) for draft in watched.drafts) or not branches
+
+
+def test_processors_with_memory_get_a_chain(watched: Watched) -> None:
+    spec, ids = selfspec.wrap(tiny.llama(), watched, draft_length=selfspec.FixedLength(3, nodes=8)), tiny.prompt(9)
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = spec.generate(ids, logits_processor=LogitsProcessorList([Remembering()]), **options)
+    assert torch.equal(output.sequences, spec.model.generate(ids, **options))
+    assert all(draft.tree.is_chain for draft in watched.drafts)
