@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.arguments import check_weights, shown
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.tree import Tree
 from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter
+from selfspec.draft.tree_growth import grow
 from selfspec.errors import CheckpointError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint, load_tokenizer
@@ -109,18 +110,11 @@ class Assistant(Drafter):
         depth = self._depth_in_context(batch, budget.depth)
         if depth < 1 or not batch.controller.tries(match=0):
             return batch.no_draft()
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
-        logits = state.after_text(batch.sequences)
-        while True:
-            drawn = batch.draw_draft(logits, tokens)
-            tokens.append(drawn.token)
-            distributions.append(drawn.q)
-            if len(tokens) == depth or not batch.controller.goes_on(drawn.scores):
-                break
-            logits = state.after(drawn.token)
-        probs = None if batch.sampling.greedy else torch.cat(distributions, 1)
-        return Draft.chain(torch.cat(tokens, 1), probs, steps=len(tokens))
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            return state.after_text(batch.sequences) if first < 0 else state.after(tokens)
+
+        return grow(batch, Tree.chain(depth), read)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__ if self.source is None else repr(self.source)})"

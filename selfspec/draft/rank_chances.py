@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from selfspec.cache.tree import Tree
+from selfspec.draft.draft_state import DraftState
 
 
-class RankChances:
+class RankChances(DraftState):
     """How often the first, second, ... child of a place is accepted where the place is reached.
 
     Args:
