@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output
+from selfspec.cli.options import ModelOptions, Output, PromptFile, Seed
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console
+from selfspec.cli.terminal import console, counting_bar
+from selfspec.errors import DraftConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec.model.checkpoint import Checkpoint
+
+# Texts that errors are compensated on, and tokens that each takes of a prompt.
+_TEXTS, _PROMPT = 12, 16
 
 
 def quantize(
@@ -18,23 +28,41 @@ def quantize(
     to: Annotated[Path, typer.Option(metavar="FILE", help="Where the substitutes go: safetensors.")],
     bits: Annotated[int, typer.Option(help="Bits of a weight: 8 or 4.")] = 8,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale, in 4 bits: 32, 64, 128 or 256.")] = 32,
+    texts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="In 4 bits, texts that the model writes and errors are compensated on; 0: scales alone are fitted, in "
+            f"seconds. Default: {_TEXTS}.",
+        ),
+    ] = None,
+    prompt_file: PromptFile = None,
+    seed: Seed = 0,
     output: Output = "text",
 ) -> None:
     """Write the weights in 8 or 4 bits to a file, for `--draft int8:FILE`: a draft then reads them instead of rounding.
 
-    The model stays as it is. The file holds for these weights alone.
+    The model stays as it is. The file holds for these weights alone. In 4 bits the errors of each layer are compensated
+    on text of the model's own (GPTQ), from random tokens or from prompts: minutes for a model of 1B.
     """
     from selfspec.draft import LowPrecision
     from selfspec.files.writing import check_output_file
+    from selfspec.measure.prompts import read_prompts
 
     draft = LowPrecision(bits, group_size)
+    if bits == 8 and (texts or prompt_file):
+        raise DraftConfigError("--texts and --prompt-file serve 4 bits: 8 bits are rounded to nearest; leave them out")
+    number = texts if bits == 8 or texts is not None else _TEXTS
     check_output_file(to)
+    prompts = None if prompt_file is None else read_prompts(prompt_file)
     model.prepare()
-    loaded = model.load().model
+    checkpoint = model.load()
     began = time.perf_counter()
-    draft.save(to, loaded)
+    written = _own_texts(checkpoint, prompts, number, seed) if number else []
+    with counting_bar("rounding") as count:
+        draft.save(to, checkpoint.model, texts=written, progress=count)
     seconds = time.perf_counter() - began
-    size, whole = to.stat().st_size, sum(weight.nbytes for weight in loaded.parameters())
+    size, whole = to.stat().st_size, sum(weight.nbytes for weight in checkpoint.model.parameters())
     if output == "json":
         print_json({"file": str(to), "bytes": size, "share": size / whole, "seconds": seconds})
         return
@@ -43,3 +71,19 @@ def quantize(
         f"use it with --draft int{bits}:{to}",
         soft_wrap=True,
     )
+
+
+def _own_texts(checkpoint: Checkpoint, prompts: Sequence[str] | None, number: int, seed: int) -> list[Tensor]:
+    """Texts of the model's own, from prompts or from random tokens."""
+    import torch
+
+    from selfspec.measure.own_text import own_texts, random_starts
+    from selfspec.measure.prompts import Text, Workload
+
+    if prompts is None:
+        starts = random_starts(checkpoint.model, number, seed)
+    else:
+        workload = Workload("prompts", tuple(Text(prompt, whole=True) for prompt in prompts))
+        starts = torch.cat(workload.prompts(checkpoint.tokenizer, number, 1, _PROMPT))
+    with counting_bar("writing texts") as count:
+        return own_texts(checkpoint.model, starts, seed, count)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
-from selfspec.kernels.rounded import Precision
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
 from selfspec.model.adapter import Adapter
+from selfspec.model.compensated_weights import compensated_weights
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.registry import find_adapter
@@ -22,8 +24,8 @@ from selfspec.model.substitutes import (
     KERNEL_DEVICES,
     Substitutes,
     no_substitutes,
-    rounded_weights,
     substituted_weights,
+    weights_of,
 )
 
 _GROUPS = (32, 64, 128, 256)
@@ -97,23 +99,47 @@ class LowPrecision(LayerPathDrafter):
         object.__setattr__(draft, "saved", str(file))
         return draft
 
-    def save(self, file: str | Path, model: PreTrainedModel, adapter: Adapter | None = None) -> None:
+    def save(
+        self,
+        file: str | Path,
+        model: PreTrainedModel,
+        adapter: Adapter | None = None,
+        texts: Sequence[Tensor] = (),
+        progress: Callable[[int, int], None] = lambda done, known: None,
+    ) -> None:
         """Make the substitutes of a model and write them to a file, for `from_file`.
 
         Args:
             file: what to write, bound to the model's weights by their fingerprint.
             model: any causal LM of a supported architecture.
             adapter: where it keeps its layers, for an architecture that selfspec does not know.
+            texts: token ids, each `[rows, tokens]`, without padding: errors of 4 bits are compensated on what layers
+                are given there, which lifts acceptance (GPTQ; Frantar et al., 2023). None: scales alone are fitted.
+            progress: is called with how many weights are rounded, and how many there are.
 
         Raises:
-            DraftConfigError: the draft does not fit the model, or none of its layers has a substitute.
+            DraftConfigError: the draft does not fit the model, none of its layers has a substitute, or there are texts
+                for 8 bits.
             StorageError: the file cannot be written.
         """
+        if texts and self.bits == 8:
+            raise DraftConfigError("texts serve 4 bits alone: weights in 8 bits are rounded to nearest; leave them out")
         adapter = adapter or find_adapter(model)
         self.check_model(model, adapter)
-        path = self.path(len(adapter.decoder_layers(model)))
+        precision = Precision(self.bits, self.group_size)
+        weights = weights_of(model, adapter, self.path(len(adapter.decoder_layers(model))))
+        if texts:
+            rounded = compensated_weights(model, weights, precision, texts)
+        else:
+            rounded = ((name, round_weight(weight, precision)) for name, weight in weights)
         about = About(1, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
-        write_substitutes(file, about, rounded_weights(model, adapter, path))
+
+        def counted() -> Iterator[tuple[str, RoundedWeight]]:
+            for done, each in enumerate(rounded, 1):
+                progress(done, len(weights))
+                yield each
+
+        write_substitutes(file, about, counted())
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         if self.saved is not None:

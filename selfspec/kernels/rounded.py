@@ -108,7 +108,7 @@ def _fill(rounded: RoundedWeight, weight: Tensor, precision: Precision) -> None:
     for first in range(0, weight.shape[0], step):
         some = slice(first, first + step)
         rows = weight[some].float()
-        rounded[some].copy_(_eight_bits(rows) if precision.bits == 8 else _four_bits(rows, precision.group_size))
+        rounded[some].copy_(_eight_bits(rows) if precision.bits == 8 else four_bits(rows, precision.group_size))
 
 
 # Scales are rounded first, and the weights to multiples of what the kernels will use.
@@ -120,12 +120,13 @@ def _eight_bits(weight: Tensor) -> RoundedWeight:
     return RoundedWeight(levels.to(torch.int8), scales, None)
 
 
-def _four_bits(weight: Tensor, group_size: int) -> RoundedWeight:
+def four_bits(weight: Tensor, group_size: int) -> RoundedWeight:
+    """Round a float32 weight, `[out, in]`, with scales and zeros that are fitted to what they give."""
     groups = weight.unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scales = _as_kept((high - low) / 15)
     zeros = (low + 8 * scales.float()).to(torch.bfloat16)
-    levels = _nearest_levels(groups, scales, zeros)
+    levels = nearest_levels(groups, scales, zeros)
     for _ in range(_FITS):
         # The line through levels and weights with the least squared error; where all levels are one, their mean.
         mean = levels.mean(-1, keepdim=True)
@@ -134,14 +135,20 @@ def _four_bits(weight: Tensor, group_size: int) -> RoundedWeight:
         slope = (apart * groups).sum(-1, keepdim=True) / spread
         scales = torch.where(spread > 0, _as_kept(slope), scales)
         zeros = (groups.mean(-1, keepdim=True) + (8 - mean) * scales.float()).to(torch.bfloat16)
-        levels = _nearest_levels(groups, scales, zeros)
-    pairs = levels.to(torch.uint8).flatten(1).unflatten(1, (-1, 2))
-    return RoundedWeight(pairs[..., 0] << 4 | pairs[..., 1], scales[..., 0], zeros[..., 0])
+        levels = nearest_levels(groups, scales, zeros)
+    return RoundedWeight(in_pairs(levels.flatten(1)), scales[..., 0], zeros[..., 0])
+
+
+def in_pairs(levels: Tensor) -> Tensor:
+    """Levels of 4 bits, `[out, in]`, two a byte."""
+    pairs = levels.to(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[..., 0] << 4 | pairs[..., 1]
 
 
 def _as_kept(scales: Tensor) -> Tensor:
     return scales.clamp(min=_SMALLEST).to(torch.bfloat16)
 
 
-def _nearest_levels(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    return ((groups - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)
+def nearest_levels(weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The levels of 4 bits that are nearest to weights, in float32; scales and zeros are broadcast."""
+    return ((weights - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)

@@ -110,7 +110,8 @@ def teacher_forced(
     Args:
         model: the stock model, in evaluation mode.
         adapter: where its layers are.
-        drafters: by name, as in what is returned.
+        drafters: by name, as in what is returned. Those of one precision share their substitutes, as in a wrapper: the
+            first file's, or made here.
         sequences: token ids, each `[1, tokens]` or `[tokens]`, at least two of them; or continuations, of which only
             the tokens after the prompt are judged.
         temperatures: above 0, at which 1 - TV(p, q) is counted; agreement is counted always.
@@ -129,6 +130,7 @@ def teacher_forced(
     for drafter in drafters.values():
         drafter.check(readout.depth)
         drafter.check_model(model, adapter)
+        drafter.prepare(model, substitutes)
     exits = {name: left for name, each in drafters.items() if (left := each.leaves_at(readout.depth)) is not None}
     told = watch or Unwatched()
     told.begin(len(texts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.stock import bare
+
+# Of the texts that weights are fitted on; rows that are written at a time.
+_TOKENS, _ROWS = 256, 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,36 @@ def own_text(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperatu
             torch.manual_seed(seed)
         ids: Tensor = writer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
     return ids
+
+
+def random_starts(model: PreTrainedModel, texts: int, seed: int = 0) -> Tensor:
+    """Single tokens, each as likely, that texts may begin with where there are no prompts, `[texts, 1]`."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (texts, 1), generator=torch.Generator().manual_seed(seed))
+
+
+def own_texts(
+    model: PreTrainedModel,
+    starts: Tensor,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, known: None,
+) -> list[Tensor]:
+    """Let the stock model write texts of 256 tokens, or of its context, from starts of one length at temperature 1.
+
+    They are written some at a time. Starts are `[texts, tokens]`; `progress` is called with how many texts are written,
+    and how many there will be.
+
+    Returns:
+        Token ids, each `[rows, tokens]`.
+    """
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    more = min(_TOKENS, context or _TOKENS) - starts.shape[1]
+    written = []
+    for first in range(0, len(starts), _ROWS):
+        progress(first, len(starts))
+        some = starts[first : first + _ROWS].to(model.device)
+        written.append(own_text(model, some, more, 1.0, seed + first))
+    return written
 
 
 def continued(

@@ -213,12 +213,10 @@ def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Ten
         yield from substituted_weights(child, precision)
 
 
-def rounded_weights(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Iterator[tuple[str, RoundedWeight]]:
-    """Round every weight that a path runs with a substitute; with the parameters' names."""
+def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> list[tuple[str, Tensor]]:
+    """The weights that a path runs with in fewer bits, `[..., out, in]`, with the parameters' names."""
     assert path.precision is not None
-    for name, product in _of_path(model, adapter, path):
-        if product.takes(path.precision):
-            yield name, round_weight(product.weight, path.precision)
+    return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.takes(path.precision)]
 
 
 def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Precision) -> int:

@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from helpers.rounding import restored
 from selfspec.kernels import rounded
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.kernels.rounded import Precision, round_weight
 
 EIGHT, FOUR = Precision(8, 32), Precision(4, 32)
-
-
-def _restored(weight: RoundedWeight) -> Tensor:
-    """The weight that a kernel multiplies by."""
-    scales = weight.scales.float()[..., None]
-    if weight.zeros is None:
-        return weight.levels * scales
-    levels = torch.stack([weight.levels >> 4, weight.levels & 15], -1).flatten(-2).unflatten(-1, (scales.shape[-2], -1))
-    restored: Tensor = ((levels.float() - 8) * scales + weight.zeros.float()[..., None]).flatten(-2)
-    return restored
 
 
 @pytest.mark.parametrize(("precision", "most"), [(EIGHT, 0.01), (FOUR, 0.1), (Precision(4, 64), 0.12)])
 def test_it_is_near_the_weight(precision: Precision, most: float) -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, 256)
-    error = (_restored(round_weight(weight, precision)) - weight).norm() / weight.norm()
+    error = (restored(round_weight(weight, precision)) - weight).norm() / weight.norm()
     assert 0 < error < most
 
 
 def test_fitted_scales_leave_less_error(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight = torch.randn(256, 256)
-    fitted = (_restored(round_weight(weight, FOUR)) - weight).square().sum()
+    fitted = (restored(round_weight(weight, FOUR)) - weight).square().sum()
     monkeypatch.setattr(rounded, "_FITS", 0)
-    plain = (_restored(round_weight(weight, FOUR)) - weight).square().sum()
+    plain = (restored(round_weight(weight, FOUR)) - weight).square().sum()
     assert fitted < 0.9 * plain
 
 
 def test_groups_of_one_value_keep_it() -> None:
     weight = torch.tensor([[-3.0] * 32 + [0.5] * 32])
-    torch.testing.assert_close(_restored(round_weight(weight, FOUR)), weight)
+    torch.testing.assert_close(restored(round_weight(weight, FOUR)), weight)
 
 
 @pytest.mark.parametrize("precision", [EIGHT, FOUR])
@@ -58,7 +48,7 @@ def test_pieces_and_experts_are_rounded_as_the_whole(precision: Precision, monke
 @pytest.mark.parametrize("precision", [EIGHT, FOUR])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_weights_of_zeros_are_zeros(precision: Precision, dtype: torch.dtype) -> None:
-    assert not _restored(round_weight(torch.zeros(4, 64, dtype=dtype), precision)).any()
+    assert not restored(round_weight(torch.zeros(4, 64, dtype=dtype), precision)).any()
 
 
 def test_groups_that_do_not_divide_are_refused() -> None:

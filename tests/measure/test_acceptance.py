@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.reference import with_layers
-from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError, ReducedVocabulary
+from selfspec import DraftConfigError, EarlyExit, LayerSkip, LowPrecision, PromptError, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.measure import acceptance as module
 from selfspec.measure.acceptance import teacher_forced
@@ -93,6 +95,15 @@ def test_zero_is_agreement(llama: PreTrainedModel) -> None:
 def test_texts_without_a_position_are_refused(llama: PreTrainedModel, texts: list[Tensor | Continuation]) -> None:
     with pytest.raises(PromptError):
         teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)
+
+
+def test_substitutes_of_a_file_are_the_files(tmp_path: Path) -> None:
+    model = tiny.llama(hidden_size=64, intermediate_size=128, dtype=torch.float32)
+    adapter, text = find_adapter(model), tiny.prompt(20)
+    LowPrecision(4, group_size=64).save(tmp_path / "m4", model, texts=[tiny.prompt(64, 8)])
+    drafts = {"file": LowPrecision.from_file(tmp_path / "m4"), "made": LowPrecision(4, group_size=64)}
+    apart = [teacher_forced(model, adapter, {name: draft}, [text])[name] for name, draft in drafts.items()]
+    assert apart[0].alpha(1.0).value != apart[1].alpha(1.0).value
 
 
 def test_a_temperature_of_zero_and_a_bad_exit_are_refused(llama: PreTrainedModel) -> None:

@@ -1,0 +1,18 @@
+"""Weights in fewer bits, made plain again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.kernels.rounded import RoundedWeight
+
+
+def restored(weight: RoundedWeight) -> Tensor:
+    """The weight that a kernel multiplies by."""
+    scales = weight.scales.float()[..., None]
+    if weight.zeros is None:
+        return weight.levels * scales
+    levels = torch.stack([weight.levels >> 4, weight.levels & 15], -1).flatten(-2).unflatten(-1, (scales.shape[-2], -1))
+    restored: Tensor = ((levels.float() - 8) * scales + weight.zeros.float()[..., None]).flatten(-2)
+    return restored

@@ -1,0 +1,77 @@
+"""Weights in 4 bits whose errors are compensated: less error on the inputs they were made for, the same by pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.rounding import restored
+from selfspec.kernels import compensated
+from selfspec.kernels.compensated import round_compensated
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+
+FOUR = Precision(4, 32)
+
+
+def _drawn(outputs: int = 48, inputs: int = 128, directions: int = 24) -> tuple[Tensor, Tensor]:
+    """A weight, and inputs that lie near fewer directions than they have units, as states do."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randn(512, directions, generator=generator) @ torch.randn(directions, inputs, generator=generator)
+    states = shared + 0.3 * torch.randn(512, inputs, generator=generator)
+    return torch.randn(outputs, inputs, generator=generator), states
+
+
+def _error(rounded: RoundedWeight, weight: Tensor, states: Tensor) -> float:
+    return float((states @ (restored(rounded) - weight).t()).norm() / (states @ weight.t()).norm())
+
+
+def _same(one: RoundedWeight, other: RoundedWeight) -> bool:
+    return all(torch.equal(values, other.parts[name]) for name, values in one.parts.items())
+
+
+@pytest.mark.parametrize("precision", [FOUR, Precision(4, 64)])
+def test_outputs_are_nearer_to_the_layers(precision: Precision) -> None:
+    weight, states = _drawn()
+    error = _error(round_compensated(weight, states.t() @ states, precision), weight, states)
+    assert error < 0.6 * _error(round_weight(weight, precision), weight, states)
+
+
+def test_inputs_without_correlation_have_nothing_to_compensate() -> None:
+    weight, _ = _drawn()
+    assert _same(round_compensated(weight, 3 * torch.eye(128), FOUR), round_weight(weight, FOUR))
+
+
+def test_the_first_input_is_rounded_as_it_is_and_the_next_takes_up_its_error() -> None:
+    weight, _ = _drawn(inputs=32)
+    plain = restored(round_weight(weight, FOUR))
+    moments = torch.eye(32)
+    moments[0, 1] = moments[1, 0] = 0.9
+    found = restored(round_compensated(weight, moments, FOUR))
+    assert torch.equal(found[:, [0, *range(2, 32)]], plain[:, [0, *range(2, 32)]])
+    # The second weight that makes up for the first, by the damped moments.
+    wanted = weight[:, 1] + (weight[:, 0] - plain[:, 0]) * 0.9 / (1 + compensated._DAMPING)
+    half_a_level = round_weight(weight, FOUR).scales[:, 0].float() / 2
+    assert ((found[:, 1] - wanted).abs() <= half_a_level * 1.001).all()
+
+
+@pytest.mark.parametrize("moments", [torch.zeros(128, 128), torch.full((128, 128), torch.nan)])
+def test_without_inputs_scales_are_fitted(moments: Tensor) -> None:
+    weight, _ = _drawn()
+    assert _same(round_compensated(weight, moments, FOUR), round_weight(weight, FOUR))
+
+
+def test_inputs_that_are_always_zero_and_few_texts_are_no_matter() -> None:
+    weight, states = _drawn()
+    states = states[:5].clone()
+    states[:, 7] = 0
+    assert restored(round_compensated(weight, states.t() @ states, FOUR)).isfinite().all()
+
+
+def test_pieces_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, states = (each.double().float() for each in _drawn())
+    moments = states.t() @ states
+    whole = restored(round_compensated(weight, moments, FOUR))
+    monkeypatch.setattr(compensated, "_AT_ONCE", 7 * 128)
+    # Products of other sizes may round in another way, which the next levels may follow.
+    assert _error(round_compensated(weight, moments, FOUR), whole, states) < 0.02
