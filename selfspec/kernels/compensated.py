@@ -42,7 +42,8 @@ def _effects(moments: Tensor, damping: Tensor) -> Tensor:
     """The upper triangular U of which U^T U inverts the damped moments: row i is what input i does to later ones."""
     damped = moments + damping * torch.eye(len(moments), device=moments.device)
     root = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    return torch.linalg.solve_triangular(root, torch.eye(len(root), device=root.device), upper=True)
+    effects: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(root), device=root.device), upper=True)
+    return effects
 
 
 def _fill(rounded: RoundedWeight, left: Tensor, effects: Tensor, group_size: int) -> None:

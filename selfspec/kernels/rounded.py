@@ -151,4 +151,5 @@ def _as_kept(scales: Tensor) -> Tensor:
 
 def nearest_levels(weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """The levels of 4 bits that are nearest to weights, in float32; scales and zeros are broadcast."""
-    return ((weights - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)
+    levels: Tensor = ((weights - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)
+    return levels

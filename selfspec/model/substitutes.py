@@ -57,9 +57,9 @@ class _Product:
 
     @property
     def sample(self) -> Tensor:
-        """A few values of the weight."""
-        diagonal = self.weight.detach().diagonal(dim1=-2, dim2=-1)
-        return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)].clone()
+        """A few values of the weight, a view."""
+        diagonal = self.weight.diagonal(dim1=-2, dim2=-1)
+        return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)]
 
     def takes(self, precision: Precision) -> bool:
         """Whether the weight is in memory, and kernels take so many inputs."""
@@ -199,7 +199,7 @@ class Substitutes:
             substitute,
             tuple(product.place for product in products),
             tuple(product.version for product in products),
-            tuple(product.sample for product in products),
+            tuple(product.sample.detach().clone() for product in products),
         )
         return made
 
