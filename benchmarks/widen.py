@@ -12,7 +12,7 @@ no kernel and no quantiser finds a pattern that real weights would not have.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of a small llama")
     parser.add_argument("--size", choices=SIZES, default="134M")
     parser.add_argument("--to", type=Path, required=True, help="folder of the new checkpoint")
+    parser.add_argument("--own-vocabulary", action="store_true", help="keep the small model's, e.g. for an assistant")
     parser.add_argument("--prompt", default="def ", help="of the greedy text that is compared")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
@@ -64,7 +65,8 @@ def main() -> None:
         parser.error(f"{options.to} exists; name another folder")
     small = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    wide = widened(small, SIZES[options.size])
+    size = SIZES[options.size]
+    wide = widened(small, replace(size, vocabulary=None) if options.own_vocabulary else size)
     prompt = tokenizer(options.prompt, return_tensors="pt").input_ids
     texts = [_greedy(model, prompt, options.max_new_tokens) for model in (small, wide)]
     parameters = sum(weight.numel() for weight in wide.parameters())

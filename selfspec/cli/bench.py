@@ -29,6 +29,7 @@ class ExtraArm(StrEnum):
     STATIC = "static"
     LOOK_UP = "lookup"
     EARLY_EXIT = "early-exit"
+    ASSISTANT = "assistant"
     DRAFT = "draft"
 
 
@@ -60,7 +61,8 @@ class Arms:
             metavar="ARM",
             help="An arm besides `model.generate` and selfspec plain; may be repeated. `static`: model.generate "
             "compiled, with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early exit, and "
-            "selfspec's of the same layer and length; `draft`: each --draft. Default: all, `static` on a GPU only.",
+            "selfspec's of the same layer and length; `assistant`: its `assistant_model`, of each --draft "
+            "assistant:FOLDER; `draft`: each --draft. Default: all, `static` on a GPU only.",
         ),
     ] = None
     draft: Annotated[
@@ -93,6 +95,7 @@ class Arms:
         `model.generate` and selfspec's plain decoding are always among them.
         """
         from selfspec.draft import Drafter
+        from selfspec.draft.named import ASSISTANT
         from selfspec.model.checkpoint import find_device
         from selfspec.runtime.named import RuntimeName
         from selfspec.tools.bench.arms import ArmSpec
@@ -100,7 +103,7 @@ class Arms:
         depth = model.prepare()
         third = max(depth // 3, 1)
         exit_layer = self.exit_layer or third
-        kinds: set[str] = {"lookup", "early-exit", "draft"} if self.arm is None else {*self.arm}
+        kinds: set[str] = {"lookup", "early-exit", "assistant", "draft"} if self.arm is None else {*self.arm}
         if self.arm is None and find_device(model.device).type == "cuda":
             kinds.add("static")
         if "early-exit" in kinds and exit_layer >= depth:
@@ -109,14 +112,18 @@ class Arms:
             )
         own = ArmSpec("plain", packed=model.packed, runtime=RuntimeName(self.runtime))
         early = ArmSpec("early-exit", exit_layer=exit_layer, length=self.exit_length)
-        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), early) if spec.kind in kinds]
+        named = [draft.strip() for draft in self.draft or ()]
+        assistants = [ArmSpec("assistant", draft) for draft in named if draft.startswith(ASSISTANT)]
+        if ExtraArm.ASSISTANT in (self.arm or ()) and not assistants:
+            raise DraftConfigError("--arm assistant needs one to take: add --draft assistant:FOLDER")
+        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), early, *assistants) if spec.kind in kinds]
         drafting = []
         if "early-exit" in kinds:
             drafting.append(replace(own, kind="draft", draft=f"exit:{exit_layer}", length=self.exit_length))
         if "draft" in kinds:
-            drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
+            drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else named
             drafting += [
-                replace(own, kind="draft", draft=draft.strip(), length=self.draft_length, accept=rule)
+                replace(own, kind="draft", draft=draft, length=self.draft_length, accept=rule)
                 for draft, rule in product(drafts, self.accept or (None,))
             ]
         for spec in drafting:

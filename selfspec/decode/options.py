@@ -72,7 +72,7 @@ _REMEDIES = {
     "dola_layers": "use model.generate for DoLa",
     "prompt_lookup_num_tokens": "the model drafts for itself; drop it",
     "assistant_early_exit": "write selfspec.wrap(model, draft=selfspec.EarlyExit(layer=...)) instead",
-    "assistant_model": "the model drafts for itself; drop it",
+    "assistant_model": "write selfspec.wrap(model, draft=selfspec.Assistant(...)) instead, or drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps its own cache; drop it",
     "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",

@@ -41,7 +41,7 @@ class AssistantState(DraftState):
         self._vocabulary = vocabulary
         self._weights = weights
         self._path = LayerPath.full(runner.depth)
-        # The draft tokens in the slots after the last committed token, `[rows, 1]` each; None: not even that is read.
+        # The draft tokens that are read after the last committed token, `[rows, 0 or 1]` each; None: not even that is.
         self._drafted: list[Tensor] | None = None
 
     @property
@@ -55,10 +55,11 @@ class AssistantState(DraftState):
         self._cache.reserve(max(map(sequences.text_length, self._rows)))
         texts = self._catch_up(sequences)
         unread = [len(text) - 1 for text in texts]
-        logits = self._logits(self._tokens(texts, max(unread) + 1), first=-1)
+        tokens = self._tokens(texts, max(unread) + 1)
+        logits = self._logits(tokens, first=-1)
         if max(unread):
             self._cache.commit(unread)
-        self._drafted = []
+        self._drafted = [tokens[:, :0]]
         places = torch.tensor(unread, device=logits.device)[:, None, None]
         return logits.gather(1, places.expand(-1, 1, logits.shape[-1]))
 
@@ -66,7 +67,7 @@ class AssistantState(DraftState):
         """Read the next draft token of each row, `[rows, 1]`; return the logits after it, `[rows, 1, vocab]`."""
         assert self._drafted is not None
         self._drafted.append(token)
-        return self._logits(self._known(token), first=len(self._drafted) - 1)
+        return self._logits(self._known(token), first=len(self._drafted) - 2)
 
     def _drop(self, running: Sequence[int]) -> None:
         """Drop the rows that passes of the target run no more."""
@@ -79,12 +80,7 @@ class AssistantState(DraftState):
         """Move the cursors over the last committed token of the round before, and the draft tokens that were kept."""
         if self._drafted is None:
             return
-        runs = (
-            torch.cat([self._drafted[0][:, :0], *self._drafted], 1).tolist()
-            if self._drafted
-            else [[]] * len(self._rows)
-        )
-        texts = self._unread_texts(sequences)
+        runs, texts = torch.cat(self._drafted, 1).tolist(), self._unread_texts(sequences)
         # The last token of a text starts the next block.
         self._cache.commit(
             [min(1 + _alike(run, text[1:]), len(text) - 1) for run, text in zip(runs, texts, strict=True)]

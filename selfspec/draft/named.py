@@ -29,9 +29,11 @@ PLAIN = "none"
 AUTO = "auto"
 """What the draft of a calibration profile is called; it takes a model to say what that is."""
 
+ASSISTANT = "assistant:"
+"""What comes before the folder of an assistant."""
+
 _LOOK_UP = "lookup"
 _RECYCLE = "recycle"
-_ASSISTANT = "assistant:"
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
@@ -74,8 +76,8 @@ def parse_draft(text: str) -> Drafter | None:
 
 def _model_drafter(text: str, given: str) -> LayerPathDrafter | Assistant:
     """The drafter with a model that `given`, a part of `text`, names."""
-    if given.startswith(_ASSISTANT):
-        return Assistant(given.removeprefix(_ASSISTANT))
+    if given.startswith(ASSISTANT):
+        return Assistant(given.removeprefix(ASSISTANT))
     return _path_drafter(text, given)
 
 
@@ -120,7 +122,7 @@ def draft_name(drafter: Drafter | None) -> str:
         case Cascade() if drafter.look_up == PromptLookup():
             return f"{_LOOK_UP}+{draft_name(drafter.path)}"
         case Assistant(source=str(folder)):
-            return f"{_ASSISTANT}{folder}"
+            return f"{ASSISTANT}{folder}"
         case SkipFile(source=source):
             return f"skip-file:{source}"
         case LayerSkip():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import selfspec
 from helpers.running import Invoke
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.measure.timing import Call
@@ -66,6 +67,19 @@ def test_the_arms_in_order(folder: str) -> None:
         "selfspec exit:1, length 4, block, stock modules",
     ]
     assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
+
+
+@pytest.mark.usefixtures("invoke")
+def test_an_assistant_is_measured_in_both_ways(folder: str) -> None:
+    draft = [f"assistant:{folder}"]
+    assert names(folder, draft=draft, arm=[ExtraArm.ASSISTANT, ExtraArm.DRAFT]) == [
+        "model.generate",
+        f"model.generate, assistant_model={folder}",
+        "selfspec plain",
+        f"selfspec assistant:{folder}",
+    ]
+    with pytest.raises(selfspec.DraftConfigError, match="add --draft assistant:FOLDER"):
+        names(folder, arm=[ExtraArm.ASSISTANT], draft=["exit:1"])
 
 
 def test_the_grid_has_every_combination_once() -> None:

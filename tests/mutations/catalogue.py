@@ -345,6 +345,27 @@ CATALOGUE = (
         (_GROWN,),
     ),
     Mutation(
+        "assistant: its cursors do not move back over rejected tokens",
+        "AssistantState._keep_committed",
+        "min(1 + _alike(run, text[1:]), len(text) - 1)",
+        "min(1 + len(run), len(text) - 1)",
+        ("test_assistant_state.py",),
+    ),
+    Mutation(
+        "assistant: q of another row after rows were dropped",
+        "AssistantState._drop",
+        "[self._rows.index(row) for row in running]",
+        "list(range(len(running)))",
+        ("test_assistant_state.py",),
+    ),
+    Mutation(
+        "assistant: the logits after a row's text are those of the row with the most to read",
+        "AssistantState.after_text",
+        "places = torch.tensor(unread, device=logits.device)[:, None, None]",
+        "places = torch.tensor([max(unread)] * len(unread), device=logits.device)[:, None, None]",
+        ("test_assistant_state.py",),
+    ),
+    Mutation(
         "a relaxed rule says it is lossless",
         "_Relaxed.lossless",
         "lossless = False",

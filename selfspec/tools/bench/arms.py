@@ -12,14 +12,16 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
-from selfspec.draft import Drafter
+from selfspec.draft import Assistant, Drafter
+from selfspec.draft.named import ASSISTANT, parse_draft
 from selfspec.measure.stock import bare
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
+from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.compiled import no_compiler
 from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.bench.cell import Cell
 
-ArmKind = Literal["generate", "static", "lookup", "early-exit", "plain", "draft"]
+ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
 """`model.generate`, alone and with each help of its own; and selfspec, without a draft and with one."""
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
@@ -38,7 +40,7 @@ class ArmSpec:
 
     Attributes:
         kind: of the arm.
-        draft: of selfspec's drafting arms, by name.
+        draft: of selfspec's drafting arms, and of `model.generate` with an assistant, by name.
         exit_layer: of `model.generate` with an early exit.
         length: tokens drafted each round; None: as the arm itself decides.
         accept: acceptance rule, by name; None: selfspec's default.
@@ -65,6 +67,7 @@ class ArmSpec:
             "static": "model.generate, static cache, compiled",
             "lookup": "model.generate, prompt look-up",
             "early-exit": f"model.generate, assistant_early_exit={self.exit_layer}{length}",
+            "assistant": f"model.generate, assistant_model={(self.draft or '').removeprefix(ASSISTANT)}",
             "plain": f"selfspec plain{how}",
             "draft": f"selfspec {self.draft}{length}{rule}{how}",
         }
@@ -112,9 +115,10 @@ class StockArm:
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         self.spec, self._model = spec, bare(model)
+        self._assistant = self._prepared_assistant() if spec.kind == "assistant" else None
 
     def absence(self, cell: Cell) -> str | None:
-        if self.spec.kind in ("lookup", "early-exit") and cell.batch > 1:
+        if self.spec.kind in ("lookup", "early-exit", "assistant") and cell.batch > 1:
             return "transformers' assisted generation takes one row at a time"
         return no_compiler(self._model.device) if self.spec.kind == "static" else None
 
@@ -135,6 +139,12 @@ class StockArm:
         rows: list[list[int]] = sequences[:, prompts.shape[1] :].tolist()
         return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls)
 
+    def _prepared_assistant(self) -> PreTrainedModel:
+        draft = parse_draft(self.spec.draft or "")
+        assert isinstance(draft, Assistant)
+        draft.prepare(self._model, Substitutes())
+        return draft.model
+
     def _help(self) -> dict[str, Any]:
         config = self._model.generation_config
         match self.spec.kind:
@@ -145,6 +155,8 @@ class StockArm:
                 config.num_assistant_tokens = self.spec.length
                 config.num_assistant_tokens_schedule = "constant"
                 return {"assistant_early_exit": self.spec.exit_layer}
+            case "assistant":
+                return {"assistant_model": self._assistant}
             case "static":
                 on_cuda = self._model.device.type == "cuda"
                 compiling = CompileConfig() if on_cuda else CompileConfig(mode="default")

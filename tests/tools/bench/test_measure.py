@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers import tiny
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.timing import Call
 from selfspec.tools.bench.agreement import Pair, compare
 from selfspec.tools.bench.arms import Arm, ArmSpec, StockArm, make_arm
@@ -85,6 +86,18 @@ def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
     running = [result for result in found if result.absence is None]
     assert all(call.tokens == 48 for result in running for call in result.calls[0])
     assert all(result.agreement is not None and result.agreement.equal == 6 for result in running)
+
+
+def test_an_assistant_drafts_for_both() -> None:
+    name = f"assistant:{checkpoint_folder()}"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float32)
+    specs = [ArmSpec("generate"), ArmSpec("assistant", name), ArmSpec("plain"), ArmSpec("draft", name, length=3)]
+    _, stock, _, own = measured(model, GREEDY, specs, repeats=1)
+    # The model itself is accepted whole; transformers ends drafts that are not confident.
+    for arm, most in ((stock, 15), (own, 4)):
+        assert arm.agreement is not None
+        assert not arm.agreement.refused
+        assert all(call.passes <= most for call in arm.calls[0])
 
 
 def test_sampled_texts_are_not_compared(llama: PreTrainedModel) -> None:
