@@ -65,9 +65,7 @@ def ablate(
     lists: Lists,
     estimates: Estimates,
     machine: Machine,
-    study: Annotated[
-        Path | None, typer.Argument(metavar="STUDY", help="A study as TOML or YAML; options override it.")
-    ] = None,
+    study: Annotated[Path | None, typer.Argument(metavar="STUDY", help="A study as TOML; options override it.")] = None,
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")
     ] = None,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from selfspec.cli.options import Model, Output, prepare_process
 from selfspec.cli.outcome import print_json
@@ -17,16 +14,10 @@ from selfspec.measure.embedded import model_place
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from selfspec.model.summary import ExitSummary, LayerSummary, ModelSummary, Weights
+    from selfspec.model.summary import LayerSummary, ModelSummary, Weights
 
 
-def inspect(
-    model: Model,
-    draft_vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Show also the cost of drafts that read N rows of the head.")
-    ] = None,
-    output: Output = "text",
-) -> None:
+def inspect(model: Model, output: Output = "text") -> None:
     """Describe a model by its parts, without loading its weights or running it.
 
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
@@ -37,19 +28,17 @@ def inspect(
 
     prepare_process(threads=None)
     summary = describe_config(read_config(model_place(model)))
-    reduced = None if draft_vocabulary is None else summary.exits_reading(draft_vocabulary)
     if output == "json":
-        fewer = {} if reduced is None else {"exits_with_draft_vocabulary": [asdict(choice) for choice in reduced]}
-        print_json({"checkpoint": model, **summary.to_dict(), **fewer, "versions": versions()})
+        print_json({"checkpoint": model, **summary.to_dict(), "versions": versions()})
         return
-    exits = _exits("Draft cost of each exit, by weights read (head included)", summary.exits)
+    exits = figures_table(
+        "Draft cost of each exit, by weights read (head included)", ["draft"], ["bytes a step", "cost ratio c"]
+    )
+    for choice in summary.exits:
+        exits.add_row(f"exit:{choice.layer}", f"{choice.bytes_read:,}", f"{choice.cost_ratio:.3f}")
     exits.add_section()
     exits.add_row("target", f"{summary.target_bytes_read:,}", "1.000")
     console().print(_overview(model, summary), "", _parts(summary), "", _substitutes(summary), "", exits, sep="\n")
-    if reduced is not None:
-        console().print(
-            "", _exits(f"Draft cost of each exit with {draft_vocabulary} rows of the head", reduced), sep="\n"
-        )
 
 
 def _overview(name: str, summary: ModelSummary) -> Table:
@@ -99,13 +88,6 @@ def _substitutes(summary: ModelSummary) -> Table:
     table = figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"])
     for fewer in summary.substitutes:
         table.add_row(f"int{fewer.bits}", f"{fewer.bytes:,}", f"{fewer.share:.1%}")
-    return table
-
-
-def _exits(title: str, exits: Sequence[ExitSummary]) -> Table:
-    table = figures_table(title, ["draft"], ["bytes a step", "cost ratio c"])
-    for choice in exits:
-        table.add_row(f"exit:{choice.layer}", f"{choice.bytes_read:,}", f"{choice.cost_ratio:.3f}")
     return table
 
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.shared_cache import recurrent_layers
-from selfspec.errors import DraftConfigError
 from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part
@@ -175,18 +174,7 @@ class ModelSummary:
     @property
     def exits(self) -> tuple[ExitSummary, ...]:
         """Every exit layer, 1..N-1 of N layers."""
-        return self.exits_reading(self.vocabulary)
-
-    def exits_reading(self, rows: int) -> tuple[ExitSummary, ...]:
-        """Every exit where a draft step reads only `rows` rows of the head; bytes are rounded down.
-
-        Raises:
-            DraftConfigError: the model does not have so many tokens.
-        """
-        if not 1 <= rows <= self.vocabulary:
-            raise DraftConfigError(f"a reduced vocabulary of {rows} is out of range: this model has {self.vocabulary}")
-        saved = self.head.bytes * (self.vocabulary - rows) // self.vocabulary
-        reads = ((layer, self._bytes_read(layer) - saved) for layer in range(1, len(self.layers)))
+        reads = ((layer, self._bytes_read(layer)) for layer in range(1, len(self.layers)))
         return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
 
     def to_dict(self) -> dict[str, Any]:

@@ -83,10 +83,6 @@ def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, te
         "json",
     )
     assert verified.status == 0, verified.stdout
-    shown = json.loads(invoke("inspect", folder, "--draft-vocabulary", "16", "--output", "json").stdout)
-    before, after = shown["exits"][1], shown["exits_with_draft_vocabulary"][1]
-    assert after["bytes_read"] == before["bytes_read"] - 496 * 64 * 4
-    assert after["cost_ratio"] == after["bytes_read"] / shown["target_bytes_read"]
 
 
 @pytest.mark.parametrize(
@@ -95,17 +91,11 @@ def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, te
         (("--exits", "2;3"), "--exits"),
         (("--exits", "9"), "out of range"),
         (("--learning-rate", "0"), "learning rate"),
-        (("--tensorboard",), "pip install tensorboard"),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(
     invoke: Invoke, folder: str, text: str, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
-    if words == ("--tensorboard",):
-        from importlib.util import find_spec
-
-        if find_spec("tensorboard") is not None:
-            pytest.skip("tensorboard is there")
     to = tmp_path / "model"
     ending = invoke("train", "layerskip", folder, "--text", text, "--to", str(to), *_QUICK, *words)
     assert ending.status == 2

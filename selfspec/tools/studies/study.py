@@ -1,4 +1,4 @@
-"""What a study declares: models, drafts, workloads and the rest, from a TOML or YAML file or from options, checked."""
+"""What a study declares: models, drafts, workloads and the rest, from a TOML file or from options, checked."""
 
 from __future__ import annotations
 
@@ -107,31 +107,18 @@ class Study:
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
-    """Read a study from a TOML or YAML file; `changes` replace values of the file.
+    """Read a study from a TOML file; `changes` replace values of the file.
 
     Raises:
         StudyError: the file cannot be read, is malformed, or declares what cannot be.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        declared = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise StudyError(f"the study {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    declared = _parsed(file, text)
-    if not isinstance(declared, dict):
-        raise StudyError(f'{file} declares no keys and values; begin with e.g. models = ["demo"]')
+    except (ValueError, RecursionError) as error:
+        raise StudyError(f"{file} is not TOML: {' '.join(str(error).split())}") from error
     return Study.of({"name": file.stem, **declared, **(changes or {})}, str(file))
-
-
-def _parsed(file: Path, text: str) -> Any:
-    import yaml
-
-    if file.suffix not in (".toml", ".yaml", ".yml"):
-        raise StudyError(f"{file} ends in neither .toml, .yaml nor .yml; name it by what it is")
-    try:
-        return tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        kind = "TOML" if file.suffix == ".toml" else "YAML"
-        raise StudyError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
 
 
 def require_packages() -> None:

@@ -18,7 +18,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from selfspec.errors import TrainingError
@@ -91,10 +90,6 @@ class _CourseTrainer(Trainer):
         self._lesson = lesson
         # The loss is a mean over tokens; the Trainer then divides it by the number of batches summed up.
         self.model_accepts_loss_kwargs = False
-        if course.tensorboard:
-            board = TensorBoardCallback()
-            board.logging_dir = str(folder / "tensorboard")
-            self.add_callback(board)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

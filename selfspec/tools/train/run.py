@@ -53,7 +53,9 @@ def run(
         StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
         KeyboardInterrupt: interrupted; repeat the call to resume.
     """
-    _require_packages(course)
+    for package in ("accelerate", "matplotlib"):
+        if find_spec(package) is None:
+            raise TrainingError(f"training needs {package}; pip install 'selfspec[train]'")
     # Only training needs the package, so it may be missing.
     from accelerate import PartialState
 
@@ -114,14 +116,6 @@ def run(
     if processes.is_main_process:
         folder.finish(save, report)
     return report
-
-
-def _require_packages(course: Course) -> None:
-    for package in ("accelerate", "matplotlib"):
-        if find_spec(package) is None:
-            raise TrainingError(f"training needs {package}; pip install 'selfspec[train]'")
-    if course.tensorboard and find_spec("tensorboard") is None:
-        raise TrainingError("logs for TensorBoard need the package tensorboard; pip install tensorboard")
 
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:

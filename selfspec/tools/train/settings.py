@@ -52,7 +52,6 @@ class Course:
     seed: Annotated[int, typer.Option(help="Seed of the order of the text, of dropout and of new weights.")] = 0
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between measurements.")] = 100
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write logs for TensorBoard as well.")] = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "length", "save_every", "evaluate_every"):
