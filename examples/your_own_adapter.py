@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import selfspec
-from selfspec.tools.verify import draft_logits, pruned_logits
+from selfspec.tools.verify.pruned import draft_logits, pruned_logits
 
 
 # The made-up architecture: attention and MLP side by side, under names of their own, two values from the MLP.

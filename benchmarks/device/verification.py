@@ -13,10 +13,12 @@ from selfspec.draft import Drafter, LowPrecision
 from selfspec.draft.named import draft_name
 from selfspec.measure.prompts import BEGINNINGS
 from selfspec.measure.stock import bare
-from selfspec.tools.verify import Report, Settings, default_drafts, verify
+from selfspec.tools.verify.report import Report
+from selfspec.tools.verify.run import default_drafts, verify
+from selfspec.tools.verify.settings import Settings
 
 _SMALL = "the small model"
-_FEW = Settings(accept=("token",), max_new_tokens=6, draft_length=2, samples=100)
+_FEW = Settings(accept=["token"], max_new_tokens=6, draft_length=2, samples=100)
 
 
 def verification_cases(bench: Bench) -> Iterator[Case]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output, PromptFile, Seed, read_draft
+from selfspec.cli.options import ModelOptions, Output, PromptFile, read_draft
 from selfspec.cli.outcome import FAILED, print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
+from selfspec.tools.verify.settings import Settings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from selfspec.draft import Drafter
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
-    from selfspec.tools.verify import Report
     from selfspec.tools.verify.comparison import Comparison, Divergence
+    from selfspec.tools.verify.report import Report
 
 _STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
 _WRONG = "bold red"
@@ -32,24 +32,9 @@ _WRONG = "bold red"
 _MOST_LISTED = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checks:
-    """What is checked, and how strictly."""
-
-    accept: Annotated[
-        list[str],
-        typer.Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
-    ] = field(default_factory=lambda: ["token", "block", "coupled"])
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 64
-    draft_length: Annotated[int, typer.Option(min=1, help="Draft N tokens a round.")] = 4
-    samples: Annotated[int, typer.Option(min=100, help="Sample N texts for each test of fit.")] = 400
-    level: Annotated[float, typer.Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
-    seed: Seed = 0
-
-
 def verify(
     model: ModelOptions,
-    checks: Checks,
+    settings: Settings,
     draft: Annotated[
         list[str] | None,
         typer.Option(metavar="DRAFT", help="What drafts; may be repeated. Default: a spread of exits and skip sets."),
@@ -74,10 +59,9 @@ def verify(
     from selfspec.draft import Drafter
     from selfspec.environment import versions
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
-    from selfspec.tools.verify import Settings, default_drafts
-    from selfspec.tools.verify import verify as run
+    from selfspec.tools.verify.run import default_drafts
+    from selfspec.tools.verify.run import verify as run
 
-    settings = Settings(**{**asdict(checks), "accept": tuple(checks.accept)})
     texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named
@@ -134,18 +118,15 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
         f"prompts, {settings.max_new_tokens} new tokens, draft length {settings.draft_length}, seed {settings.seed}; "
         f"{seconds:.0f} s"
     )
-    out.print("", _greedy(report), sep="\n")
+    out.print("", _drafts(report), sep="\n")
     out.print(
+        f"Greedy texts beside those of model.generate, sampled ones beside plain decoding's. Each p is of "
+        f"{settings.samples} texts of 3 tokens against the model's own distribution, all of them together at level "
+        f"{settings.level:g} (Holm); coupled tokens do not depend on the draft, so one test serves all.\n"
         f"Rounding: passes of the model itself over 1 and over {' or '.join(map(str, bound.widths))} tokens differ by "
         f"up to {bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of "
         f"positions: {measured['logits_quantile_99']:.1e} and {measured['gap_change_quantile_99']:.1e}). A gap of up "
         f"to {bound.near_tie:.1e} is a near-tie; {bound.close_calls} of {len(bound.gaps)} are.",
-        style="dim",
-    )
-    out.print("", _sampled(report), sep="\n")
-    out.print(
-        f"Each p is of {settings.samples} texts of 3 tokens against the model's own distribution, all of them together "
-        f"at level {settings.level:g} (Holm). Coupled tokens do not depend on the draft, so one test serves all.",
         style="dim",
     )
     out.print()
@@ -159,41 +140,27 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
     out.print(Text(report.sentence, style=_STYLES[str(report.exactness)]))
 
 
-def _greedy(report: Report) -> Table:
+def _drafts(report: Report) -> Table:
     from rich.text import Text
 
-    columns = ("equal texts", "equal tokens, teacher-forced", "logits off by", "mean accepted length")
-    table = figures_table("Greedy decoding, against model.generate", ["draft"], columns)
+    bound, rejected, rules = report.bound, report.rejected, report.settings.accept
+    columns = ("greedy texts", "forced tokens", "logits off by", "tokens a pass", "coupled texts")
+    table = figures_table("What is equal, by draft", ["draft"], (*columns, *(f"p, {rule}" for rule in rules)))
     for draft in report.drafts:
-        forced, bound = draft.forced, report.bound
+        forced, fits = draft.forced, {fit.rule: fit for fit in draft.fits}
+        p_values = [
+            Text(f"{fits[rule].p_value:.2g}", style=_WRONG if fits[rule] in rejected else "") if rule in fits else "-"
+            for rule in rules
+        ]
         table.add_row(
             draft.name,
             _equal_texts(draft.free_running, bound),
             _share(forced.equal_tokens, forced.tokens, forced.divergences, bound),
             Text(f"{draft.logits_off:.1e}", style=_WRONG if draft.logits_off > bound.most_off else ""),
             f"{draft.stats.mean_accepted_length:.2f}",
+            _equal_texts(draft.coupled, bound) if draft.coupled else "-",
+            *p_values,
         )
-    return table
-
-
-def _sampled(report: Report) -> Table:
-    from rich.text import Text
-
-    settings, rejected = report.settings, report.rejected
-    columns = [f"p, {rule}" for rule in settings.accept]
-    if settings.coupled_rules:
-        columns.insert(0, "equal texts, coupled")
-    table = figures_table("Sampling, against plain decoding and the model's own distribution", ["draft"], columns)
-    for draft in report.drafts:
-        cells: list[Text | str] = [draft.name]
-        if settings.coupled_rules:
-            cells.append(_equal_texts(draft.coupled, report.bound) if draft.coupled else "-")
-        fits = {fit.rule: fit for fit in draft.fits}
-        for rule in settings.accept:
-            fit = fits.get(rule)
-            style = _WRONG if fit in rejected else ""
-            cells.append("-" if fit is None else Text(f"{fit.p_value:.2g}", style=style))
-        table.add_row(*cells)
     return table
 
 

@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecError
 from selfspec.cli.generate import DRAFTS
 from selfspec.cli.options import grouped, read_draft
-from selfspec.cli.verify import Checks
 from selfspec.measure.embedded import DEMO, checkpoint_folder, model_place
-from selfspec.tools import verify
 
 
 @pytest.mark.parametrize(
@@ -108,9 +106,3 @@ def test_a_dataclass_becomes_a_panel_of_options() -> None:
     assert "Numbers to add" in CliRunner().invoke(app, ["--help"]).stdout
     assert CliRunner().invoke(app, ["c"]).exit_code == 2
     assert inspect.getdoc(grouped(add)) == "Add."
-
-
-def test_options_have_the_names_and_defaults_of_the_settings() -> None:
-    fields, given = asdict(verify.Settings()), asdict(Checks())
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(fields[name], tuple)}
-    assert {**fields, **given, **lists} == fields

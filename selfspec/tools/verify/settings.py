@@ -1,42 +1,43 @@
-"""What a verification is to do, checked."""
+"""What a verification is to do. Each field is also an option of `selfspec verify`, and its help describes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
-from selfspec.accept import find_rule
+import typer
+
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from selfspec.accept import Rule
 
 _FEWEST_SAMPLES = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much is verified, and how strictly.
+    """What is checked, and how strictly.
 
-    Attributes:
-        accept: names of the acceptance rules. Greedy decoding is verified under the first, and under every one that is
-            not lossless.
-        max_new_tokens: length of each text, in tokens.
-        draft_length: tokens drafted each round.
-        samples: texts drawn for each test of goodness of fit, at least 100.
-        level: of significance, of all tests together (family-wise).
-        seed: of all that is drawn, 0 .. 2**63 - 1.
+    Greedy decoding is verified under the first rule, and under every one that is not lossless.
 
     Raises:
         UnsupportedOptionError, DraftConfigError: a value out of range, or a rule that is not known or named twice.
     """
 
-    accept: tuple[str, ...] = ("token", "block", "coupled")
-    max_new_tokens: int = 64
-    draft_length: int = 4
-    samples: int = 400
-    level: float = 0.01
-    seed: int = 0
+    accept: Annotated[
+        list[str],
+        typer.Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
+    ] = field(default_factory=lambda: ["token", "block", "coupled"])
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 64
+    draft_length: Annotated[int, typer.Option(min=1, help="Draft N tokens a round.")] = 4
+    samples: Annotated[int, typer.Option(min=_FEWEST_SAMPLES, help="Sample N texts for each test of fit.")] = 400
+    level: Annotated[float, typer.Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
 
     def __post_init__(self) -> None:
         for name in self.accept:
-            find_rule(name)
+            _rule(name)
         if not self.accept or len(set(self.accept)) < len(self.accept):
             raise UnsupportedOptionError(f"name each acceptance rule once, and at least one; got {list(self.accept)}")
         if self.max_new_tokens < 2:
@@ -53,22 +54,28 @@ class Settings:
             raise UnsupportedOptionError(f"the seed must be from 0 to 2**63 - 1, got {self.seed}")
 
     @property
-    def greedy_rules(self) -> tuple[str, ...]:
+    def greedy_rules(self) -> list[str]:
         """The rules under which greedy decoding is verified. Under lossless ones it is the same computation."""
         first, *others = self.accept
-        return (first, *(name for name in others if not find_rule(name).lossless))
+        return [first, *(name for name in others if not _rule(name).lossless)]
 
     @property
-    def coupled_rules(self) -> tuple[str, ...]:
+    def coupled_rules(self) -> list[str]:
         """The rules whose tokens, at equal seeds, do not depend on the draft."""
-        return tuple(name for name in self.accept if find_rule(name).couples)
+        return [name for name in self.accept if _rule(name).couples]
 
     @property
-    def sampled_rules(self) -> tuple[str, ...]:
+    def sampled_rules(self) -> list[str]:
         """The rules under which every draft has a sampled distribution of its own."""
-        return tuple(name for name in self.accept if not find_rule(name).couples)
+        return [name for name in self.accept if not _rule(name).couples]
 
     @property
     def lossless(self) -> bool:
         """Whether all rules are."""
-        return all(find_rule(name).lossless for name in self.accept)
+        return all(_rule(name).lossless for name in self.accept)
+
+
+def _rule(name: str) -> Rule:
+    from selfspec.accept import find_rule
+
+    return find_rule(name)

@@ -11,7 +11,7 @@ from selfspec.draft import Budget, Draft, Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import draft_name
 from selfspec.model.layer_path import Part
-from selfspec.tools.verify import default_drafts
+from selfspec.tools.verify.run import default_drafts
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 12, 80])

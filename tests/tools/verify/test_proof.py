@@ -26,9 +26,10 @@ from selfspec.draft.named import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.runner import ModelRunner, Pass
-from selfspec.tools.verify import Report, Settings, verify
 from selfspec.tools.verify.comparison import Check
-from selfspec.tools.verify.report import Exactness
+from selfspec.tools.verify.report import Exactness, Report
+from selfspec.tools.verify.run import verify
+from selfspec.tools.verify.settings import Settings
 
 QUICK = Settings(max_new_tokens=16, samples=300)
 # Where the texts matter, and where the tests of fit do.
@@ -181,7 +182,7 @@ def test_a_residual_from_p_shows(
     other: str,
 ) -> None:
     monkeypatch.setattr(broken, "recovery_probs", recovered_from_p)
-    report = verified(stories, prompts, replace(FITS, accept=(rule, other)), DRAFTS[1:])
+    report = verified(stories, prompts, replace(FITS, accept=[rule, other]), DRAFTS[1:])
     assert report.exactness is Exactness.NOT_EXACT
     # Greedy decoding cannot see it, and the other rule has a residual of its own.
     assert [failure.split(" (p")[0] for failure in report.failures] == [
@@ -200,7 +201,7 @@ def test_a_bonus_token_that_is_too_sure_shows(
         return torch.where((place == draft.length)[:, None], weights**2, weights)
 
     monkeypatch.setattr(TokenLevel, "recovery_probs", sharpened)
-    report = verified(stories, prompts, replace(FITS, accept=("token",)), DRAFTS[:1])
+    report = verified(stories, prompts, replace(FITS, accept=["token"]), DRAFTS[:1])
     assert failed(report, "skip:attn=1: tokens sampled under token do not fit")
     assert report.divergences == ()
 
@@ -247,7 +248,7 @@ def test_noise_that_depends_on_the_draft_shows(
         return right(self, weights, positions - positions[:, :1])
 
     monkeypatch.setattr(Noise, "choose", by_block)
-    report = verified(stories, prompts, replace(TEXTS, accept=("coupled",)), DRAFTS[1:])
+    report = verified(stories, prompts, replace(TEXTS, accept=["coupled"]), DRAFTS[1:])
     assert failed(report, "exit:4: coupled token")
     assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
 
@@ -257,14 +258,14 @@ def test_noise_that_favours_the_likely_shows(
 ) -> None:
     right = Noise.choose
     monkeypatch.setattr(Noise, "choose", lambda self, weights, positions: right(self, weights**2, positions))
-    report = verified(stories, prompts, replace(FITS, accept=("coupled",)), DRAFTS[1:])
+    report = verified(stories, prompts, replace(FITS, accept=["coupled"]), DRAFTS[1:])
     # Drafting and plain decoding agree; both are wrong.
     assert report.divergences == ()
     assert failed(report, "none: tokens sampled under coupled do not fit")
 
 
 def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
-    report = verified(stories, prompts, replace(FITS, accept=("token", "relaxed-top-k")), DRAFTS[1:])
+    report = verified(stories, prompts, replace(FITS, accept=["token", "relaxed-top-k"]), DRAFTS[1:])
     assert report.exactness is Exactness.NOT_EXACT
     assert not report.settings.lossless
     assert report.to_dict()["lossless"] is False

@@ -13,7 +13,7 @@ from helpers.reference import zeroed
 from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.model.registry import find_adapter
-from selfspec.tools.verify import draft_logits, pruned_logits
+from selfspec.tools.verify.pruned import draft_logits, pruned_logits
 
 BLOCK = 5
 DRAFTS = (EarlyExit(1), EarlyExit(3), LayerSkip(attention=[1]), LayerSkip(mlp=[2]), LayerSkip(layers=[0, 2]))

@@ -15,7 +15,7 @@ from selfspec.draft import Budget, Draft, Drafter
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
 from selfspec.model.gated_view import ExactStates
-from selfspec.tools.verify import default_drafts
+from selfspec.tools.verify.run import default_drafts
 from selfspec.tools.verify.texts import forced_logits
 
 NEW = 11
