@@ -140,7 +140,6 @@ def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path:
         "report.md",
         "speed.png",
         "acceptance.png",
-        "prediction.png",
     }
     # What is there already is not measured again.
     before = (to / "results.jsonl").read_bytes()

@@ -1,4 +1,4 @@
-"""The plots, made from the results: speed by arm, acceptance by depth, predicted against measured speed-up."""
+"""The plots, made from the results: speed by arm, and acceptance by depth."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import BenchError
 from selfspec.files.writing import whole
-from selfspec.measure.estimate import Estimate
-from selfspec.tools.bench.figures import PredictedSpeedup
 from selfspec.tools.bench.results import MeasuredCell
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 KEPT = "the results are kept: make room and repeat the command"
 """What messages say of a report that cannot be written."""
 
-SPEED, ACCEPTANCE, PREDICTION = "speed.png", "acceptance.png", "prediction.png"
+SPEED, ACCEPTANCE = "speed.png", "acceptance.png"
 
 # The qualitative palette of Okabe and Ito (2008), which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
@@ -44,7 +42,7 @@ def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[str]:
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
-        drawn = {SPEED: _speed(cells), ACCEPTANCE: _acceptance(cells), PREDICTION: _prediction(cells)}
+        drawn = {SPEED: _speed(cells), ACCEPTANCE: _acceptance(cells)}
         for name, figure in drawn.items():
             if figure is None:
                 (folder / name).unlink(missing_ok=True)
@@ -62,8 +60,10 @@ def _speed(cells: Sequence[MeasuredCell]) -> Figure:
         for arm, found in measured.figures.items():
             ratio = found.decoding_against.get("model_generate")
             if ratio is not None:
-                style = _style(0 if arm.own else 1)
-                panel.errorbar(ratio.value, names.index(arm.name), xerr=_beside([ratio]), capsize=3, **style)
+                beside = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
+                panel.errorbar(
+                    ratio.value, names.index(arm.name), xerr=beside, capsize=3, **_style(0 if arm.own else 1)
+                )
         panel.set(xlabel="decoding speed against model.generate", ylim=(len(names) - 0.5, -0.5))
         panel.set_yticks(range(len(names)), names)
         panel.set_xlim(left=0)
@@ -97,31 +97,8 @@ def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
     return figure
 
 
-def _prediction(cells: Sequence[MeasuredCell]) -> Figure | None:
-    points: dict[str, list[PredictedSpeedup]] = {}
-    for cell in cells:
-        for arm, found in cell.figures.items():
-            if found.prediction is not None:
-                points.setdefault(arm.name, []).append(found.prediction)
-    if not points:
-        return None
-    figure, (panel,) = _panels([None], 4.6)
-    furthest = 1.08 * max(max(each.predicted, each.measured.high) for own in points.values() for each in own)
-    panel.plot([0, furthest], [0, furthest], color="#888888", linewidth=0.8)
-    panel.plot([0, furthest], [0, 0.9 * furthest], color="#888888", linewidth=0.8, linestyle="--")
-    for number, (name, own) in enumerate(points.items()):
-        predicted, measured = [each.predicted for each in own], [each.measured for each in own]
-        medians, spread = [each.value for each in measured], _beside(measured)
-        panel.errorbar(predicted, medians, yerr=spread, linestyle="", capsize=2, label=name, **_style(number))
-    panel.set(xlim=(0, furthest), ylim=(0, furthest), title="each point a cell; lines: efficiency 1 and 0.9")
-    panel.set(xlabel="speed-up over plain decoding, predicted from c and V", ylabel="measured")
-    panel.grid()
-    panel.legend(loc="upper left")
-    return figure
-
-
-def _panels(cells: Sequence[MeasuredCell | None], height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each cell, up to three beside one another, or with one for all."""
+def _panels(cells: Sequence[MeasuredCell], height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each cell, up to three beside one another."""
     # Not pyplot: it keeps state of its own, and asks for a display.
     from matplotlib.figure import Figure
 
@@ -132,17 +109,11 @@ def _panels(cells: Sequence[MeasuredCell | None], height: float) -> tuple[Figure
     for panel in panels[len(cells) :]:
         panel.set_visible(False)
     for panel, measured in zip(panels, cells, strict=False):
-        if measured is not None:
-            cell = measured.cell
-            place = f"batch {cell.batch}, prompt of {cell.context} tokens"
-            panel.set_title(f"{cell.workload}, temperature {cell.temperature:g}\n{place}")
+        cell = measured.cell
+        place = f"batch {cell.batch}, prompt of {cell.context} tokens"
+        panel.set_title(f"{cell.workload}, temperature {cell.temperature:g}\n{place}")
     return figure, panels[: len(cells)]
 
 
 def _style(number: int) -> dict[str, Any]:
     return {"marker": _MARKERS[number % len(_MARKERS)], "color": _COLOURS[number % len(_COLOURS)]}
-
-
-def _beside(found: Sequence[Estimate]) -> list[list[float]]:
-    """How far the ends of intervals are from their estimates, as error bars want it."""
-    return [[each.value - each.low for each in found], [each.high - each.value for each in found]]

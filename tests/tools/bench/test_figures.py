@@ -174,15 +174,15 @@ def test_names_change_nothing_of_the_page(tmp_path: Path) -> None:
     texts = ["".join(child.content for child in token.children or []) for token in odd]
     assert f"selfspec skip-file:{shown}" in texts
     assert any(text.startswith(f"{shown}, temperature 0") for text in texts)
-    assert plots.draw([measured], tmp_path) == [plots.SPEED, plots.ACCEPTANCE, plots.PREDICTION]
+    assert plots.draw([measured], tmp_path) == [plots.SPEED, plots.ACCEPTANCE]
 
 
 def test_plots_of_all_and_of_little(tmp_path: Path) -> None:
-    assert plots.draw([cell()], tmp_path) == [plots.SPEED, plots.ACCEPTANCE, plots.PREDICTION]
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in (plots.SPEED, plots.PREDICTION))
+    assert plots.draw([cell()], tmp_path) == [plots.SPEED, plots.ACCEPTANCE]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in (plots.SPEED, plots.ACCEPTANCE))
     little = MeasuredCell(CELL, SETTINGS, (STOCK, PLAIN))
     assert plots.draw([little], tmp_path) == [plots.SPEED]
-    assert not (tmp_path / plots.PREDICTION).exists()
+    assert not (tmp_path / plots.ACCEPTANCE).exists()
 
 
 def test_the_overview_is_as_narrow_as_it_can_be() -> None:
