@@ -141,15 +141,19 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
 
 
 def _drafts(report: Report) -> Table:
+    from rich.table import Column
     from rich.text import Text
 
     bound, rejected, rules = report.bound, report.rejected, report.settings.accept
     columns = ("greedy texts", "forced tokens", "logits off by", "tokens a pass", "coupled texts")
-    table = figures_table("What is equal, by draft", ["draft"], (*columns, *(f"p, {rule}" for rule in rules)))
+    head = [Column("draft", no_wrap=True)]
+    table = figures_table("What is equal, by draft", head, (*columns, f"p, {', '.join(rules)}"))
     for draft in report.drafts:
         forced, fits = draft.forced, {fit.rule: fit for fit in draft.fits}
         p_values = [
-            Text(f"{fits[rule].p_value:.2g}", style=_WRONG if fits[rule] in rejected else "") if rule in fits else "-"
+            Text(f"{fits[rule].p_value:.2g}", style=_WRONG if fits[rule] in rejected else "")
+            if rule in fits
+            else Text("-")
             for rule in rules
         ]
         table.add_row(
@@ -159,7 +163,7 @@ def _drafts(report: Report) -> Table:
             Text(f"{draft.logits_off:.1e}", style=_WRONG if draft.logits_off > bound.most_off else ""),
             f"{draft.stats.mean_accepted_length:.2f}",
             _equal_texts(draft.coupled, bound) if draft.coupled else "-",
-            *p_values,
+            Text(", ").join(p_values),
         )
     return table
 
