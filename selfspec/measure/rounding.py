@@ -29,9 +29,6 @@ class Bound:
     The model's passes over one token are compared with its passes over several, on reference texts. At each position
     the largest difference over the vocabulary counts.
 
-    Args:
-        widths: tokens of a pass to compare with one.
-
     Attributes:
         widths: as given.
         rounding: what rounding the largest logit once may change. The bound is never taken to be less.

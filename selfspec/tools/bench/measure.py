@@ -62,14 +62,8 @@ def measure(
     timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
     is drawn is seeded by repeat and batch.
 
-    Args:
-        model: stock.
-        cell: how to decode.
-        arms: of that model.
-        prompts: one `[batch, context]` for each call.
-        repeats: how often each is timed.
-        warm_up: how often each decodes all prompts before, at least 1.
-        tick: called before every call, `len(arms) * len(prompts) * (warm_up + repeats)` times at most.
+    Prompts are `[batch, context]`, one for each call. `tick` is called before every call, at most
+    `len(arms) * len(prompts) * (warm_up + repeats)` times.
     """
     results = [ArmRun(arm, arm.absence(cell)) for arm in arms]
     # Those of selfspec come last and warm up first: they refuse what they cannot do.

@@ -47,13 +47,6 @@ class Memory:
 def measure_memory(arm: ArmSpec, cell: Cell, prompts: Tensor, place: str, dtype: torch.dtype) -> Memory | None:
     """Let a new process load the model and decode once, on the device of the prompts.
 
-    Args:
-        arm: which.
-        cell: how to decode.
-        prompts: `[batch, prompt]`.
-        place: folder of the checkpoint, or its name on the hub.
-        dtype: what to compute in.
-
     Returns:
         What it took; None where the system does not tell.
     """

@@ -34,11 +34,7 @@ _BEGINNING = re.compile(r"^(\d*)([-+.)])(?= )")
 
 
 def report(cells: Sequence[MeasuredCell]) -> str:
-    """All tables.
-
-    Args:
-        cells: at least one.
-    """
+    """All tables."""
     parts = ["# Benchmark", _NOTES, *dict.fromkeys(map(_setup, cells)), "## Overview", overview(cells)]
     several = len({each.settings.model + each.settings.dtype for each in cells}) > 1
     for measured in cells:

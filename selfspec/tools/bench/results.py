@@ -60,11 +60,7 @@ class MeasuredCell:
 
 
 class ResultsFile:
-    """The results in a folder.
-
-    Args:
-        folder: made when the first result is written.
-    """
+    """The results in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE

@@ -53,10 +53,7 @@ class Session:
     def measure(self, cells: Mapping[Cell, Sequence[Tensor]], file: ResultsFile, watch: Watch) -> list[MeasuredCell]:
         """Measure what was not measured before.
 
-        Args:
-            cells: their prompts, `[batch, context]` for each call.
-            file: gets the results of each cell when it is done.
-            watch: shows progress.
+        Prompts of a cell are `[batch, context]`, one for each call; the file gets each cell's results when it is done.
 
         Returns:
             All of the cells, measured now or before.

@@ -87,14 +87,7 @@ def confirm(
 
     All warm up on all prompts. After the first timed turn only the fastest candidates go on.
 
-    Args:
-        plain: wraps the model without a draft.
-        candidates: by name.
-        costs: of their rounds, measured in such batches.
-        prompts: batches of texts to continue.
-        temperature: 0 decodes greedily.
-        asked: how much.
-        told: of each generation.
+    `costs` were measured in such batches.
 
     Returns:
         The candidates, fastest first.
@@ -127,10 +120,7 @@ def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[s
     Where they do not fill the last one they come again, each a token shorter than before: rows that are the same would
     go on in step, as those of a real batch do not.
 
-    Args:
-        prompts: each `[1, prompt]`.
-        rows: of a batch.
-        texts: the least number of rows in all batches together.
+    Prompts are `[1, prompt]` each; a batch has `rows`, and all batches together at least `texts`.
     """
     grouped = []
     for start in range(0, max(len(prompts), texts), rows):

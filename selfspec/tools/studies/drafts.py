@@ -85,12 +85,6 @@ class Space:
 def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> dict[str, str]:
     """Return the drafts of a study, in the order in which they are named, each with what its name does not say.
 
-    Args:
-        names: as the study has them.
-        model: that drafts.
-        adapter: where its layers are.
-        seed: of random sets.
-
     Returns:
         Digests of what lies on disk, by the name that `draft_of` reads; empty where nothing does.
     """

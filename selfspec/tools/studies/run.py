@@ -94,12 +94,7 @@ def find_out(
 ) -> dict[str, Result]:
     """Find out all that a study asks of some drafts of one model, but for what is known or others are at work on.
 
-    Args:
-        board: keeps what is found out, and shares it.
-        study: says what is asked.
-        studied: the model.
-        drafts: of the model, as `named_drafts` gives them.
-        told: of progress: points found out, and all that are known of.
+    `told` gets points found out, and all that are known of.
 
     Returns:
         All results by key, once they are there.
@@ -168,13 +163,7 @@ def _work(board: Board, unit: Sequence[Point], studied: StudiedModel) -> bool:
 
 
 def do(points: Sequence[Point], studied: StudiedModel, results: Mapping[str, Result]) -> list[Result]:
-    """Find out some points of one kind and text; an error of one does not touch the others.
-
-    Args:
-        points: what is to be found out.
-        studied: their model.
-        results: what they build on.
-    """
+    """Find out some points of one kind and text; an error of one does not touch the others."""
     begun = time.perf_counter()
     try:
         found = _found(points, studied, results)

@@ -37,11 +37,7 @@ class _Kept:
 def sets_by_similarity(text: TeacherForcedText, space: Space, prices: Prices, width: int = 1) -> list[SkipSet]:
     """Return the sets that keep the last hidden states most like the full model's, for every amount of cost saved.
 
-    Args:
-        text: a short one will do; with a reach of 1.
-        space: sets that may be chosen.
-        prices: what attention and MLP weigh.
-        width: ways kept for each amount of cost saved.
+    The text, of a reach of 1, may be short; `width` ways are kept for each amount.
 
     Returns:
         Most similar first.

@@ -24,12 +24,6 @@ from selfspec.tools.train.settings import Averaging
 def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str, Any]:
     """Average two checkpoints and save the result as the trained one was saved.
 
-    Args:
-        trained: the trained checkpoint, a folder or a hub name.
-        base: the checkpoint it was trained from.
-        averaging: how, and what to measure on.
-        to: the folder for the result.
-
     Returns:
         The report, also in `training.json`: what was averaged, and figures of the trained checkpoint before and of the
         result after.

@@ -139,12 +139,7 @@ def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, tex
 
     What was written is kept batch by batch, so that an interrupted call resumes.
 
-    Args:
-        model: writes.
-        beginnings: token ids, `[texts, beginning]`; the course's length counts them in.
-        course: names that length, and the seed.
-        texts: names how much is measured on.
-        kept: the file for what was written.
+    Beginnings are `[texts, beginning]`; the course's length counts them in.
     """
     written = torch.empty(0, course.length, dtype=torch.long)
     if kept.exists():

@@ -24,14 +24,7 @@ from selfspec.tools.train.vocabulary import most_frequent
 
 
 class ExitHeads(nn.Module):
-    """One adapter for each exit.
-
-    Args:
-        hidden: width of the model.
-        rank: width of each adapter's MLP.
-        exits: exit layers.
-        tokens: ids that can be drafted; None: all.
-    """
+    """One adapter for each exit. `tokens` are the ids that can be drafted; None: all."""
 
     tokens: Tensor | None
 
@@ -50,15 +43,7 @@ class ExitHeads(nn.Module):
         return values if self.tokens is None else values.index_select(-1, self.tokens)
 
     def save(self, folder: Path, dtype: torch.dtype, base: str, default: int, validation: Mapping[str, float]) -> None:
-        """Write what `ExitHead.from_pretrained` reads.
-
-        Args:
-            folder: where; it exists.
-            dtype: what weights are saved in.
-            base: fingerprint of the base's weights.
-            default: the exit that is used when none is named.
-            validation: figures on held-out text.
-        """
+        """Write what `ExitHead.from_pretrained` reads."""
         content = save(
             {
                 name: value.to("cpu", dtype if value.is_floating_point() else torch.int32).contiguous()
@@ -80,14 +65,7 @@ class ExitHeads(nn.Module):
 
 
 class ExitLesson(Lesson):
-    """Distils the full model into exit heads. The base stays as it is, and with it the output distribution.
-
-    Args:
-        base: the stock model; it is frozen.
-        recipe: which heads, and what they minimise.
-        text: to learn from and to measure on.
-        seed: of the new weights.
-    """
+    """Distils the full model into exit heads. The base stays as it is, and with it the output distribution."""
 
     def __init__(self, base: PreTrainedModel, recipe: ExitHeadRecipe, text: Split, seed: int) -> None:
         self.held_out = text.held_out

@@ -76,12 +76,7 @@ class RunFolder:
         return begun.before or before
 
     def finish(self, save: Callable[[Path], None], report: Mapping[str, Any]) -> None:
-        """Put the result in place, the report last, and drop the checkpoints.
-
-        Args:
-            save: writes all other files into the folder it is given.
-            report: what `training.json` says.
-        """
+        """Put the result in place, the report last, and drop the checkpoints."""
         new = self.path / _NEW
         shutil.rmtree(new, ignore_errors=True)
         try:

@@ -69,10 +69,7 @@ class Lesson(ABC):
 class ExitMeter:
     """Adds up agreement and alpha of exits, and predicts their speed-up from the weights a draft step reads.
 
-    Args:
-        base: the stock model.
-        adapter: where its layers are.
-        heads: what reads the states of each exit; None: the model's own norm and head.
+    Where an exit has no head, the model's own norm and head read its states.
     """
 
     def __init__(self, base: PreTrainedModel, adapter: Adapter, heads: Mapping[int, DraftHead | None]) -> None:
