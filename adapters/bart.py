@@ -3,16 +3,10 @@
 from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
-    model_types=(
-        "bart",
-        "bigbird_pegasus",
-        "blenderbot",
-        "blenderbot-small",
-        "marian",
-        "mbart",
-        "pegasus",
-        "plbart",
-        "whisper",
+    model_types=tuple(
+        """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper
+        """.split()
     ),
     layers="model.decoder.layers",
     mlp=("fc1", "fc2"),

@@ -3,19 +3,11 @@
 from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
-    model_types=(
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "xlm-roberta",
-        "xlm-roberta-xl",
+    model_types=tuple(
+        """
+        bert bert-generation big_bird camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert
+        xlm-roberta xlm-roberta-xl
+        """.split()
     ),
     layers="{base}.encoder.layer",
     attention="attention",

@@ -5,21 +5,10 @@ _INDEXED = "its sparse attention keeps an index beside keys and values, which th
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        (
-            "bailing_hybrid",
-            "qwen4_exp",
-            "qwen4_exp_text",
-            "inkling2_text",
-            "inkling_text",
-            "lfm3",
-            "minimax",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-            "zamba",
-            "zamba2",
-            "zaya",
-        ),
+        """
+        bailing_hybrid qwen4_exp qwen4_exp_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
+        zamba zamba2 zaya
+        """.split(),
         _RECURRENT,
     ),
     **dict.fromkeys(
