@@ -2,12 +2,12 @@
 
 from selfspec.model.adapter import Adapter
 
+_NAMES = """
+bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper
+"""
+
 ADAPTER = Adapter(
-    model_types=tuple(
-        """
-        bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper
-        """.split()
-    ),
+    model_types=tuple(_NAMES.split()),
     layers="model.decoder.layers",
     mlp=("fc1", "fc2"),
     ragged="none",

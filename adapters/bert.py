@@ -2,13 +2,13 @@
 
 from selfspec.model.adapter import Adapter
 
+_NAMES = """
+bert bert-generation big_bird camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert
+xlm-roberta xlm-roberta-xl
+"""
+
 ADAPTER = Adapter(
-    model_types=tuple(
-        """
-        bert bert-generation big_bird camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert
-        xlm-roberta xlm-roberta-xl
-        """.split()
-    ),
+    model_types=tuple(_NAMES.split()),
     layers="{base}.encoder.layer",
     attention="attention",
     mlp=("intermediate", "output"),

@@ -1,16 +1,14 @@
 """Architectures that selfspec refuses, each with the reason."""
 
+_WITH_STATES = """
+bailing_hybrid qwen4_exp qwen4_exp_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
+zamba zamba2 zaya
+"""
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        """
-        bailing_hybrid qwen4_exp qwen4_exp_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
-        zamba zamba2 zaya
-        """.split(),
-        _RECURRENT,
-    ),
+    **dict.fromkeys(_WITH_STATES.split(), _RECURRENT),
     **dict.fromkeys(
         ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
         _INDEXED,
