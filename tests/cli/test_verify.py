@@ -72,7 +72,7 @@ def test_json_says_all(invoke: Invoke, folder: str, prompt_file: Path) -> None:
 def test_text_ends_with_the_verdict(invoke: Invoke, folder: str, prompt_file: Path) -> None:
     ending = invoke(*words(folder, prompt_file))
     assert (ending.status, ending.stderr) == (0, "")
-    for said in ("What is equal, by draft", "skip:attn=1", "2/2", "16/16", "Rounding:", "p, token"):
+    for said in ("What is equal, by draft", "skip:attn=1", "2/2", "16/16", "Rounding:", "logits"):
         assert said in ending.stdout
     assert "Divergences" not in ending.stdout
     last = ending.stdout.rstrip().splitlines()[-3:]
