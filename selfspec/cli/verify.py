@@ -120,9 +120,10 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
     )
     out.print("", _drafts(report), sep="\n")
     out.print(
-        f"Greedy texts beside those of model.generate, sampled ones beside plain decoding's. Each p is of "
-        f"{settings.samples} texts of 3 tokens against the model's own distribution, all of them together at level "
-        f"{settings.level:g} (Holm); coupled tokens do not depend on the draft, so one test serves all.\n"
+        f"Greedy texts beside those of model.generate, sampled ones beside plain decoding's. Each p, under "
+        f"{', '.join(settings.accept)} in turn, is of {settings.samples} texts of 3 tokens against the model's own "
+        f"distribution, all of them together at level {settings.level:g} (Holm); coupled tokens do not depend on the "
+        f"draft, so one test serves all.\n"
         f"Rounding: passes of the model itself over 1 and over {' or '.join(map(str, bound.widths))} tokens differ by "
         f"up to {bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of "
         f"positions: {measured['logits_quantile_99']:.1e} and {measured['gap_change_quantile_99']:.1e}). A gap of up "
@@ -146,8 +147,8 @@ def _drafts(report: Report) -> Table:
 
     bound, rejected, rules = report.bound, report.rejected, report.settings.accept
     columns = ("greedy texts", "forced tokens", "logits off by", "tokens a pass", "coupled texts")
-    head = [Column("draft", no_wrap=True)]
-    table = figures_table("What is equal, by draft", head, (*columns, f"p, {', '.join(rules)}"))
+    table = figures_table("What is equal, by draft", [Column("draft", no_wrap=True)], columns)
+    table.add_column("p, by rule", justify="right", no_wrap=True)
     for draft in report.drafts:
         forced, fits = draft.forced, {fit.rule: fit for fit in draft.fits}
         p_values = [
