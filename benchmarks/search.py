@@ -67,7 +67,7 @@ def _compared(
     model, adapter = studied.model, studied.adapter
     space = Space.of(model, adapter) if size == "any" else Space.of(model, adapter, int(size), int(size))
     begun = time.process_time()
-    scores = search(studied, seen, space, evaluations, seed)
+    scores = search(studied, seen, space, evaluations)
     searched = time.process_time()
     found = max(scores, key=speed)
     drawn = _drawn(Space.of(model, adapter, found["skipped"], found["skipped"]), count, seed)
@@ -102,12 +102,12 @@ def _drawn(space: Space, count: int, seed: int) -> list[SkipSet]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| sublayers left out | seed | found by | predicted speed-up | evaluations (CPU s) | best of random sets | "
+        "| sublayers left out | seed | predicted speed-up | evaluations (CPU s) | best of random sets | "
         "evaluations (CPU s) | both on unseen text |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['left_out']}{' (free)' if row['size'] == 'any' else ''} | {row['seed']} | {row['found']['method']} | "
+        f"| {row['left_out']}{' (free)' if row['size'] == 'any' else ''} | {row['seed']} | "
         f"{row['found']['predicted_speedup']:.3f} | {row['evaluations']} ({row['search_seconds']:.1f}) | "
         f"{row['random']['predicted_speedup']:.3f} | {row['random_evaluations']} ({row['random_seconds']:.1f}) | "
         f"{row['unseen'][0]:.3f}, {row['unseen'][1]:.3f} |"

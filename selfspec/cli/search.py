@@ -24,7 +24,7 @@ def search(
     texts: TextsAndCosts,
     machine: Machine,
     to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
-    evaluations: Annotated[int, typer.Option(min=1, help="Skip sets to evaluate.")] = 100,
+    evaluations: Annotated[int, typer.Option(min=1, help="Evaluate at most N skip sets.")] = 100,
     sublayers: Annotated[
         str | None, typer.Option(metavar="N|MIN-MAX", help="Sublayers to leave out; default: up to half of them.")
     ] = None,
@@ -42,7 +42,7 @@ def search(
 ) -> None:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
 
-    By dynamic programming on hidden states (CLaSp, KnapSpec) first, then by small changes of the best sets known.
+    Sets are proposed by dynamic programming on hidden states, as in CLaSp and KnapSpec.
     """
     fewest, most = _sizes(sublayers)
 
@@ -67,7 +67,7 @@ def search(
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
     with counting_bar("searching") as count:
-        scores = searching.search(studied, study, space, evaluations, seed, keep, count)
+        scores = searching.search(studied, study, space, evaluations, keep, count)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
     about = {"study": asdict(study), "sublayers": [space.fewest, space.most], "evaluations": len(scores)}
     searching.save(best, studied, to, about)

@@ -73,14 +73,6 @@ class Space:
         while True:
             yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
 
-    def near(self, skipped: SkipSet, draws: Random) -> SkipSet:
-        """Return a set that differs in one sublayer: left out as well, run again, or swapped for another."""
-        moves = ["swap"] + ["add"] * (len(skipped) < self.most) + ["drop"] * (len(skipped) > self.fewest)
-        move = draws.choice(moves)
-        less = [] if move == "add" else [draws.choice(sorted(skipped))]
-        more = [] if move == "drop" else [draws.choice([each for each in self.choices if each not in skipped])]
-        return skipped - frozenset(less) | frozenset(more)
-
 
 def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> dict[str, str]:
     """Return the drafts of a study, in the order in which they are named, each with what its name does not say.

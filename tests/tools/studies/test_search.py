@@ -51,19 +51,17 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_in_two_thirds_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: FilePath) -> None:
+def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: FilePath) -> None:
     space = _space(studied, 2, 2)
     everything = evaluate(Board(tmp_path), STUDY, studied, list(map(frozenset, combinations(space.choices, 2))))
     assert len(everything) == 45
-    found = search(studied, STUDY, space, evaluations=30)
-    best, known = max(found, key=speed), max(everything, key=speed)
-    assert best == {**known, "method": best["method"]}
-    assert len(found) == len({row["draft"] for row in found}) == 30
+    found = search(studied, STUDY, space, evaluations=15)
+    assert max(found, key=speed) == max(everything, key=speed)
+    assert len(found) == len({row["draft"] for row in found}) == 15
 
 
 def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
     found = search(studied, STUDY, _space(studied, 1, 5), evaluations=40)
-    assert {row["method"] for row in found} == {"similarity", "neighbour"}
     assert all(1 <= row["skipped"] <= 5 for row in found)
     front = pareto_front(found)
     assert max(row["alpha"] for row in found) == front[-1]["alpha"]
@@ -71,26 +69,19 @@ def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
         assert not any(other["alpha"] >= row["alpha"] and other["c"] <= row["c"] and other != row for other in found)
 
 
-def test_a_seed_gives_the_same_search_again(studied: StudiedModel) -> None:
-    def once() -> list[Row]:
-        return search(studied, declared(seeds=3, temperatures=1.0), _space(studied, 1, 4), evaluations=12, seed=3)
-
-    assert once() == once()
-
-
 def test_an_interrupted_search_continues_and_repeats_nothing(
     studied: StudiedModel, tmp_path: FilePath, done: Counter[str]
 ) -> None:
     space = _space(studied, 1, 4)
 
-    def interrupt(evaluations: int, known: int) -> None:
-        if evaluations >= 16:
+    def interrupt(known: int, of: int) -> None:
+        if known >= 16:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(studied, STUDY, space, 24, 0, tmp_path, interrupt)
-    assert 16 <= done["estimate"] < 24
-    found = search(studied, STUDY, space, 24, 0, tmp_path)
+        search(studied, STUDY, space, 24, tmp_path, interrupt)
+    assert 12 <= done["estimate"] < 24
+    found = search(studied, STUDY, space, 24, tmp_path)
     assert len(found) == 24
     assert done == {"texts": 1, "costs": 1, "estimate": 24}
     assert found == search(studied, STUDY, space, 24)
@@ -103,7 +94,7 @@ def test_two_searches_share_the_work(studied: StudiedModel, tmp_path: FilePath, 
 
     def join_in() -> None:
         # Processes would not share what runs single layers of the model.
-        found.append(search(replace(studied), STUDY, space, 16, 0, tmp_path))
+        found.append(search(replace(studied), STUDY, space, 16, tmp_path))
 
     workers = [threading.Thread(target=join_in) for _ in range(2)]
     for each in workers:
@@ -120,8 +111,8 @@ def test_a_search_takes_over_what_a_study_found_and_leaves_other_sets_alone(
 ) -> None:
     work_on(STUDY, lambda name: studied, tmp_path)
     known = done["estimate"]
-    assert len(search(studied, STUDY, _space(studied, 1, 1), 10, 0, tmp_path)) == known == done["estimate"] == 10
-    pairs = search(studied, STUDY, _space(studied, 2, 2), 4, 0, tmp_path)
+    assert len(search(studied, STUDY, _space(studied, 1, 1), 10, tmp_path)) == known == done["estimate"] == 10
+    pairs = search(studied, STUDY, _space(studied, 2, 2), 4, tmp_path)
     assert [row["skipped"] for row in pairs] == [2] * 4
 
 
