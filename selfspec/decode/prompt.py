@@ -108,11 +108,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def check_mask(attention_mask: Tensor) -> None:
-    """Refuse a mask of anything but zeros and ones.
-
-    Raises:
-        PromptError: it is no dense tensor, or has other values.
-    """
+    """Refuse a mask of anything but zeros and ones."""
     if not isinstance(attention_mask, Tensor):
         raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
     if not has_values(attention_mask):

@@ -79,11 +79,7 @@ class Acceptance:
         return self.alpha(0.0)
 
     def alpha(self, temperature: float) -> Estimate:
-        """Acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement; interval as there.
-
-        Raises:
-            KeyError: it was not measured at this temperature.
-        """
+        """Acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement; interval as there."""
         accepted = [each.accepted[temperature] for each in self.sequences]
         return Estimate.of_ratio(accepted, [each.positions for each in self.sequences])
 

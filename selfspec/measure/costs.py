@@ -74,11 +74,7 @@ class MeasuredCosts:
     out_of_step: Estimate | None = None
 
     def of(self, name: str) -> Costs:
-        """The costs of one draft as the formula and the control want them: V as a line through what was measured.
-
-        Raises:
-            KeyError: there is no such draft.
-        """
+        """The costs of one draft as the formula and the control want them: V as a line through what was measured."""
         measured = self.verify[name]
         widths, values = list(measured), [estimate.value for estimate in measured.values()]
         slope, intercept = (0.0, values[0]) if len(widths) == 1 else statistics.linear_regression(widths, values)

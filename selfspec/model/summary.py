@@ -190,11 +190,7 @@ class ModelSummary:
 
 
 def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSummary:
-    """Describe a model without running it. Its weights may be on the meta device.
-
-    Raises:
-        UnsupportedModelError: there is no adapter for it.
-    """
+    """Describe a model without running it. Its weights may be on the meta device."""
     adapter = adapter or find_adapter(model)
     config = model.config.get_text_config(decoder=True)
     modules = adapter.decoder_layers(model)
@@ -222,11 +218,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
 
 
 def describe_config(config: PreTrainedConfig) -> ModelSummary:
-    """Describe the model that a configuration describes, from the configuration alone: no weights are loaded.
-
-    Raises:
-        UnsupportedModelError: there is no adapter for it.
-    """
+    """Describe the model that a configuration describes, from the configuration alone: no weights are loaded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
     return describe(model)

@@ -107,9 +107,6 @@ class GraphCache:
 
         Returns:
             None: nothing of this model, as it is, is recorded.
-
-        Raises:
-            UnsupportedOptionError: the model has moved to where the runtime cannot run it.
         """
         self._runtime.check(model.get_input_embeddings().weight.device)
         if self._runtime.after is None:

@@ -82,9 +82,6 @@ def runner_for(
     """Make the runner of one generation: a recorded one where this model's passes can be recorded now.
 
     Without `programs` the stock modules run every pass.
-
-    Raises:
-        UnsupportedOptionError: the model has moved to where the runtime cannot run it.
     """
     # A runtime that needs passes of few shapes can do nothing for others.
     recordable = takes(model, "position_ids") and not adapter.publishes

@@ -31,9 +31,6 @@ def generate_by(
 
     Returns:
         The sequences, `[batch, length]`, or a `GenerateOutput` if `return_dict_in_generate` is set.
-
-    Raises:
-        SelfSpecError: as in `SelfSpeculative.generate`.
     """
     given = dict(options)
     if given.get("custom_generate") is not None:

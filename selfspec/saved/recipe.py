@@ -82,11 +82,7 @@ class Recipe:
 
     @classmethod
     def read(cls, text: str) -> Recipe:
-        """A recipe from its JSON.
-
-        Raises:
-            DraftConfigError: it is something else.
-        """
+        """A recipe from its JSON."""
         try:
             return parsed(text, cls)
         except ValueError as error:
@@ -97,19 +93,11 @@ class Recipe:
 
     @property
     def drafter(self) -> Drafter | None:
-        """What drafts; None for plain decoding.
-
-        Raises:
-            DraftConfigError: the name is not of the grammar.
-        """
+        """What drafts; None for plain decoding."""
         return parse_draft(self.draft)
 
     def save(self, folder: Path) -> None:
-        """Write `custom_generate/` into a saved model's folder.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write `custom_generate/` into a saved model's folder."""
         from selfspec import __version__
 
         target = folder / "custom_generate"

@@ -24,11 +24,7 @@ _MOST_MEASURED = 6
 
 
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
-    """Drafts along a path of the model, by name: those given, else every exit, exact and in 8 bits, and 8 and 4 bits.
-
-    Raises:
-        DraftConfigError: one is no draft along a path, does not fit the depth, or two have one name.
-    """
+    """Drafts along a path of the model, by name: those given, else exits, exact and in 8 bits, and 8 and 4 bits."""
     exits = range(1, depth)
     usual: list[LayerPathDrafter] = [
         *(EarlyExit(layer) for layer in exits),

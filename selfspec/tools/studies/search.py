@@ -81,10 +81,6 @@ def search(
 
     Returns:
         All sets evaluated, in order: their rows of a study's table at their best draft lengths.
-
-    Raises:
-        StorageError: the folder cannot be used; what was evaluated is kept there.
-        StudyError: a set cannot be judged.
     """
     study = replace(study, confirm=0)
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))

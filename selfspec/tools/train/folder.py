@@ -34,12 +34,7 @@ class RunFolder:
         self.path = path
 
     def check(self) -> None:
-        """Refuse, before any work, a folder that no training could begin in or go on in.
-
-        Raises:
-            TrainingError: it holds a finished training, or something else.
-            StorageError: it cannot be written to.
-        """
+        """Refuse, before any work, a folder that no training could begin in or go on in."""
         check_output_folder(self.path)
         if (self.path / REPORT).exists():
             raise TrainingError(f"{self.path} holds a finished training; give another folder with --to")
@@ -55,9 +50,6 @@ class RunFolder:
 
         Returns:
             The figures of when it was begun, if they were measured.
-
-        Raises:
-            TrainingError, StorageError: as `check`; TrainingError also if it was begun with other settings.
         """
         self.check()
         file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)), before)

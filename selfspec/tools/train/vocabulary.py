@@ -27,11 +27,6 @@ def count_vocabulary(model: str, text: Sequence[Path], size: int, to: Path) -> f
     """Count the tokens of a text, write the `size` most frequent ones as JSON, and return their share of the text.
 
     Only the configuration and the tokenizer of the model are read.
-
-    Raises:
-        TrainingError: the file exists already, or `size` is out of range.
-        StorageError: it cannot be written.
-        CheckpointError, CorpusError: the model or a text cannot be read.
     """
     check_output_file(to)
     if to.exists():
