@@ -34,7 +34,7 @@ DRAFTS = {
     "lookup": "copy from the text so far",
     "assistant:FOLDER": "another checkpoint with the same vocabulary, over a cache of its own",
     "recycle": "trees of candidates that earlier passes left over",
-    "lookup+exit:4": "copy where the text repeats itself, else draft by any of these",
+    "lookup+exit:4": "copy where the text repeats itself, else draft by any of these; so `lookup+recycle+int8`",
     "auto": "the fastest one here, by `selfspec calibrate`",
     "auto:profile.json": "the same from a file",
 }

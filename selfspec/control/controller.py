@@ -67,8 +67,8 @@ class Controller:
         """
         return True
 
-    def prefers(self, match: int) -> bool:
-        """Whether a look-up that matched `match` tokens promises more than drafting with the model."""
+    def prefers(self, match: int, behind: Sequence[int]) -> bool:
+        """Whether a look-up of so long a match promises more than the sources behind it, which are as in `tries`."""
         return True
 
     def round_cost(self, steps: int, nodes: int) -> float:

@@ -128,10 +128,10 @@ class CostAwareController(Controller):
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
 
-    def prefers(self, match: int) -> bool:
+    def prefers(self, match: int, behind: Sequence[int]) -> bool:
         # A look-up costs next to nothing to try, so it need not have proved itself yet.
         look_up = self._loss_budget(match)
-        return look_up.is_new or look_up.rate >= max(1.0, self._model.rate)
+        return look_up.is_new or look_up.rate >= max(1.0, *(self._loss_budget(source).rate for source in behind))
 
     def goes_on(self, scores: Tensor) -> bool:
         if self._branches:

@@ -1,72 +1,132 @@
-"""What may follow each token: the likeliest candidates that passes of the target last gave."""
+"""What may follow a text that ends in certain tokens: the likeliest candidates that passes of the target last gave."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 NONE = -1
-"""In place of a candidate where none is known."""
+"""In place of a candidate where none is known, and of a token before the beginning of a text."""
+
+# Odd factor and shift of the hash of a context.
+_FACTOR, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
+# Of a context that a text holds more often, the last places decide: so many for each candidate kept.
+_PLACES = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of some places.
+
+    Attributes:
+        candidates: the likeliest first, `NONE` where there is none, `[..., kept]`.
+        lengths: tokens of the longest context that is known at each place, 0 for none, `[...]`.
+    """
+
+    candidates: NDArray[np.int32]
+    lengths: NDArray[np.int64]
 
 
 class CandidateTable:
-    """The likeliest next tokens after each token, as the target last gave them: the matrix of Token Recycling.
+    """The likeliest next tokens after contexts of one to a few tokens, as the target last gave them.
 
-    It takes 4 bytes for each candidate of each token up to the largest seen. Several generations may share it.
+    With contexts of one token it is the matrix of Token Recycling. It takes no more than its bytes: contexts lie at the
+    place of their hash, and a newer one takes the place of an older one. Several generations may share it.
 
     Args:
-        kept: candidates kept for each token, at least 1.
+        kept: candidates kept for each context, at least 1.
+        longest: tokens of the longest context, at least 1.
+        nbytes: the most that it takes.
     """
 
-    def __init__(self, kept: int) -> None:
-        self._rows: NDArray[np.int32] = np.full((1, kept), NONE, dtype=np.int32)
+    def __init__(self, kept: int, longest: int, nbytes: int) -> None:
+        places = max(nbytes // (longest * (8 + 4 * kept)), 1)
+        # Memory is taken as places are written to.
+        self._keys: NDArray[np.uint64] = np.zeros((longest, places), dtype=np.uint64)
+        self._rows: NDArray[np.int32] = np.zeros((longest, places, kept), dtype=np.int32)
 
     @property
     def kept(self) -> int:
-        """Candidates kept for each token."""
-        return int(self._rows.shape[1])
+        """Candidates kept for each context."""
+        return int(self._rows.shape[2])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return len(self._keys)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the table takes."""
-        return self._rows.nbytes
+        """Bytes that the contexts held take."""
+        return int(np.count_nonzero(self._keys)) * (8 + 4 * self.kept)
 
-    def after(self, tokens: NDArray[np.int64], rank: int) -> NDArray[np.int32]:
-        """Return the candidate of a rank after each token, in the shape of `tokens`; `NONE` where there is none.
-
-        Args:
-            tokens: token ids, of any shape.
-            rank: 0 for the likeliest.
-        """
-        rows = self._rows
-        if rank >= rows.shape[1]:
-            return np.full(tokens.shape, NONE, dtype=np.int32)
-        return np.where(tokens < len(rows), rows[np.minimum(tokens, len(rows) - 1), rank], NONE)
-
-    def learn(self, tokens: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
-        """Replace the candidates after some tokens; of a token that comes twice the last ones count.
+    def find(self, contexts: NDArray[np.int64]) -> Found:
+        """Return what is known after some contexts, of each by as many of its last tokens as are known.
 
         Args:
-            tokens: token ids, `[n]`.
-            candidates: the likeliest first, `[n, kept]`.
+            contexts: the last tokens of each place, `[..., longest]`.
         """
-        self._hold(int(tokens.max(initial=0)))
-        self._rows[tokens] = candidates
+        keys = _keys(contexts.reshape(-1, self.longest))
+        lengths, places = np.arange(self.longest), self._places(keys)
+        known = self._keys[lengths, places] == keys
+        found = np.where(known, lengths + 1, 0).max(1)
+        rows = self._rows[found - 1, places[np.arange(len(keys)), found - 1]]
+        rows[found == 0] = NONE
+        return Found(rows.reshape(*contexts.shape[:-1], self.kept), found.reshape(contexts.shape[:-1]))
+
+    def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
+        """Replace the candidates after some contexts; of one that comes twice the last ones count.
+
+        Args:
+            contexts: the last tokens of each place, `[n, longest]`.
+            candidates: the likeliest first, `[n, kept]` or fewer.
+        """
+        keys = _keys(contexts)
+        lengths, places = np.arange(self.longest), self._places(keys)
+        missing = self.kept - candidates.shape[1]
+        self._keys[lengths, places] = keys
+        self._rows[lengths, places] = np.pad(candidates, ((0, 0), (0, missing)), constant_values=NONE)[:, None]
 
     def learn_text(self, tokens: Sequence[int]) -> None:
-        """Take in a text that no pass has judged: what follows a token there becomes its first candidate."""
-        self._hold(max(tokens, default=0))
-        for token, follower in pairwise(tokens):
-            row = self._rows[token]
-            known = np.flatnonzero(row == follower)
-            last = int(known[0]) if len(known) else len(row) - 1
-            row[1 : last + 1] = row[:last].copy()
-            row[0] = follower
+        """Take in a text that no pass has judged: what follows a context there becomes its first candidate."""
+        if len(tokens) < 2:
+            return
+        padded = np.array([*[NONE] * (self.longest - 1), *tokens])
+        contexts = np.lib.stride_tricks.sliding_window_view(padded, self.longest)[:-1]
+        followers = padded[self.longest :]
+        for length, keys in enumerate(_keys(contexts).T):
+            # How often each context comes again in the text: those that come again most are taken in first.
+            order = np.argsort(keys, kind="stable")
+            _, firsts, counts = np.unique(keys[order], return_index=True, return_counts=True)
+            again = np.repeat(firsts + counts, counts) - 1 - np.arange(len(order))
+            for turn in range(min(int(counts.max()), _PLACES * self.kept) - 1, -1, -1):
+                chosen = order[again == turn]
+                self._put_first(length, keys[chosen], followers[chosen])
 
-    def _hold(self, token: int) -> None:
-        if token >= len(self._rows):
-            more = max(token + 1, 2 * len(self._rows)) - len(self._rows)
-            self._rows = np.pad(self._rows, ((0, more), (0, 0)), constant_values=NONE)
+    def _put_first(self, length: int, keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> None:
+        """Put a token before the other candidates of each of some contexts, all different."""
+        places = self._places(keys)
+        rows = np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], NONE)
+        same = rows == tokens[:, None]
+        last = np.where(same.any(1), same.argmax(1), self.kept - 1)
+        rows = np.where(np.arange(self.kept) <= last[:, None], np.roll(rows, 1, axis=1), rows)
+        rows[:, 0] = tokens
+        self._keys[length, places], self._rows[length, places] = keys, rows
+
+    def _places(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return ((keys >> _SHIFT) % np.uint64(self._keys.shape[1])).astype(np.int64)
+
+
+def _keys(contexts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a number for the last token of each context, its last two, ... all: `[n, longest]`; 0 for none."""
+    tokens = (contexts[:, ::-1] + 2).astype(np.uint64)
+    keys = np.empty_like(tokens)
+    key = np.ones(len(tokens), dtype=np.uint64)
+    for length in range(tokens.shape[1]):
+        key = (key ^ tokens[:, length]) * _FACTOR
+        key ^= key >> _SHIFT
+        keys[:, length] = key
+    return keys

@@ -1,4 +1,4 @@
-"""Two drafters under one verifier: look up where that promises more, else draft with a model."""
+"""Several drafters under one verifier: what costs nothing where that promises more, else what runs a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from selfspec.draft.assistant import Assistant
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
+from selfspec.draft.recycling import CANDIDATES, Recycling
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
@@ -22,52 +23,72 @@ if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
     from selfspec.decode.verdict import Verdict
 
+_FREE = PromptLookup | Recycling
+
 
 @dataclass(frozen=True)
 class Cascade(Drafter):
-    """Looks up first, and drafts with a model where there is no match, or none worth following.
+    """Takes the draft of a source without a model where it has one that promises more than the sources behind it.
 
-    Which of the two a round takes is the control's choice: by what rounds with so long a match, and rounds that drafted
-    with the model, have lately committed for what they cost.
+    Which of them a round takes is the control's choice: by what rounds with so long a match, with recycled candidates,
+    and with drafts of a model have lately committed for what they cost. All of them learn from every round.
 
     Attributes:
-        look_up: copies from prompt and output.
-        path: drafts along a path of the model, or with an assistant.
+        first: looks up, or recycles.
+        then: recycles behind a look-up, drafts along a path of the model or with an assistant, or is one more cascade.
     """
 
-    look_up: PromptLookup
-    path: LayerPathDrafter | Assistant
+    first: PromptLookup | Recycling
+    then: Drafter
 
     def __post_init__(self) -> None:
-        if not isinstance(self.look_up, PromptLookup) or not isinstance(self.path, LayerPathDrafter | Assistant):
+        *before, last = self.sources
+        free = [type(source) for source in self.sources if isinstance(source, _FREE)]
+        if (
+            not all(isinstance(source, _FREE) for source in before)
+            or not isinstance(last, LayerPathDrafter | Assistant | Recycling)
+            or free not in ([PromptLookup], [Recycling], [PromptLookup, Recycling])
+        ):
             raise DraftConfigError(
-                "a cascade is a look-up and a drafter along a path of the model, or an assistant, e.g. "
-                f"Cascade(PromptLookup(), EarlyExit(layer=4)); got {self.look_up!r} and {self.path!r}"
+                "a cascade is a look-up, recycling, or both in this order, and then a drafter along a path of the "
+                "model or an assistant, e.g. Cascade(PromptLookup(), EarlyExit(layer=4)), "
+                "Cascade(PromptLookup(), Recycling()) or Cascade(PromptLookup(), Cascade(Recycling(), EarlyExit(4))); "
+                f"got {self.first!r} and {self.then!r}"
             )
 
+    @property
+    def sources(self) -> tuple[Drafter, ...]:
+        """All drafters, in the order in which they are asked."""
+        return (self.first, *(self.then.sources if isinstance(self.then, Cascade) else (self.then,)))
+
     def check(self, depth: int) -> None:
-        self.path.check(depth)
+        for source in self.sources:
+            source.check(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        self.path.check_model(model, adapter)
+        for source in self.sources:
+            source.check_model(model, adapter)
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        self.path.prepare(model, substitutes)
+        self.then.prepare(model, substitutes)
 
     def leaves_at(self, depth: int) -> Exit | None:
-        return self.path.leaves_at(depth)
+        return self.then.leaves_at(depth)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        return self.path.cost(model, adapter)
+        return self.then.cost(model, adapter)
 
     def begin(self, batch: Batch) -> None:
-        self.path.state(batch)
+        for source in self.sources:
+            source.state(batch)
 
     def propose(self, batch: Batch, budget: Budget) -> Draft:
-        found = self.look_up.look_up(batch, budget)
-        if found.length and batch.controller.prefers(found.match_length) and batch.controller.tries(found.match_length):
+        found, control = self.first.look_up(batch, budget), batch.controller
+        behind = [CANDIDATES if isinstance(source, Recycling) else 0 for source in self.sources[1:]]
+        if found.length and control.prefers(found.match_length, behind) and control.tries(found.match_length):
             return found
-        return self.path.propose(batch, budget)
+        return self.then.propose(batch, budget)
 
     def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        self.path.learn(batch, draft, logits, verdict)
+        for source in self.sources:
+            source.learn(batch, draft, logits, verdict)

@@ -1,7 +1,8 @@
 """Drafters by name.
 
 `exit:4`, `int8`, `int4+exit:20`, `int4:FILE`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any
-of these `+vocab:FILE`, `assistant:FOLDER`, `lookup`, `lookup+exit:4`, `auto` or `none`.
+of these `+vocab:FILE`, `assistant:FOLDER`, `lookup`, `recycle`, `lookup+recycle`,
+`lookup+exit:4`, `auto` or `none`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ ASSISTANT = "assistant:"
 
 _LOOK_UP = "lookup"
 _RECYCLE = "recycle"
+# What runs no model, and may come before other drafters.
+_FREE: dict[str, PromptLookup | Recycling] = {_LOOK_UP: PromptLookup(), _RECYCLE: Recycling()}
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
     "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, int8:FILE or int4:FILE from "
     "selfspec quantize, +exit:E behind these to leave early as well (int4+exit:20), skip-file:FILE for one "
     "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, assistant:FOLDER for "
-    "another checkpoint with the same vocabulary, recycle for trees of candidates that earlier passes left, lookup for "
-    "look-ups in the text, alone or before any of these (lookup+exit:4), "
+    "another checkpoint with the same vocabulary, lookup for look-ups in the text, recycle for trees of candidates "
+    "that earlier passes left, each alone or before any of these (lookup+exit:4, lookup+recycle, lookup+recycle+int8), "
     "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
@@ -65,13 +68,15 @@ def parse_draft(text: str) -> Drafter | None:
     given = text.strip()
     if given == PLAIN:
         return None
-    if given == _LOOK_UP:
-        return PromptLookup()
-    if given == _RECYCLE:
-        return Recycling()
-    if given.startswith(_LOOK_UP + "+"):
-        return Cascade(PromptLookup(), _model_drafter(text, given.removeprefix(_LOOK_UP + "+").strip()))
-    return _model_drafter(text, given)
+    return _cascade(text, given)
+
+
+def _cascade(text: str, given: str) -> Drafter:
+    """The drafter that `given`, a part of `text`, names."""
+    name, behind, then = given.partition("+")
+    if name not in _FREE:
+        return _model_drafter(text, given)
+    return Cascade(_FREE[name], _cascade(text, then.strip())) if behind else _FREE[name]
 
 
 def _model_drafter(text: str, given: str) -> LayerPathDrafter | Assistant:
@@ -119,8 +124,8 @@ def draft_name(drafter: Drafter | None) -> str:
             return _LOOK_UP
         case Recycling() if drafter == Recycling():
             return _RECYCLE
-        case Cascade() if drafter.look_up == PromptLookup():
-            return f"{_LOOK_UP}+{draft_name(drafter.path)}"
+        case Cascade() if drafter.first in _FREE.values():
+            return f"{draft_name(drafter.first)}+{draft_name(drafter.then)}"
         case Assistant(source=str(folder)):
             return f"{ASSISTANT}{folder}"
         case SkipFile(source=source):

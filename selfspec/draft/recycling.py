@@ -1,8 +1,8 @@
-"""Drafting from what earlier passes left over: their candidates for each token, grown into a tree for nothing."""
+"""Drafting from what earlier passes left over: their candidates for each place, grown into a tree for nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.draft import Budget, Draft
@@ -25,32 +26,43 @@ if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
     from selfspec.decode.verdict import Verdict
 
-_MOST_CANDIDATES = 64
-# What candidates of each rank were accepted at on the models measured, and how many places that counts for.
-_CHANCES, _WEIGHT = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), 30.0
+CANDIDATES = 1
+"""The match length of drafts of recycled candidates: they are one source of drafts."""
+
+_RANGES = (("candidates", 1, 64), ("longest", 1, 16), ("most_bytes", 1 << 13, 1 << 34))
+# What candidates of each rank were accepted at on the models measured, after contexts of one token and of more, and how
+# many places that counts for.
+_CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
 @dataclass(frozen=True)
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
 
-    A table holds, for each token, the candidates that followed it when the target last ran it, in whatever text and
-    place, rejected nodes included. The draft is the tree that these candidates grow into from the last token. Nothing
-    is drawn, so q is one-hot at each node. The table is the wrapper's: later generations draft from what earlier ones
-    left. Under greedy decoding and under `coupled` that changes speed alone; sampled otherwise, a seed repeats its
-    tokens with a new wrapper.
+    A table holds, for each token and for each few tokens in a row, the candidates that followed when the target last
+    ran them, in whatever text and place, rejected nodes included; and what followed in prompts. The draft is the tree
+    that these candidates grow into, after the longest context that is known at each place: of text that comes again it
+    is that text, as in REST (He et al., 2023, arXiv 2311.08252) and SuffixDecoding (Oliaro et al., 2024, arXiv
+    2411.04975), with the target's other candidates beside it. Nothing is drawn, so q is one-hot at each node.
+
+    The table is the wrapper's: later generations draft from what earlier ones left. Under greedy decoding and under
+    `coupled` that changes speed alone; sampled otherwise, a seed repeats its tokens with a new wrapper.
 
     Attributes:
-        candidates: kept for each token, 1 to 64.
+        candidates: kept for each context, 1 to 64.
+        longest: tokens of the longest context, 1 to 16; 1 is the table of the paper.
+        most_bytes: of the table, 8 KiB to 16 GiB. A new context takes the place of an older one where there is no room.
     """
 
     candidates: int = 8
+    longest: int = 4
+    most_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        if type(self.candidates) is not int or not 1 <= self.candidates <= _MOST_CANDIDATES:
-            raise DraftConfigError(
-                f"candidates must be an integer from 1 to {_MOST_CANDIDATES}, got {self.candidates!r}"
-            )
+        for name, least, most in _RANGES:
+            given = getattr(self, name)
+            if type(given) is not int or not least <= given <= most:
+                raise DraftConfigError(f"{name} must be an integer from {least} to {most}, got {shown(given)}")
 
     def check(self, depth: int) -> None:
         return
@@ -58,59 +70,121 @@ class Recycling(Drafter):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         adapter.check_trees(model)
 
-    def begin(self, batch: Batch) -> RecyclingMemory:
-        memory = batch.memories.setdefault(self, RecyclingMemory(CandidateTable(self.candidates)))
+    def begin(self, batch: Batch) -> RecyclingState:
+        table = CandidateTable(self.candidates, self.longest, self.most_bytes)
+        memory = batch.memories.setdefault(self, RecyclingMemory(table))
         assert isinstance(memory, RecyclingMemory)
         for row in range(batch.size):
-            memory.table.learn_text(list(batch.sequences.tokens_from(row, 0)))
-        return memory
+            memory.table.learn_text(batch.sequences.tokens_from(row, 0))
+        return RecyclingState(memory)
 
     def propose(self, batch: Batch, budget: Budget) -> Draft:
-        memory = self.state(batch)
-        assert isinstance(memory, RecyclingMemory)
-        # Logits processors with memory judge chains alone.
-        chances = memory.chances.rates()[: 1 if batch.sampling.in_order else None]
-        tree = best_shape(chances, lambda nodes: batch.controller.round_cost(0, nodes), budget).tree
-        last = batch.last_tokens[:, 0].cpu().numpy()
-        unfinished = [index for index, row in enumerate(batch.running) if row in batch.unfinished]
-        known = memory.table.after(last[unfinished], 0) != NONE
-        if not len(tree) or not known.any() or not batch.controller.tries(match=1):
+        found = self.look_up(batch, budget)
+        return found if found.length and batch.controller.tries(found.match_length) else batch.no_draft()
+
+    def look_up(self, batch: Batch, budget: Budget) -> Draft:
+        """Propose a tree; none where nothing is known of some unfinished row, or none would pay."""
+        state = self._state(batch)
+        contexts = self._contexts(batch)
+        state.lengths = state.memory.table.find(contexts).lengths
+        # What a batch can hope for is set by the row with least to go by.
+        lengths = [state.lengths[index] for index, row in enumerate(batch.running) if row in batch.unfinished]
+        if not any(lengths):
             return batch.no_draft()
-        tokens = torch.from_numpy(memory.grown(last, tree)).to(batch.last_tokens.device)
-        return Draft(tokens, tree, match_length=1)
+        # Logits processors with memory judge chains alone.
+        chances = state.memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if batch.sampling.in_order else None]
+        tree = best_shape(chances, lambda nodes: batch.controller.round_cost(0, nodes), budget).tree
+        tokens = torch.from_numpy(state.memory.grown(contexts, tree)).to(batch.last_tokens.device)
+        state.proposed = Draft(tokens, tree, match_length=CANDIDATES)
+        return state.proposed
 
     def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        memory = self.state(batch)
-        assert isinstance(memory, RecyclingMemory)
-        tokens = torch.cat([batch.last_tokens, draft.tokens], 1).flatten().cpu().numpy()
-        candidates = logits.flatten(0, 1).topk(min(self.candidates, logits.shape[-1])).indices.cpu().numpy()
-        memory.table.learn(tokens, candidates)
-        for row in verdict.rows.values():
-            memory.chances.count(draft.tree, row.path)
+        state = self._state(batch)
+        if draft is state.proposed:
+            for length, row in zip(state.lengths.tolist(), verdict.running, strict=True):
+                if length and row in verdict.rows:
+                    state.memory.chances[length - 1].count(draft.tree, verdict.rows[row].path)
+        contexts = contexts_of(self._contexts(batch), draft.tokens.cpu().numpy(), draft.tree)
+        candidates = logits.topk(min(self.candidates, logits.shape[-1])).indices.cpu().numpy()
+        state.memory.table.learn(contexts.reshape(-1, self.longest), candidates.reshape(-1, candidates.shape[-1]))
+
+    def _state(self, batch: Batch) -> RecyclingState:
+        state = self.state(batch)
+        assert isinstance(state, RecyclingState)
+        return state
+
+    def _contexts(self, batch: Batch) -> NDArray[np.int64]:
+        """The last tokens of each running row, `[rows, longest]`."""
+        sequences = batch.sequences
+        ends = [sequences.tokens_from(row, max(sequences.length(row) - self.longest, 0)) for row in batch.running]
+        return np.array([[*[NONE] * (self.longest - len(end)), *end] for end in ends], dtype=np.int64)
 
 
-class RecyclingMemory(DraftState):
+class RecyclingMemory:
     """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
 
     Args:
-        table: candidates of each token.
+        table: candidates of each context.
+
+    Attributes:
+        table: the same.
+        chances: of the ranks, in drafts after contexts of one token, of two, ...
     """
 
     def __init__(self, table: CandidateTable) -> None:
         self.table = table
-        self.chances = RankChances([*_CHANCES, *[0.005] * table.kept][: table.kept], _WEIGHT)
+        first = (_CHANCES[min(length, 1)] for length in range(table.longest))
+        self.chances = [RankChances([*rates, *[0.005] * table.kept][: table.kept], _WEIGHT) for rates in first]
 
-    def grown(self, last: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
+    def grown(self, contexts: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
         """Return the token of each node, `[rows, nodes]`.
 
         Args:
-            last: the last committed token of each row, `[rows]`.
+            contexts: the last tokens of each row, `[rows, longest]`.
             tree: siblings are the likeliest candidates of their place, in order.
         """
-        tokens = np.empty((len(last), len(tree)), dtype=np.int64)
+        tokens = np.empty((len(contexts), len(tree)), dtype=np.int64)
+        ends, known = {-1: contexts}, {}
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
-            before = last if parent < 0 else tokens[:, parent]
-            found = self.table.after(before, rank)
+            if parent not in known:
+                known[parent] = self.table.find(ends[parent]).candidates
+            found = known[parent][:, rank]
             # Any guess is as exact as another.
-            tokens[:, node] = np.where(found == NONE, before, found)
+            tokens[:, node] = np.where(found == NONE, ends[parent][:, -1], found)
+            ends[node] = np.column_stack([ends[parent][:, 1:], tokens[:, node]])
         return tokens
+
+
+@dataclass
+class RecyclingState(DraftState):
+    """What the drafter keeps during a generation.
+
+    Attributes:
+        memory: what it keeps as long as the wrapper.
+        proposed: its last draft, whether or not the round took it.
+        lengths: tokens of the longest known context of each running row then.
+    """
+
+    memory: RecyclingMemory
+    proposed: Draft | None = None
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.table.nbytes
+
+
+def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
+    """Return the last tokens at the last committed token and at each node, `[rows, nodes + 1, longest]`.
+
+    Args:
+        contexts: the last tokens of each row, `[rows, longest]`.
+        tokens: of each node, `[rows, nodes]`.
+        tree: which node follows which.
+    """
+    ends = np.empty((len(contexts), len(tree) + 1, contexts.shape[1]), dtype=np.int64)
+    ends[:, 0] = contexts
+    for node, parent in enumerate(tree.parents):
+        ends[:, node + 1, :-1] = ends[:, parent + 1, 1:]
+        ends[:, node + 1, -1] = tokens[:, node]
+    return ends

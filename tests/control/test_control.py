@@ -242,8 +242,8 @@ def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
         learned(controller, 4, accepted=4, match=6)
         learned(controller, 4, accepted=2, match=0)
     controller.budget(9, [True])
-    assert controller.prefers(6)
-    assert not controller.prefers(2)
+    assert controller.prefers(6, [0])
+    assert not controller.prefers(2, [0])
 
 
 @pytest.mark.parametrize("match", [0, 5])

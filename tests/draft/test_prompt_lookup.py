@@ -97,14 +97,20 @@ def test_a_cascade_is_as_exact_as_its_parts(architecture: str) -> None:
     assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=60, do_sample=False).sequences, wanted)
 
 
-@pytest.mark.parametrize("name", ["lookup", "lookup+exit:2", "lookup+skip:attn=1;mlp=2"])
+@pytest.mark.parametrize("name", ["lookup", "lookup+exit:2", "lookup+recycle", "lookup+recycle+int8", "recycle+exit:2"])
 def test_names_come_back_as_they_were(name: str) -> None:
     assert draft_name(parse_draft(name)) == name
 
 
-@pytest.mark.parametrize("name", ["lookup+", "lookup+none", "lookup+lookup", "lookups", "exit:2+lookup"])
+@pytest.mark.parametrize("name", ["lookup+", "lookup+none", "lookups", "exit:2+lookup"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(selfspec.DraftConfigError, match="not understood"):
+        parse_draft(name)
+
+
+@pytest.mark.parametrize("name", ["lookup+lookup", "recycle+lookup", "recycle+recycle", "lookup+recycle+lookup"])
+def test_cascades_in_another_order_are_refused(name: str) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="in this order"):
         parse_draft(name)
 
 

@@ -15,7 +15,7 @@ from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
 from selfspec.draft.candidate_table import CandidateTable
 from selfspec.draft.named import draft_name, parse_draft
-from selfspec.draft.recycling import RecyclingMemory
+from selfspec.draft.recycling import RecyclingMemory, contexts_of
 
 
 @pytest.fixture
@@ -60,11 +60,46 @@ def test_the_draft_has_branches_and_prompts_are_learnt(llama: PreTrainedModel) -
 
 
 def test_a_tree_grows_from_the_candidates_of_each_node() -> None:
-    table = CandidateTable(2)
-    table.learn(np.array([1, 2, 3]), np.array([[2, 3], [4, 5], [6, 7]]))
+    table = CandidateTable(2, 1, 1 << 16)
+    table.learn(np.array([[1], [2], [3]]), np.array([[2, 3], [4, 5], [6, 7]]))
     # Two children, two of the first and one of the second; nothing is known after 4.
     tree = Tree((-1, -1, 0, 0, 1, 2))
-    assert RecyclingMemory(table).grown(np.array([1, 3]), tree).tolist() == [[2, 3, 4, 5, 6, 4], [6, 7, 6, 6, 7, 6]]
+    grown = RecyclingMemory(table).grown(np.array([[1], [3]]), tree)
+    assert grown.tolist() == [[2, 3, 4, 5, 6, 4], [6, 7, 6, 6, 7, 6]]
+
+
+def test_the_longest_known_context_of_each_node_decides() -> None:
+    table = CandidateTable(2, 2, 1 << 16)
+    table.learn(np.array([[9, 1], [9, 2], [1, 2]]), np.array([[2, 3], [4, 5], [6, 7]]))
+    tree = Tree((-1, -1, 0, 1))
+    # After 9 1 come 2 and 3; after 1 2 comes 6. Of 8 1 the 1 alone is known, and nothing of 3.
+    assert RecyclingMemory(table).grown(np.array([[9, 1], [8, 1]]), tree).tolist() == [[2, 3, 6, 3]] * 2
+    assert table.find(np.array([[9, 1], [8, 1], [1, 5]])).lengths.tolist() == [2, 1, 0]
+
+
+def test_every_node_is_learnt_after_its_own_ancestors() -> None:
+    ends = contexts_of(np.array([[7, 8, 9]]), np.array([[1, 2, 3, 4]]), Tree((-1, -1, 0, 2)))
+    assert ends.tolist() == [[[7, 8, 9], [8, 9, 1], [8, 9, 2], [9, 1, 3], [1, 3, 4]]]
+
+
+def test_sources_of_a_cascade_learn_from_rounds_of_the_others(llama: PreTrainedModel) -> None:
+    draft = selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.Cascade(Recycling(), selfspec.EarlyExit(2)))
+    spec, ids = selfspec.wrap(llama, draft, draft_length=5), tiny.prompt(9, 2)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    first, again = (spec.generate(ids, **options) for _ in range(2))
+    assert torch.equal(first.sequences, stock(llama, ids, max_new_tokens=40))
+    assert torch.equal(first.sequences, again.sequences)
+    assert 0 < first.stats.draft_bytes <= again.stats.draft_bytes
+    assert draft_name(selfspec.Cascade(Recycling(), selfspec.EarlyExit(2))) == "recycle+exit:2"
+
+
+def test_chances_of_ranks_are_those_after_contexts_of_one_length(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, Recycling(longest=2), draft_length=5), tiny.prompt(9)
+    generation = spec.stream(ids, max_new_tokens=32, do_sample=False, eos_token_id=None)
+    list(generation)
+    (memory,) = spec._memories.values()
+    assert isinstance(memory, RecyclingMemory)
+    assert len({chances.rates() for chances in memory.chances}) == 2
 
 
 def test_coupled_samples_do_not_depend_on_what_was_learnt(llama: PreTrainedModel) -> None:
@@ -93,7 +128,10 @@ def test_names() -> None:
     assert draft_name(Recycling()) == "recycle"
 
 
-@pytest.mark.parametrize("candidates", [0, 65, 2.0, True, "8"])
-def test_numbers_of_candidates_out_of_range_are_refused(candidates: Any) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match="1 to 64"):
-        Recycling(candidates=candidates)
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("candidates", "1 to 64"), ("longest", "1 to 16"), ("most_bytes", "8192 to")]
+)
+@pytest.mark.parametrize("given", [0, -1, 1 << 41, 2.0, True, "8"])
+def test_numbers_out_of_range_are_refused(name: str, bounds: str, given: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match=f"{name} must be an integer from {bounds}"):
+        Recycling(**{name: given})

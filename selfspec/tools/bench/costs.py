@@ -71,12 +71,17 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
         temperature=cell.temperature,
         base=wrap(bare(model), runtime=runtime_named(runtime, after=0)),
     )
-    known = (Cascade, LayerPathDrafter, PromptLookup)
-    return [_costs(measured, _path(draft)) if isinstance(draft, known) else None for draft in drafts]
+    known = (LayerPathDrafter, PromptLookup)
+    return [_costs(measured, _path(draft)) if isinstance(_last(draft), known) else None for draft in drafts]
+
+
+def _last(draft: Drafter | None) -> Drafter | None:
+    """The last source of a cascade."""
+    return draft.sources[-1] if isinstance(draft, Cascade) else draft
 
 
 def _path(draft: Drafter | None) -> LayerPathDrafter | None:
-    draft = draft.path if isinstance(draft, Cascade) else draft
+    draft = _last(draft)
     return draft if isinstance(draft, LayerPathDrafter) else None
 
 

@@ -97,7 +97,7 @@ def to_confirm(predictions: Mapping[str, Forecast], drafters: Mapping[str, Layer
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:
     """The path of the model that a candidate drafts along; None: it looks up."""
-    path = draft.path if isinstance(draft, Cascade) else draft
+    path = draft.sources[-1] if isinstance(draft, Cascade) else draft
     return path if isinstance(path, LayerPathDrafter) else None
 
 
