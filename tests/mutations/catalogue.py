@@ -275,8 +275,8 @@ CATALOGUE = (
     Mutation(
         "recycling: candidates of a node are those of its earlier sibling",
         "RecyclingMemory.grown",
-        "known[parent] = self.table.find(ends[parent])",
-        "known[parent] = self.table.find(ends[node - 1])",
+        "self.table.find(ends[parent])",
+        "self.table.find(ends[node - 1])",
         ("test_recycling.py",),
     ),
     Mutation(
