@@ -46,11 +46,11 @@ def test_it_takes_no_more_than_its_bytes() -> None:
 
 
 def test_a_context_that_lost_its_place_is_not_known_by_the_candidates_of_another() -> None:
-    table = CandidateTable(1, 1, 12)
-    table.learn(np.array([[1]]), np.array([[5]]))
-    table.learn(np.array([[2]]), np.array([[6]]))
+    table = CandidateTable(2, 1, 16)
+    table.learn(np.array([[1]]), np.array([[5, 8]]))
+    table.learn(np.array([[2]]), np.array([[6, 9]]))
     found = table.find(np.array([[1], [2]]))
     assert found.lengths.tolist() == [0, 1]
-    assert found.candidates.tolist() == [[NONE], [6]]
+    assert found.candidates.tolist() == [[NONE, NONE], [6, 9]]
     table.learn_text([1, 7])
-    assert table.find(np.array([[1], [2]])).candidates.tolist() == [[7], [NONE]]
+    assert table.find(np.array([[1], [2]])).candidates.tolist() == [[7, NONE], [NONE, NONE]]
