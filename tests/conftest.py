@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Generator, Iterator
@@ -27,6 +28,16 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", action="store_true", help="build selfspec's CPU kernels, and run every test on them")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported out of every later collection of garbage: it is most of what there is."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,6 +20,7 @@ import selfspec
 from helpers import tiny
 from helpers.reference import layers_of, sublayer_module
 from helpers.snapshot import Snapshot
+from helpers.tiers import in_turns
 from selfspec.errors import ClosedError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.layer_path import Part, Sublayer
 
@@ -457,9 +458,9 @@ def _accelerate_dispatch(model: PreTrainedModel) -> None:
 
 # transformers before some 5.x says this of every model whose weights are all offloaded, plain or wrapped.
 @pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type different")
-@pytest.mark.parametrize("hook", [_accelerate_everywhere, _accelerate_offload, _accelerate_dispatch])
 @pytest.mark.parametrize(
-    ("architecture", "draft"), [*(("llama", name) for name in DRAFTS), ("gpt2", "sublayers"), ("gpt2", "exit")]
+    ("architecture", "draft", "hook"),
+    in_turns(("llama", "gpt2"), tuple(DRAFTS), (_accelerate_everywhere, _accelerate_offload, _accelerate_dispatch)),
 )
 def test_accelerate_hooks_keep_working_and_stay(
     architecture: str, draft: str, hook: Callable[[PreTrainedModel], None]

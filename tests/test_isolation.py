@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
+from helpers.tiers import in_turns
 from selfspec.model.view import view_with
 
 PROMPT, NEW = 7, 7
@@ -94,8 +95,14 @@ def test_an_exception_at_any_operation_leaves_everything_right(llama: PreTrained
     points = range(1, total + 1, total // 10)
     for count, number in enumerate(points):
         error = errors[count % len(errors)]
-        with pytest.raises(error, match="planted"):
+        refusals = len(everyone.spec.programs.refusals)
+        try:
             run(number, error)
+        except error as planted:
+            assert "planted" in str(planted)
+        else:
+            # It met the recording of a pass, which may fail: the stock modules run instead.
+            assert len(everyone.spec.programs.refusals) > refusals
         everyone.assert_unharmed()
 
 
@@ -197,9 +204,7 @@ def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("eager_switching")
-@pytest.mark.parametrize(
-    ("architecture", "shared"), [("llama", False), ("llama", True), ("qwen2", True), ("gpt2", False)]
-)
+@pytest.mark.parametrize(("architecture", "shared"), in_turns(("llama", "gpt2"), (True, False)))
 def test_threads_that_share_a_model_get_what_they_would_get_alone(architecture: str, shared: bool) -> None:
     model = tiny.BUILDERS[architecture]()
     before = Snapshot(model)

@@ -15,6 +15,7 @@ import selfspec
 import selfspec.adapters
 from helpers import tiny
 from helpers.reference import layers_of, sublayer_module
+from helpers.tiers import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.model.layer_path import sublayers
 
@@ -70,7 +71,7 @@ def test_a_declaration_says_what_a_layer_returns(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "draft"), [*(("sdpa", draft) for draft in DRAFTS), ("eager", DRAFTS[0]), ("eager", DRAFTS[4])], ids=str
+    ("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), ("sdpa", "eager"), DRAFTS)
 )
 def test_greedy_text_is_the_models_own(architecture: str, kernel: str, draft: selfspec.Drafter) -> None:
     model = tiny.BUILDERS[architecture](attention=kernel)

@@ -40,7 +40,7 @@ Mamba2.TestCase.settings = any_rounds(4, steps=8)
 Qwen3Next.TestCase.settings = any_rounds(6, steps=8)
 
 TestAnyRounds = Jamba.TestCase
-TestAnyRoundsFalconH1 = FalconH1.TestCase
+TestAnyRoundsFalconH1 = pytest.mark.contract(FalconH1.TestCase)
 TestAnyRoundsLfm2 = Lfm2.TestCase
 TestAnyRoundsMamba2 = Mamba2.TestCase
 TestAnyRoundsQwen3Next = pytest.mark.contract(Qwen3Next.TestCase)

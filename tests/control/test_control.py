@@ -19,6 +19,7 @@ import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, assert_rows_are_stock
+from helpers.tiers import in_turns
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
 from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
 from selfspec.control.costs import CostsByRows
@@ -398,23 +399,20 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
 
 
-@pytest.mark.parametrize("control", CONTROLS, ids=str)
-@pytest.mark.parametrize(
-    "draft",
-    [
-        selfspec.EarlyExit(2),
-        selfspec.LayerSkip(mlp=[3]),
-        selfspec.PromptLookup(1, 3),
-        selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.EarlyExit(3)),
-    ],
-    ids=str,
-)
+DRAFTS: list[selfspec.Drafter] = [
+    selfspec.EarlyExit(2),
+    selfspec.LayerSkip(mlp=[3]),
+    selfspec.PromptLookup(1, 3),
+    selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.EarlyExit(3)),
+]
+
+
+@pytest.mark.parametrize(("draft", "control"), in_turns(DRAFTS, CONTROLS))
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(prompts(), st.integers(1, 30), st.sampled_from([None, 3, [7, 30]]))
 def test_greedy_text_is_stock_text(
     draft: selfspec.Drafter, control: Control, lengths: list[int], new: int, eos: Any
 ) -> None:
-
     model = tiny.llama()
     spec = selfspec.wrap(model, draft, draft_length=control)
     prompts = [tiny.prompt(length, seed=row) for row, length in enumerate(lengths)]

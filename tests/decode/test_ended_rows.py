@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.tiers import in_turns
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import Drafter
 
@@ -22,6 +23,8 @@ DRAFTS: list[Drafter | None] = [
     selfspec.LayerSkip(mlp=[3]),
     selfspec.LowPrecision(4, layers=[2, 3]),
 ]
+
+OPTIONS: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.05}, {"no_repeat_ngram_size": 6}]
 
 
 def ragged() -> dict[str, Any]:
@@ -43,8 +46,7 @@ def own_length(ids: Tensor, scores: Any) -> Tensor:
     return torch.tensor([ids.shape[1] >= WIDTH + length for length in LENGTHS])
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.05}, {"no_repeat_ngram_size": 6}], ids=str)
+@pytest.mark.parametrize(("architecture", "options", "draft"), in_turns(sorted(tiny.BUILDERS), OPTIONS, DRAFTS))
 def test_greedy_rows_are_what_they_are_alone(architecture: str, draft: Drafter | None, options: dict[str, Any]) -> None:
     model = tiny.BUILDERS[architecture]()
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}

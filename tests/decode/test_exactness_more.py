@@ -15,6 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
+from helpers.tiers import in_turns
 from helpers.tiny_joint import BATCHES, PROMPT, ROWS, TOKENS, joint, network
 from selfspec.draft import Budget, Draft, Drafter
 
@@ -71,17 +72,15 @@ def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
     return texts
 
 
-@pytest.mark.parametrize("warp", [WARM, SHARP, FILTERED], ids=str)
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        selfspec.EarlyExit(1),
-        selfspec.LayerSkip(attention=[1]),
-        selfspec.LowPrecision(4),
-        selfspec.LowPrecision(8, exit=1),
-    ],
-    ids=str,
+DRAFTERS = (
+    selfspec.EarlyExit(1),
+    selfspec.LayerSkip(attention=[1]),
+    selfspec.LowPrecision(4),
+    selfspec.LowPrecision(8, exit=1),
 )
+
+
+@pytest.mark.parametrize(("drafter", "warp"), in_turns(DRAFTERS, (WARM, SHARP, FILTERED), mark=pytest.mark.statistical))
 def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
     keeping = Keeping(drafter)
     # Kernels in fewer bits take no smaller width.

@@ -98,10 +98,11 @@ LOSSLESS = ("token", "block", "coupled")
 
 def test_samples_follow_the_exact_joint() -> None:
     # Five tokens of vocabulary and four new ones: prefill, a bonus token and several rounds are all in it. The numbers
-    # that choose rule, draft length and end of sequence share no factor, so all their pairs come up.
+    # that choose rule, draft length and end of sequence share no factor, so most of their pairs come up. Half of all
+    # pairs of draft and warp are here; `-m statistical` has many more draws.
     found = {}
-    in_fewer_bits = ((IN_FEWER_BITS[1], warp) for warp in WARPS[1::4])
-    for number, (draft, warp) in enumerate((*itertools.product(DRAFTS, WARPS), *in_fewer_bits)):
+    cases = [pair for place, pair in enumerate(itertools.product(DRAFTS, WARPS)) if (place + place // 6) % 2]
+    for number, (draft, warp) in enumerate((*cases, *((IN_FEWER_BITS[1], warp) for warp in WARPS[1::4]))):
         rule, length, eos = LOSSLESS[number % 3], 1 + number % 4, EOS if number % 5 < 2 else None
         spec = selfspec.wrap(small(seed=number % 7), draft, draft_length=length, accept=rule)
         for prompt, value in p_values(spec, warp, eos, seed=100 * number).items():

@@ -17,6 +17,7 @@ import selfspec
 from helpers import tiny, tiny_joint
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
+from helpers.tiers import in_turns
 from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race
 
 CPU = torch.device("cpu")
@@ -247,17 +248,18 @@ def test_alike_distributions_choose_alike_as_often_as_is_known(vocab: int, seed:
     assert (1 - variation) / (1 + variation) - 0.04 <= rate <= 1 - variation + 0.04
 
 
-DRAFTS = [
-    (selfspec.EarlyExit(1), torch.float64),
-    (selfspec.LayerSkip(attention=[2], mlp=[0]), torch.float32),
-    (selfspec.LowPrecision(4, layers=[2, 3]), torch.float32),
-]
+DRAFTS = {
+    "exit": (selfspec.EarlyExit(1), torch.float64),
+    "sublayers": (selfspec.LayerSkip(attention=[2], mlp=[0]), torch.float32),
+    "int4": (selfspec.LowPrecision(4, layers=[2, 3]), torch.float32),
+}
 
 
-@pytest.mark.parametrize(("draft", "dtype"), DRAFTS, ids=str)
+@pytest.mark.parametrize(("architecture", "drafting"), in_turns(sorted(tiny.BUILDERS), DRAFTS))
 def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
-    architecture: str, draft: selfspec.Drafter, dtype: torch.dtype
+    architecture: str, drafting: tuple[selfspec.Drafter, torch.dtype]
 ) -> None:
+    draft, dtype = drafting
     model = tiny.BUILDERS[architecture](dtype=dtype)
     prompts = torch.nn.functional.pad(tiny.prompt(3), (4, 0)), tiny.prompt(7, seed=1)
     mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
@@ -273,10 +275,10 @@ def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
         "accept": "coupled",
     }
     plain = selfspec.wrap(model)
-    drafting = selfspec.wrap(model, draft, draft_length=3)
+    spec = selfspec.wrap(model, draft, draft_length=3)
     for seed in range(3):
         expected = plain.generate(torch.cat(prompts), seed=seed, **options).sequences
-        assert torch.equal(drafting.generate(torch.cat(prompts), seed=seed, **options).sequences, expected)
+        assert torch.equal(spec.generate(torch.cat(prompts), seed=seed, **options).sequences, expected)
     other = plain.generate(torch.cat(prompts), seed=99, **options).sequences
     assert other.shape != expected.shape or not torch.equal(other, expected)
 

@@ -146,11 +146,11 @@ def _words(source: str) -> Iterator[str]:
 
 def _architectures(source: str) -> set[str]:
     """The architectures that a source names as a whole word, in whatever case: `gpt2`, `is_gpt2`, `GPT2Model`."""
-    spelled = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower() for text in _words(source)]
+    spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", "\n".join(_words(source))).lower()
     return {
         name
         for name in ADAPTERS.keys() - ORDINARY_WORDS
-        if any(re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", text) for text in spelled)
+        if name in spelled and re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", spelled)
     }
 
 

@@ -15,6 +15,7 @@ from helpers import tiny
 from helpers.captures import StandIn, StandInRecorder
 from helpers.proving import check_inference_mode, greedy_together, ragged_samples, ticking
 from helpers.snapshot import Snapshot
+from helpers.tiers import in_turns
 from selfspec.cache.shared_cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, Runtime, cuda_graphs
@@ -25,6 +26,7 @@ from selfspec.runtime.runtime import Function, OtherSizesError
 from selfspec.runtime.slot_cache import SlotCache
 
 PROMPT, NEW, BUCKET = 5, 20, 8
+KERNELS = ("sdpa", "eager")
 DRAFTS = {
     "plain": None,
     "exit": selfspec.EarlyExit(1),
@@ -42,8 +44,7 @@ def _wrapped(
     return spec
 
 
-@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize(("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), KERNELS, DRAFTS))
 def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: selfspec.Drafter | None) -> None:
     model = tiny.BUILDERS[architecture](attention=kernel)
     before = Snapshot(model)

@@ -19,6 +19,7 @@ import selfspec
 from helpers import tiny
 from helpers.proving import check_inference_mode, greedy_together, ticking
 from helpers.snapshot import Snapshot
+from helpers.tiers import in_turns
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
@@ -29,6 +30,7 @@ from selfspec.runtime.runtime import Function
 from selfspec.runtime.traced import traced
 
 PROMPT, NEW = 9, 24
+KERNELS = ("sdpa", "eager")
 DRAFTS = {
     "plain": None,
     "exit": selfspec.EarlyExit(1),
@@ -53,8 +55,7 @@ def _ragged() -> tuple[Tensor, Tensor]:
     return prompts, mask
 
 
-@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize(("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), KERNELS, DRAFTS))
 def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: selfspec.Drafter | None) -> None:
     model = tiny.BUILDERS[architecture](attention=kernel)
     before = Snapshot(model)

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.proving import ticking
 from helpers.snapshot import Snapshot
 from selfspec import pack, unpack
 from selfspec.model.fingerprint import fingerprint, plain
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.packed import PackedLinear, packable_dtypes, packed_layers
 
 DTYPES = packable_dtypes()
@@ -89,6 +91,7 @@ def test_greedy_text_is_the_packed_models_own(
     prompt = tiny.prompt(8)
     expected = model.generate(prompt, max_new_tokens=30, do_sample=False)
     spec = selfspec.wrap(model, draft, draft_length=2, runtime=runtime)
+    spec.programs = GraphCache(runtime, ticking())
     for _ in range(2):
         assert torch.equal(spec.generate(prompt, max_new_tokens=30, do_sample=False).sequences, expected)
     assert not spec.programs.refusals

@@ -14,6 +14,7 @@ from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
 from helpers.captures import Interpreted, StandIn
 from helpers.proving import ticking
+from helpers.tiers import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
@@ -53,7 +54,7 @@ RUNTIMES: dict[str, Callable[[], Runtime]] = {
 }
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("architecture", "runtime"), in_turns(sorted(tiny.BUILDERS), tuple(RUNTIMES)))
 @torch.no_grad()
 def test_one_recording_serves_for_all_trees_of_a_size(architecture: str, runtime: str) -> None:
     model = tiny.BUILDERS[architecture]()

@@ -1,0 +1,32 @@
+"""Which cases of a test run in a plain `pytest`, and which only in a marked tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+
+def in_turns(*axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.contract) -> list[Any]:
+    """Combine the values of some axes, for `parametrize`; few of the cases are in the plain tier.
+
+    Each combination of all axes but the last comes once there, with the values of the last axis in turns.
+
+    Args:
+        axes: the values of each, or a dictionary of them by what they are called.
+        mark: of all other combinations.
+    """
+    named = [list(axis.items()) if isinstance(axis, dict) else [(str(value), value) for value in axis] for axis in axes]
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in named)):
+        values = [axis[place] for axis, place in zip(named, places, strict=True)]
+        cases.append(
+            pytest.param(
+                *(value for _, value in values),
+                id="-".join(name for name, _ in values),
+                marks=mark if sum(places) % len(named[-1]) else (),
+            )
+        )
+    return cases
