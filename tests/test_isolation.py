@@ -92,17 +92,12 @@ def test_an_exception_at_any_operation_leaves_everything_right(llama: PreTrained
     errors = [PlantedError, KeyboardInterrupt, torch.OutOfMemoryError, SystemExit]
     total = run(None)
     assert total > 1000
-    points = range(1, total + 1, total // 10)
+    # The first run has a few operations more than others.
+    points = range(1, total, total // 10 + 1)
     for count, number in enumerate(points):
         error = errors[count % len(errors)]
-        refusals = len(everyone.spec.programs.refusals)
-        try:
+        with pytest.raises(error, match="planted"):
             run(number, error)
-        except error as planted:
-            assert "planted" in str(planted)
-        else:
-            # It met the recording of a pass, which may fail: the stock modules run instead.
-            assert len(everyone.spec.programs.refusals) > refusals
         everyone.assert_unharmed()
 
 
