@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.environment import environment
 from selfspec.measure.embedded import checkpoint_folder
-from selfspec.measure.peak_memory import resident_bytes
+from selfspec.placement.resident import resident_bytes
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer

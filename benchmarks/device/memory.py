@@ -11,7 +11,8 @@ from device.figure import Figure, Rows
 from device.models import free_memory
 from device.stage import Bench, Case
 
-from selfspec.measure.peak_memory import peak_memory, resident_bytes
+from selfspec.measure.peak_memory import peak_memory
+from selfspec.placement.resident import resident_bytes
 from selfspec.runtime.named import RuntimeName
 from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.cell import Cell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
     """
     place = find_device(device)
     config = read_config(name)
-    folder = _local_folder(name)
+    folder = local_folder(name)
     if folder is not None:
         _check_tokenizer_files(folder)
         _check_weights(folder)
@@ -111,7 +111,7 @@ def read_config(name: str) -> PreTrainedConfig:
         CheckpointError: there is no such checkpoint, or its configuration is unreadable.
         UnsupportedModelError: selfspec has no adapter for the architecture.
     """
-    folder = _local_folder(name)
+    folder = local_folder(name)
     if folder is not None:
         _check_config_files(folder)
     try:
@@ -157,7 +157,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTrainedModel:
     try:
-        with _quiet_if_small(_local_folder(name)):
+        with _quiet_if_small(local_folder(name)):
             model, report = AutoModelForCausalLM.from_pretrained(
                 _source(name),
                 config=config,
@@ -169,6 +169,22 @@ def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTra
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise CheckpointError(f"the weights of {name!r} cannot be loaded: {_one_line(error)}") from error
+    check_complete(name, model, report)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Refuse a model that a checkpoint does not fill.
+
+    Args:
+        name: of the checkpoint, for messages.
+        model: as `transformers` loaded it.
+        report: its `output_loading_info`.
+
+    Raises:
+        CheckpointError: weights are missing or of another shape.
+    """
     # transformers fills what is missing or of another shape with random numbers.
     missing = sorted(report["missing_keys"])
     misfits = sorted(f"{key} is {found} and not {wanted}" for key, found, wanted in report["mismatched_keys"])
@@ -178,11 +194,9 @@ def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTra
                 f"{len(wrong)} tensors of {type(model).__name__} are {what} in the weights of {name!r} (first: "
                 f"{wrong[0]}); they belong to another config.json or were saved incompletely: copy both again"
             )
-    loaded: PreTrainedModel = model
-    return loaded
 
 
-def _local_folder(name: str) -> Path | None:
+def local_folder(name: str) -> Path | None:
     """The folder that `name` means; None for a name on the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -199,7 +213,7 @@ def _local_folder(name: str) -> Path | None:
 
 def _source(name: str) -> str:
     """What `transformers` is given for `name`."""
-    return str(_local_folder(name) or name)
+    return str(local_folder(name) or name)
 
 
 def _check_config_files(folder: Path) -> None:
@@ -220,7 +234,7 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 def _check_weights(folder: Path) -> None:
     """Check that every weight file is there and as long as its header says. Reads headers alone."""
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
             raise CheckpointError(f"{file} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder")
         try:
@@ -230,7 +244,7 @@ def _check_weights(folder: Path) -> None:
             raise CheckpointError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _WEIGHTS_INDEX).is_file():
@@ -270,7 +284,7 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 @contextmanager
 def _quiet_if_small(folder: Path | None) -> Iterator[None]:
     """Without transformers' progress bar while a small folder loads; downloads and large folders keep it."""
-    small = folder is not None and sum(file.stat().st_size for file in _weight_files(folder)) < _BAR_FROM_BYTES
+    small = folder is not None and sum(file.stat().st_size for file in weight_files(folder)) < _BAR_FROM_BYTES
     if not small or not logging.is_progress_bar_enabled():
         yield
         return

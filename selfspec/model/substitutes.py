@@ -57,7 +57,9 @@ class _Product:
 
     @property
     def sample(self) -> Tensor:
-        """A few values of the weight, a view."""
+        """A few values of the weight, a view; of one that is not in memory none."""
+        if self.weight.is_meta:
+            return torch.empty(0)
         diagonal = self.weight.diagonal(dim1=-2, dim2=-1)
         return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)]
 
@@ -159,6 +161,20 @@ class Substitutes:
                 f"{min(unknown)}); {REWRITE}"
             )
 
+    def take(self, module: nn.Module, name: str, precision: Precision, weights: Sequence[Tensor]) -> None:
+        """Make the substitute of a module whose weights do not stay in memory.
+
+        Args:
+            module: its weights are on the meta device.
+            name: of the module in the model.
+            precision: of the substitute.
+            weights: their values, as the module keeps them, in the order of `substitutable_weights`.
+        """
+        transposed = _kind(module).transposed
+        laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
+        with self._lock:
+            self._keep(module, name, precision, [round_weight(weight, precision) for weight in laid_out])
+
     def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
         """Make a view of a part of the model whose linear layers are substitutes; the part itself if it has none.
 
@@ -180,11 +196,11 @@ class Substitutes:
 
     def _substitute(self, module: nn.Module, name: str, precision: Precision) -> Substitute | None:
         products = _products(module)
-        if not products or not all(product.takes(precision) for product in products):
-            return None
         with self._lock:
             made = self._made.get((precision, name))
             if made is None or not made.fits(products):
+                if not products or not all(product.takes(precision) for product in products):
+                    return None
                 rounded = [round_weight(product.weight, precision) for product in products]
                 made = self._keep(module, name, precision, rounded)
         return made.substitute
@@ -217,6 +233,20 @@ def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> lis
     """The weights that a path runs with in fewer bits, `[..., out, in]`, with the parameters' names."""
     assert path.precision is not None
     return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.takes(path.precision)]
+
+
+def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, list[str]]:
+    """Name the modules of a model that may have substitutes, and the weights of each, in the order in which they run.
+
+    The weights may be on the meta device.
+    """
+    depth = len(adapter.decoder_layers(model))
+    path = LayerPath.full(depth).with_substitutes(Precision(8, 0), sublayers(depth), head=True)
+    found: dict[str, list[str]] = {}
+    for name, _ in _of_path(model, adapter, path):
+        module, _, weight = name.rpartition(".")
+        found.setdefault(module, []).append(weight)
+    return found
 
 
 def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Precision) -> int:
@@ -329,7 +359,7 @@ def _linear(rounded: RoundedWeight, bias: Tensor | None, weight: Tensor) -> LowB
     """
     kind = EightBitsLinear if rounded.zeros is None else FourBitsLinear
     linear = kind(rounded, bias, weight.dtype)
-    linear(weight.new_zeros(1, weight.shape[-1]))
+    linear(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=rounded.levels.device))
     return linear
 
 

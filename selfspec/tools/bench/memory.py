@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from selfspec.measure.peak_memory import peak_memory, resident_bytes
+from selfspec.measure.peak_memory import peak_memory
+from selfspec.placement.resident import resident_bytes
 from selfspec.model.fingerprint import plain
 from selfspec.runtime.packed import pack
 from selfspec.tools.bench.arms import ArmSpec, make_arm

@@ -1,0 +1,147 @@
+"""What fits in a byte budget: which layers stay in memory, which are streamed, and in how many bits their drafts are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.placement.byte_size import shown_bytes
+
+SLOTS = 4
+"""Weights in memory at once of those that are streamed: two of experts, and two on their way."""
+# What a draft in so many bits is accepted at: the least of the trained checkpoints that were measured, but the smallest.
+_ACCEPTANCE = {8: 0.97, 4: 0.9}
+_LONGEST = 32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a model takes, in bytes.
+
+    Attributes:
+        process: what is in use before the model is loaded; 0 where the budget is a device's.
+        kept: weights that always stay: embeddings, norms, and whatever cannot be streamed.
+        layers: the weights of each layer that can be streamed, in order; the head, if it can be, is the last.
+        largest: the largest weight of these.
+        substitutes: of each of these, by bits.
+        cache: keys and values of the context.
+        working: what a pass needs besides.
+    """
+
+    process: int
+    kept: int
+    layers: tuple[int, ...]
+    largest: int
+    substitutes: dict[int, tuple[int, ...]]
+    cache: int
+    working: int
+
+    @property
+    def least(self) -> int:
+        """Bytes of all that neither stays away nor has a choice."""
+        return self.process + self.kept + self.cache + self.working
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """How fast weights come, in bytes a second.
+
+    Attributes:
+        memory: those in memory.
+        stream: those that are streamed.
+    """
+
+    memory: float
+    stream: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays in memory, and what does not.
+
+    Attributes:
+        resident: layers that stay, from the first on; the head counts as the layer after the last.
+        streamed: bytes that a target pass streams.
+        bits: of the substitutes that draft for streamed layers; None: there are none.
+        total: bytes that all of it takes.
+        plain: steps of plain decoding a second, predicted.
+        drafting: tokens a second with drafts, predicted; None: there are none.
+        draft_step: c, predicted; None: there are no drafts.
+        draft_length: tokens drafted a round, best by the prediction.
+    """
+
+    resident: int
+    streamed: int
+    bits: int | None
+    total: int
+    plain: float
+    drafting: float | None = None
+    draft_step: float | None = None
+    draft_length: int = 0
+
+
+def plan_memory(memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int]) -> Plan:
+    """Plan what stays in memory: whatever promises the most tokens a second within the budget.
+
+    Args:
+        memory: what the model takes.
+        budget: in bytes.
+        bandwidth: of this machine.
+        bits: that substitutes may have; none: nothing drafts.
+
+    Raises:
+        UnsupportedOptionError: nothing fits; the message says how much is needed.
+    """
+    if memory.least + sum(memory.layers) <= budget:
+        return _predicted(memory, len(memory.layers), None, bandwidth)
+    choices = list(bits) or [None]
+    plans = []
+    for each in choices:
+        resident = _most_resident(memory, each, budget)
+        if resident is not None:
+            plans.append(_predicted(memory, resident, each, bandwidth))
+    if not plans:
+        least = min(_total(memory, 0, each) for each in choices)
+        parts = ", ".join(
+            f"{shown_bytes(getattr(memory, part.name))} {part.name}" for part in fields(memory) if part.type == "int"
+        )
+        raise UnsupportedOptionError(
+            f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least)} "
+            f"({parts}); raise it, ask for a shorter context, or load without drafts (draft=False)"
+        )
+    return max(plans, key=lambda plan: plan.drafting or plan.plain)
+
+
+def _most_resident(memory: Memory, bits: int | None, budget: int) -> int | None:
+    fitting = [count for count in range(len(memory.layers)) if _total(memory, count, bits) <= budget]
+    return max(fitting, default=None)
+
+
+def _total(memory: Memory, resident: int, bits: int | None) -> int:
+    if resident == len(memory.layers):
+        return memory.least + sum(memory.layers)
+    substitutes = 0 if bits is None else sum(memory.substitutes[bits][resident:])
+    return memory.least + sum(memory.layers[:resident]) + substitutes + SLOTS * memory.largest
+
+
+def _predicted(memory: Memory, resident: int, bits: int | None, bandwidth: Bandwidth) -> Plan:
+    streamed = sum(memory.layers[resident:])
+    kept = memory.kept + sum(memory.layers[:resident])
+    # Weights are multiplied while the next ones come.
+    target = kept / bandwidth.memory + max(streamed / bandwidth.stream, streamed / bandwidth.memory)
+    total = _total(memory, resident, bits)
+    if bits is None or not streamed:
+        return Plan(resident, streamed, None, total, 1 / target)
+    substitutes = sum(memory.substitutes[bits][resident:])
+    draft = (memory.kept + substitutes) / bandwidth.memory
+    # Of a chain whose first layers verification need not run again, (1 - a^(n + 1)) / (1 - a) tokens a round.
+    acceptance = _ACCEPTANCE[bits]
+    draft_whole = (kept + substitutes) / bandwidth.memory
+    speeds = {
+        length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft_whole + target)
+        for length in range(1, _LONGEST + 1)
+    }
+    best = max(speeds, key=lambda length: speeds[length])
+    del draft
+    return Plan(resident, streamed, bits, total, 1 / target, speeds[best], draft_whole / target, best)
