@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.environment import environment
 from selfspec.measure.embedded import checkpoint_folder
-from selfspec.placement.resident import resident_bytes
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
+from selfspec.placement.resident import resident_bytes
 from selfspec.runtime import Traced
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.graph_cache import GraphCache

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from selfspec.api import SelfSpeculative, wrap
+    from selfspec.api import SelfSpeculative, load, wrap
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.control.costs import BatchCosts, Costs
     from selfspec.control.profile import Profile
@@ -100,6 +100,7 @@ __all__ = [
     "ablate",
     "build_kernels",
     "demo",
+    "load",
     "pack",
     "unpack",
     "wrap",
@@ -133,7 +134,7 @@ _HOMES = {
     "runtime.packed": ["pack", "unpack"],
     "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
     "decode.stats": ["Stats"],
-    "api": ["SelfSpeculative", "wrap"],
+    "api": ["SelfSpeculative", "load", "wrap"],
 }
 
 

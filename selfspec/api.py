@@ -44,6 +44,11 @@ from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import check_saved_whole, stock_model
+from selfspec.placement.byte_size import parse_bytes
+from selfspec.placement.place import place
+from selfspec.placement.plan import plan_memory
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_stream import check_in_memory
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
@@ -103,6 +108,43 @@ def wrap(
     found = find_adapter(model) if adapter is None else adapter
     run_by = Traced() if runtime is None else runtime
     return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
+
+
+def load(
+    path: str | Path,
+    memory: str | int,
+    *,
+    dtype: torch.dtype | None = None,
+    draft: bool = True,
+    context: int = 4096,
+) -> SelfSpeculative:
+    """Load a checkpoint within a byte budget, on the CPU, and wrap it. See docs/memory.md.
+
+    Layers that fit stay in memory. The others are streamed: a target pass reads their weights from the disk, each when
+    it is needed and the next ones meanwhile. What is generated is the same to the last bit of the arithmetic. With
+    `draft`, rounded copies of the streamed layers stay in memory and draft, so that a pass verifies many tokens.
+
+    Args:
+        path: a folder with safetensors files.
+        memory: the most that the process may take: "6GiB", or a number of bytes.
+        dtype: of the weights; None: the checkpoint's own.
+        draft: whether to draft for what is streamed.
+        context: the most tokens that the cache holds, of all rows of a batch together.
+
+    Raises:
+        CheckpointError: files are missing, truncated or unreadable.
+        UnsupportedModelError: there is no adapter for the architecture.
+        UnsupportedOptionError: the budget cannot be read, or is too small; the message says what would do.
+        StorageError: the disk does not give what it should.
+    """
+    budget = parse_bytes("memory", memory)
+    if type(context) is not int or context < 1:
+        raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
+    surveyed = survey(str(path), dtype, context)
+    plan = plan_memory(surveyed.memory, budget, surveyed.bandwidth(), (8, 4) if draft else ())
+    placed = place(surveyed, plan)
+    adapter = find_adapter(placed.model)
+    return SelfSpeculative(placed.model, placed.draft, None, None, adapter, Traced(), placed.substitutes)
 
 
 class SelfSpeculative:
@@ -185,9 +227,11 @@ class SelfSpeculative:
 
         Raises:
             UnsupportedOptionError: the runtime cannot run passes there.
+            UnsupportedModelError: weights are streamed.
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
+        check_in_memory(self.model, "moved")
         self.model.to(device)
         self._prepare()
         return self
@@ -280,12 +324,13 @@ class SelfSpeculative:
             tokenizer: the model's, or its processor, to save beside it.
 
         Raises:
-            UnsupportedModelError: adapters of PEFT are part of the model.
+            UnsupportedModelError: adapters of PEFT are part of the model, or weights are streamed.
             DraftConfigError: the drafter has no name to save it by.
             UnsupportedOptionError: the rule has none.
             StorageError: the folder cannot be written to, or the disk is full.
         """
         self._check_open()
+        check_in_memory(self.model, "saved")
         recipe = Recipe.of(self.draft, self.control, self.rule)
         check_saved_whole(self.model)
         place = Path(folder)

@@ -66,10 +66,11 @@ def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
 def check_weights(model: PreTrainedModel) -> None:
     """Refuse a model whose weights were never loaded.
 
-    Weights that are kept elsewhere and brought in by hooks, as `accelerate` does it, are on the meta device too.
+    Weights that `accelerate` or `selfspec.load` keeps elsewhere and brings in when needed are on the meta device too.
     """
     name = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
-    if name is not None and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    brought_in = any(hasattr(module, "_hf_hook") or module.__dict__.get("streams") for module in model.modules())
+    if name is not None and not brought_in:
         raise UnsupportedModelError(
             f"{name} of {type(model).__name__} is on the meta device, without values; load the model with "
             "from_pretrained, or give it weights with model.to_empty(device=...) and load_state_dict"

@@ -245,6 +245,11 @@ def _check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        CheckpointError: there are none, or some are missing.
+    """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _WEIGHTS_INDEX).is_file():

@@ -235,17 +235,22 @@ def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> lis
     return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.takes(path.precision)]
 
 
-def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, list[str]]:
+def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:
     """Name the modules of a model that may have substitutes, and the weights of each, in the order in which they run.
 
-    The weights may be on the meta device.
+    Args:
+        model: its weights may be on the meta device.
+        adapter: where its layers are.
+
+    Returns:
+        By module and weight: the weight as it is rounded, `[..., out, in]`.
     """
     depth = len(adapter.decoder_layers(model))
     path = LayerPath.full(depth).with_substitutes(Precision(8, 0), sublayers(depth), head=True)
-    found: dict[str, list[str]] = {}
-    for name, _ in _of_path(model, adapter, path):
+    found: dict[str, dict[str, torch.Size]] = {}
+    for name, product in _of_path(model, adapter, path):
         module, _, weight = name.rpartition(".")
-        found.setdefault(module, []).append(weight)
+        found.setdefault(module, {})[weight] = product.weight.shape
     return found
 
 

@@ -1,4 +1,4 @@
-"""What fits in a byte budget: which layers stay in memory, which are streamed, and in how many bits their drafts are."""
+"""What fits in a byte budget: which layers stay in memory, which are streamed, and in how many bits these draft."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
 """Weights in memory at once of those that are streamed: two of experts, and two on their way."""
-# What a draft in so many bits is accepted at: the least of the trained checkpoints that were measured, but the smallest.
+LONGEST = 32
+"""Tokens drafted a round, at most."""
+# Acceptance of drafts in 8 and 4 bits, by 1 - TV of the trained checkpoints that were measured.
 _ACCEPTANCE = {8: 0.97, 4: 0.9}
-_LONGEST = 32
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def plan_memory(memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequenc
     """
     if memory.least + sum(memory.layers) <= budget:
         return _predicted(memory, len(memory.layers), None, bandwidth)
-    choices = list(bits) or [None]
+    choices: list[int | None] = [*bits] or [None]
     plans = []
     for each in choices:
         resident = _most_resident(memory, each, budget)
@@ -134,14 +135,12 @@ def _predicted(memory: Memory, resident: int, bits: int | None, bandwidth: Bandw
     if bits is None or not streamed:
         return Plan(resident, streamed, None, total, 1 / target)
     substitutes = sum(memory.substitutes[bits][resident:])
-    draft = (memory.kept + substitutes) / bandwidth.memory
     # Of a chain whose first layers verification need not run again, (1 - a^(n + 1)) / (1 - a) tokens a round.
     acceptance = _ACCEPTANCE[bits]
-    draft_whole = (kept + substitutes) / bandwidth.memory
+    draft = (kept + substitutes) / bandwidth.memory
     speeds = {
-        length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft_whole + target)
-        for length in range(1, _LONGEST + 1)
+        length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft + target)
+        for length in range(1, LONGEST + 1)
     }
     best = max(speeds, key=lambda length: speeds[length])
-    del draft
-    return Plan(resident, streamed, bits, total, 1 / target, speeds[best], draft_whole / target, best)
+    return Plan(resident, streamed, bits, total, 1 / target, speeds[best], draft / target, best)

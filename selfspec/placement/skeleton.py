@@ -80,7 +80,7 @@ def skeleton(
         del model
         model = _placed(folder, config, unread | {name: _Read(weights[name], files) for name in converted}, dtype)
         keys = _keys(model, numbers)
-    on_meta = {}
+    on_meta: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name in keys:
         holder, _, leaf = name.rpartition(".")
         parameters = model.get_submodule(holder)._parameters

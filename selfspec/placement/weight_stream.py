@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import UnsupportedModelError
 from selfspec.model.view import copied
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 
@@ -149,3 +150,17 @@ def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int
             return kind.forward(lent, *args, **kwargs)
 
     module.__dict__["forward"] = forward
+    # Says that its weights, though on the meta device, have values.
+    module.__dict__["streams"] = True
+
+
+def check_in_memory(model: nn.Module, what: str) -> None:
+    """Refuse what needs all weights of a model.
+
+    Raises:
+        UnsupportedModelError: some are streamed.
+    """
+    if any(module.__dict__.get("streams") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} streams its weights, so it cannot be {what}; load it whole with from_pretrained"
+        )

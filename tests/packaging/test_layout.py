@@ -29,9 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime"},
     "accept": {"arguments", "cache", "draft", "errors"},
     "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
+    "placement": {"arguments", "control", "draft", "errors", "kernels", "model"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "control", "decode", "draft", "errors", "files"},
-    "api": {"accept", "arguments", "control", "decode", "draft", "errors", "files", "model", "runtime", "saved"},
+    "api": {"accept", "arguments", "control", "decode", "draft", "errors", "files", "model", "placement", "runtime", "saved"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from selfspec.measure.peak_memory import peak_memory
-from selfspec.placement.resident import resident_bytes
 from selfspec.model.fingerprint import plain
+from selfspec.placement.resident import resident_bytes
 from selfspec.runtime.packed import pack
 from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.cell import Cell

@@ -1,0 +1,166 @@
+"""What a checkpoint would take, and what of it can be streamed: found out from headers, before weights are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.errors import CheckpointError
+from selfspec.kernels.rounded import Precision, RoundedWeight
+from selfspec.model.adapter import Adapter
+from selfspec.model.checkpoint import local_folder, read_config, weight_files
+from selfspec.model.registry import find_adapter
+from selfspec.model.substitutes import substitutable_weights
+from selfspec.model.summary import describe
+from selfspec.placement.plan import Bandwidth, Memory
+from selfspec.placement.resident import resident_bytes
+from selfspec.placement.skeleton import Skeleton, skeleton
+from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
+
+GROUP_SIZE = 32
+"""Weights of a substitute in 4 bits that share a scale."""
+# Bytes of weights that are read, and multiplied, to see how fast.
+_PROBED = 1 << 27
+# Prompts are read so many tokens at once at most.
+_TOKENS_AT_ONCE = 2048
+# What allocators hold on to.
+_SLACK = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class StreamableModule:
+    """A module whose weights can be streamed.
+
+    Attributes:
+        name: of the module.
+        weights: by their names in the module.
+        substitutes: bytes of its substitute, by bits.
+    """
+
+    name: str
+    weights: dict[str, StoredWeight]
+    substitutes: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A checkpoint of which headers alone were read.
+
+    Attributes:
+        skeleton: the model, without its weights.
+        dtype: that its weights will have.
+        files: to read them from.
+        layers: the modules of each layer that can be streamed; those of the head are a layer after the last.
+        memory: what it takes.
+    """
+
+    skeleton: Skeleton
+    dtype: torch.dtype
+    files: WeightFiles
+    layers: tuple[tuple[StreamableModule, ...], ...]
+    memory: Memory
+
+    def bandwidth(self) -> Bandwidth:
+        """Measure how fast the largest weights are read, and multiplied."""
+        probed: list[StoredWeight] = []
+        for weight in sorted(self.skeleton.stored.values(), key=lambda weight: -weight.nbytes):
+            if probed and sum(each.nbytes for each in probed) + weight.nbytes > _PROBED:
+                break
+            probed.append(weight)
+        buffer, seconds = ReadBuffer(probed[0].nbytes), 0.0
+        for weight in probed:
+            begun = time.perf_counter()
+            read = buffer.read(self.files, weight)
+            seconds += time.perf_counter() - begun
+        flat = read.reshape(-1, read.shape[-1])
+        row, times = flat.new_zeros(flat.shape[1]), []
+        for _ in range(3):
+            begun = time.perf_counter()
+            torch.mv(flat, row)
+            times.append(time.perf_counter() - begun)
+        return Bandwidth(flat.nbytes / min(times), sum(weight.nbytes for weight in probed) / seconds)
+
+
+def survey(name: str, dtype: torch.dtype | None, context: int) -> Survey:
+    """Find out what a checkpoint would take on a CPU. No weight is read that can be read later.
+
+    Args:
+        name: a folder.
+        dtype: of the weights; None: the checkpoint's.
+        context: tokens of prompts and texts, of all rows together, that the cache has room for.
+
+    Raises:
+        CheckpointError: files are missing, truncated or unreadable.
+        UnsupportedModelError: selfspec has no adapter for the architecture.
+    """
+    config, folder = read_config(name), local_folder(name)
+    if folder is None:
+        raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
+    before = resident_bytes() or 0
+    weights, files = stored_weights(weight_files(folder)), WeightFiles()
+    dtype = dtype or config.dtype or next(iter(weights.values())).dtype
+    made = skeleton(folder, config, weights, dtype, files)
+    layers = _streamable(made, find_adapter(made.model))
+    return Survey(made, dtype, files, layers, _memory(made, layers, before, context, dtype))
+
+
+def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModule, ...], ...]:
+    """The modules of each layer that can be streamed; those of the head are a layer after the last."""
+    prefix = ".".join(adapter.path(made.model))
+    depth = len(adapter.decoder_layers(made.model))
+    layers: list[list[StreamableModule]] = [[] for _ in range(depth + 1)]
+    tied = names_by_weight(made.model)
+    for name, shapes in substitutable_weights(made.model, adapter).items():
+        found = {weight: made.stored.get(f"{name}.{weight}") for weight in shapes}
+        stored = {weight: where for weight, where in found.items() if where is not None}
+        shared = any(len(tied[id(made.model.get_parameter(f"{name}.{weight}"))]) > 1 for weight in shapes)
+        # Weights without substitutes stay: every draft step runs them.
+        if shared or len(stored) < len(shapes) or any(shape[-1] % GROUP_SIZE for shape in shapes.values()):
+            continue
+        number = int(name.removeprefix(f"{prefix}.").split(".")[0]) if name.startswith(f"{prefix}.") else depth
+        layers[number].append(
+            StreamableModule(name, stored, {bits: _rounded(shapes.values(), bits) for bits in (8, 4)})
+        )
+    return tuple(map(tuple, layers))
+
+
+def _rounded(shapes: Iterable[torch.Size], bits: int) -> int:
+    """Bytes of weights in fewer bits."""
+    precision, nowhere = Precision(bits, GROUP_SIZE), torch.device("meta")
+    return sum(RoundedWeight.empty(shape, precision, nowhere).nbytes for shape in shapes)
+
+
+def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
+    """Name every parameter; tied ones have several names."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return names
+
+
+def _memory(
+    made: Skeleton, layers: Sequence[Sequence[StreamableModule]], before: int, context: int, dtype: torch.dtype
+) -> Memory:
+    summary = describe(made.model)
+    of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in layers]
+    sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
+    widest = max((sum(weight.shape[-2:]) for layer in of_layers for weight in layer), default=0)
+    return Memory(
+        process=before,
+        kept=sum(weight.nbytes for weight in made.model.parameters()) - sum(sizes),
+        layers=tuple(sizes),
+        largest=max((weight.nbytes for layer in of_layers for weight in layer), default=0),
+        substitutes={
+            bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
+        },
+        cache=summary.cache.bytes_per_token * context,
+        working=_SLACK + 2 * widest * min(context, _TOKENS_AT_ONCE) * dtype.itemsize,
+    )
+
+
+def _bytes_as(weight: StoredWeight, dtype: torch.dtype) -> int:
+    return weight.nbytes // weight.dtype.itemsize * dtype.itemsize

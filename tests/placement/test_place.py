@@ -1,0 +1,200 @@
+"""Models whose layers are streamed generate what they generate when they are in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.registry import find_adapter
+from selfspec.placement.place import Placed, place
+from selfspec.placement.plan import Plan
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_files import WeightFiles
+
+PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+
+
+def mixtral() -> PreTrainedModel:
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MixtralForCausalLM(config).float().eval()
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: tiny.llama(dtype=torch.float32, intermediate_size=64),
+    "tied": lambda: tiny.llama(dtype=torch.float32, intermediate_size=64, tie_word_embeddings=True),
+    "gpt2": lambda: tiny.gpt2(dtype=torch.float32),
+    "mixtral": mixtral,
+}
+
+
+def plan(resident: int, bits: int | None) -> Plan:
+    return Plan(resident, 1, bits, 0, 1.0, None if bits is None else 4.0, None if bits is None else 0.05)
+
+
+def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int | None = 4) -> Placed:
+    model.save_pretrained(folder)
+    return place(survey(str(folder), None, 128), plan(resident, bits))
+
+
+def wrapped(placed: Placed) -> selfspec.SelfSpeculative:
+    return selfspec.SelfSpeculative(
+        placed.model, placed.draft, None, None, find_adapter(placed.model), selfspec.Eager(), placed.substitutes
+    )
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_streamed_layers_give_the_models_own_tokens(tmp_path: Path, name: str, bits: int | None) -> None:
+    model = MODELS[name]()
+    spec = wrapped(streamed(tmp_path, model, bits=bits))
+    for sampled in ({"do_sample": False}, {"do_sample": True, "accept": "coupled", "seed": 3}):
+        output = spec.generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
+        wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
+        assert torch.equal(output.sequences, wanted.sequences)
+    if bits is not None:
+        assert output.stats.accepted > 0
+        assert output.stats.substitute_bytes > 0
+
+
+@pytest.mark.parametrize("resident", [0, 3, 4, 5])
+def test_any_number_of_layers_may_stay(tmp_path: Path, resident: int) -> None:
+    model = MODELS["llama"]()
+    placed = streamed(tmp_path, model, resident)
+    away = [name for name, weight in placed.model.named_parameters() if weight.is_meta]
+    assert len(away) == 7 * max(0, 4 - resident) + (resident < 5)
+    output = wrapped(placed).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(
+        output.sequences, selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    )
+
+
+def test_the_stock_model_streams_too(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    placed = streamed(tmp_path, model)
+    assert torch.equal(placed.model(PROMPTS).logits, model(PROMPTS).logits)
+
+
+def test_other_dtypes_than_the_files(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    model.save_pretrained(tmp_path)
+    placed = place(survey(str(tmp_path), torch.float64, 128), plan(1, None))
+    assert torch.equal(placed.model(PROMPTS).logits, model.double()(PROMPTS).logits)
+
+
+def test_two_threads_take_turns(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    spec = wrapped(streamed(tmp_path, model))
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False).sequences
+    found: list[torch.Tensor] = []
+
+    def generate() -> None:
+        found.append(spec.generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False).sequences)
+
+    threads = [threading.Thread(target=generate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert all(torch.equal(sequences, wanted) for sequences in found)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_read_that_fails_is_a_typed_error_and_the_next_call_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    model = MODELS["llama"]()
+    spec = wrapped(streamed(tmp_path, model))
+    wanted = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    stock, reads = WeightFiles._open, iter(range(100))
+
+    def failing(files: WeightFiles, file: Path) -> int:
+        if next(reads) == 5:
+            raise error
+        return stock(files, file)
+
+    monkeypatch.setattr(WeightFiles, "_open", failing)
+    with pytest.raises(StorageError if isinstance(error, OSError) else KeyboardInterrupt):
+        spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+
+
+def test_an_error_inside_a_streamed_layer_frees_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
+    wanted = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(
+        target=lambda: found.append(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences)
+    )
+    thread.start()
+    thread.join(30)
+    assert torch.equal(found[0], wanted)
+
+
+def test_a_file_deleted_while_it_runs_is_still_read(tmp_path: Path) -> None:
+    spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
+    wanted = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+
+
+def test_shards(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    placed = place(survey(str(tmp_path), None, 128), plan(1, 8))
+    assert torch.equal(placed.model(PROMPTS).logits, model(PROMPTS).logits)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match="lacks 1 of"):
+        survey(str(tmp_path), None, 128)
+
+
+def test_what_cannot_be_done_with_weights_elsewhere_is_refused(tmp_path: Path) -> None:
+    spec = wrapped(streamed(tmp_path / "a", MODELS["llama"](), resident=0))
+    with pytest.raises(UnsupportedModelError, match="streams"):
+        spec.save_pretrained(tmp_path / "b")
+    with pytest.raises(UnsupportedModelError, match="streams"):
+        spec.to("cpu")
+    with pytest.raises(selfspec.DraftConfigError, match="no layer"):
+        spec.drafting("int8")
+    assert spec.drafting("lookup").generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
+    assert selfspec.wrap(spec.model).generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
+
+
+def test_load_takes_all_of_a_model_that_fits(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    model.save_pretrained(tmp_path)
+    spec = selfspec.load(tmp_path, "64GiB")
+    assert not any(weight.is_meta for weight in spec.model.parameters())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for (name, weight), (other, wanted) in zip(spec.model.named_parameters(), stock.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(weight, wanted)
+    for (name, buffer), (other, wanted) in zip(spec.model.named_buffers(), stock.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(buffer, wanted)
+
+
+@pytest.mark.parametrize(("options", "problem"), [({"memory": "1MiB"}, "too little"), ({"context": 0}, "context=0")])
+def test_bad_input(tmp_path: Path, options: dict[str, object], problem: str) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedOptionError, match=problem):
+        selfspec.load(tmp_path, **{"memory": "64GiB", **options})  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""Plans stay within the budget, keep what they can, and say what would be enough."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.placement.byte_size import parse_bytes
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, plan_memory
+
+DISK = Bandwidth(memory=10e9, stream=1e9)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> Memory:
+    layers = tuple(draw(st.lists(st.integers(2**20, 2**26), min_size=1, max_size=12)))
+    sizes = st.integers(0, 2**26)
+    fewer = {8: tuple(size // 4 for size in layers), 4: tuple(size // 6 for size in layers)}
+    return Memory(draw(sizes), draw(sizes), layers, max(layers) // 2, fewer, draw(sizes), draw(sizes))
+
+
+def taken(memory: Memory, plan: Plan) -> int:
+    resident = memory.least + sum(memory.layers[: plan.resident])
+    if plan.resident == len(memory.layers):
+        return resident
+    fewer = 0 if plan.bits is None else sum(memory.substitutes[plan.bits][plan.resident :])
+    return resident + fewer + SLOTS * memory.largest
+
+
+@given(memory=memories(), share=st.floats(0.0, 1.5), drafts=st.booleans())
+def test_a_plan_is_within_its_budget_and_keeps_what_it_can(memory: Memory, share: float, drafts: bool) -> None:
+    budget = max(1, int(share * (memory.least + sum(memory.layers))))
+    try:
+        plan = plan_memory(memory, budget, DISK, (8, 4) if drafts else ())
+    except UnsupportedOptionError as error:
+        least = re.search(r"at least (\d+\.\d+ \w+)", str(error))
+        assert least is not None
+        assert plan_memory(memory, int(1.01 * parse_bytes("memory", least[1])) + 2048, DISK, (8, 4) if drafts else ())
+        return
+    assert plan.total == taken(memory, plan) <= budget
+    assert plan.streamed == sum(memory.layers[plan.resident :])
+    if plan.streamed:
+        assert (plan.bits is not None) == drafts
+        more = Plan(plan.resident + 1, 0, plan.bits, 0, 1.0)
+        assert taken(memory, more) > budget
+
+
+def test_drafts_promise_more_than_plain_streaming() -> None:
+    memory = Memory(0, 2**26, (2**28,) * 20, 2**26, {8: (2**26,) * 20, 4: (2**25,) * 20}, 0, 0)
+    plan = plan_memory(memory, 2**31, DISK, (8, 4))
+    assert plan.drafting is not None
+    assert plan.drafting > 4 * plan.plain
+    assert plan.draft_length > 8
+
+
+def test_too_little_says_how_much_is_needed_and_what_for() -> None:
+    memory = Memory(2**28, 2**27, (2**28,) * 4, 2**25, {8: (2**26,) * 4, 4: (2**25,) * 4}, 2**24, 2**24)
+    with pytest.raises(UnsupportedOptionError, match=r"at least 672.00 MiB \(256.00 MiB process, .*draft=False"):
+        plan_memory(memory, 2**28, DISK, (8, 4))

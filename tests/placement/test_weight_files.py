@@ -1,0 +1,70 @@
+"""Weights are found in safetensors files and read directly, at any offset, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from selfspec.errors import CheckpointError, StorageError
+from selfspec.placement.weight_files import ReadBuffer, WeightFiles, stored_weights
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    odd=st.booleans(),
+)
+def test_weights_are_read_as_they_were_saved(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype, odd: bool
+) -> None:
+    file = tmp_path_factory.mktemp("files") / "model.safetensors"
+    saved = {f"w{number}": torch.randn(shape, dtype=torch.float64).to(dtype) for number, shape in enumerate(shapes)}
+    # Header lengths move the weights to other offsets.
+    save_file(saved, file, {"note": "x" * (3 if odd else 8)})
+    found = stored_weights([file])
+    assert set(found) == set(saved)
+    files, buffer = WeightFiles(), ReadBuffer(max(weight.nbytes for weight in found.values()))
+    for name, weight in found.items():
+        assert torch.equal(buffer.read(files, weight), saved[name])
+
+
+def test_a_weight_of_more_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.placement.weight_files._MOST_AT_ONCE", 4096)
+    weight = torch.randn(5000)
+    save_file({"w": weight}, tmp_path / "model.safetensors")
+    found = stored_weights([tmp_path / "model.safetensors"])["w"]
+    assert torch.equal(ReadBuffer(found.nbytes).read(WeightFiles(), found), weight)
+
+
+def test_truncated_files_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(1000)}, file)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"truncated.*copy or download it again"):
+        stored_weights([file])
+
+
+def test_weights_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"w in .* is I8"):
+        stored_weights([tmp_path / "model.safetensors"])
+
+
+def test_a_file_that_went_away_or_shrank(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(10_000)}, file)
+    found = stored_weights([file])["w"]
+    buffer, files = ReadBuffer(found.nbytes), WeightFiles()
+    content = file.read_bytes()
+    file.write_bytes(content[:4096])
+    with pytest.raises(StorageError, match="ends too early"):
+        buffer.read(files, found)
+    file.unlink()
+    with pytest.raises(StorageError, match="cannot be read"):
+        buffer.read(WeightFiles(), found)
