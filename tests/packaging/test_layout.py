@@ -32,7 +32,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": {"arguments", "control", "draft", "errors", "kernels", "model"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "control", "decode", "draft", "errors", "files"},
-    "api": {"accept", "arguments", "control", "decode", "draft", "errors", "files", "model", "placement", "runtime", "saved"},
+    "api": {
+        "accept",
+        "arguments",
+        "control",
+        "decode",
+        "draft",
+        "errors",
+        "files",
+        "model",
+        "placement",
+        "runtime",
+        "saved",
+    },
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")
