@@ -141,8 +141,9 @@ def four_bits(weight: Tensor, group_size: int) -> RoundedWeight:
 
 def in_pairs(levels: Tensor) -> Tensor:
     """Levels of 4 bits, `[out, in]`, two a byte."""
-    pairs = levels.to(torch.uint8).unflatten(1, (-1, 2))
-    return pairs[..., 0] << 4 | pairs[..., 1]
+    pairs: Tensor = levels.to(torch.uint8).unflatten(1, (-1, 2))
+    packed: Tensor = pairs[..., 0] << 4 | pairs[..., 1]
+    return packed
 
 
 def _as_kept(scales: Tensor) -> Tensor:
