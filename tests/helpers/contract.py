@@ -283,19 +283,28 @@ def greedy(subject: Subject) -> None:
         selfspec.LayerSkip(layers=[0]),
         selfspec.LayerSkip(attention=[1], mlp=[last] if has_mlp else []),
     ]
-    for seed, draft in enumerate(drafts):
+    chains = [(draft, selfspec.FixedLength(3)) for draft in drafts]
+    trees = [(drafts[place], selfspec.FixedLength(3, nodes=7)) for place in (1, -1)] if _reads_trees(subject) else []
+    for seed, (draft, length) in enumerate([*chains, *trees]):
         prompts = subject.tokens(PAST, subject.batch, seed)
         mask = torch.ones_like(prompts)
         if subject.batch > 1:
             mask[1, :4] = 0
-        spec = selfspec.wrap(subject.model, draft, draft_length=3, adapter=subject.adapter)
+        spec = selfspec.wrap(subject.model, draft, draft_length=length, adapter=subject.adapter)
         out = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
         # Each row alone: eager attention makes NaN of padded rows in transformers itself.
         for row, used in enumerate(mask.sum(1).tolist()):
             wanted = subject.model.generate(prompts[row : row + 1, -used:], max_new_tokens=NEW, do_sample=False)
-            assert out.sequences[row, -used - NEW :].tolist() == wanted[0].tolist(), f"{draft}, row {row}"
+            assert out.sequences[row, -used - NEW :].tolist() == wanted[0].tolist(), f"{draft}, {length}, row {row}"
         assert spec.unwrap() is subject.model
     before.assert_same(subject.model)
+
+
+def _reads_trees(subject: Subject) -> bool:
+    with suppress(UnsupportedModelError):
+        subject.adapter.check_trees(subject.model)
+        return True
+    return False
 
 
 def has_substitutes(subject: Subject) -> bool:
