@@ -114,8 +114,10 @@ def _subjects(places: list[str | Path], texts: list[str], tokens: int) -> Iterat
     from helpers import tiny
 
     for name, build in tiny.BUILDERS.items():
-        drawn = [tiny.prompt(64, seed=number) for number in range(len(texts))]
-        yield Subject(f"random {name}", build(dtype=torch.float32), drawn)
+        # Sizes that the largest groups divide.
+        hidden, inner = ("n_embd", "n_inner") if name == "gpt2" else ("hidden_size", "intermediate_size")
+        model = build(dtype=torch.float32, **{hidden: 64, inner: 128})
+        yield Subject(f"random {name}", model, [tiny.prompt(64, seed=number) for number in range(len(texts))])
 
 
 def _measured(subject: Subject) -> Measured:

@@ -34,7 +34,9 @@ def round_compensated(weight: Tensor, moments: Tensor, precision: Precision) -> 
     step = max(1, _AT_ONCE // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         some = slice(first, first + step)
-        _fill(rounded[some], weight[some].detach().float().t().contiguous(), effects, precision.group_size)
+        # A copy, however the weight is laid out.
+        left = weight[some].t().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        _fill(rounded[some], left, effects, precision.group_size)
     return rounded
 
 

@@ -75,3 +75,14 @@ def test_pieces_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(compensated, "_AT_ONCE", 7 * 128)
     # Products of other sizes may round in another way, which the next levels may follow.
     assert _error(round_compensated(weight, moments, FOUR), whole, states) < 0.02
+
+
+@pytest.mark.parametrize("outputs", [48, 1])
+def test_the_weight_stays_as_it_is_however_it_lies(outputs: int) -> None:
+    weight, states = _drawn(outputs)
+    moments = states.t() @ states
+    by_columns = weight.t().contiguous().t()
+    before, wanted = weight.clone(), round_compensated(weight.clone(), moments, FOUR)
+    for each in (weight, by_columns):
+        assert _same(round_compensated(each, moments, FOUR), wanted)
+        assert torch.equal(each, before)

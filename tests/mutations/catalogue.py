@@ -1085,6 +1085,13 @@ CATALOGUE = (
         ("test_rounded.py",),
     ),
     Mutation(
+        "a weight that lies by columns is overwritten as it is rounded",
+        "round_compensated",
+        "weight[some].t().to(torch.float32, copy=True, memory_format=torch.contiguous_format)",
+        "weight[some].float().t().contiguous()",
+        ("test_compensated.py",),
+    ),
+    Mutation(
         "errors of a group are not passed on to the inputs behind it",
         "_fill",
         "left[end:].addmm_(effects[first:end, end:].t(), errors, alpha=-1)",
