@@ -43,7 +43,7 @@ def quantize(
     """Write the weights in 8 or 4 bits to a file, for `--draft int8:FILE`: a draft then reads them instead of rounding.
 
     The model stays as it is. The file holds for these weights alone. In 4 bits the errors of each layer are compensated
-    on text of the model's own (GPTQ), from random tokens or from prompts: minutes for a model of 1B.
+    on text of the model's own (GPTQ), from random tokens or from prompts, which takes minutes.
     """
     from selfspec.draft import LowPrecision
     from selfspec.files.writing import check_output_file
