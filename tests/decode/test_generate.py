@@ -29,6 +29,7 @@ from helpers.joints import (
     joint,
     small,
 )
+from helpers.tiers import in_turns
 from selfspec.accept import TokenLevel
 from selfspec.decode.batch import Batch
 from selfspec.decode.sampling import Sampling
@@ -452,8 +453,10 @@ def test_tokens_before_logits_that_are_not_finite_still_follow_the_joint(rule: s
     assert p_value(seen, expected) > 1e-3
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("draft", [selfspec.EarlyExit(1), selfspec.EarlyExit(3), selfspec.LayerSkip(layers=[0])])
+@pytest.mark.parametrize(
+    ("draft", "attention"),
+    in_turns((selfspec.EarlyExit(1), selfspec.EarlyExit(3), selfspec.LayerSkip(layers=[0])), ("sdpa", "eager")),
+)
 def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter, attention: str) -> None:
     # NaN in the keys and values of a rejected token reaches the positions before it: masked, but 0 * NaN is NaN.
     model = tiny.llama(attention=attention)

@@ -25,6 +25,7 @@ import selfspec
 from helpers import tiny
 from helpers.captures import Interpreted, StandIn
 from helpers.proving import ticking
+from helpers.tiers import in_turns
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.model_state import ModelState
@@ -321,16 +322,15 @@ def test_views_are_of_the_model_as_it_is(change: Change) -> None:
     _check(_llama(), change, Eager(), selfspec.EarlyExit(1))
 
 
-PROGRAMS = pytest.mark.parametrize("runtime", [Traced(after=0), StandIn(0, 8)], ids=["traced", "graphs"])
+RECORDED: dict[str, Runtime] = {"traced": Traced(after=0), "graphs": StandIn(0, 8)}
 
 
-@PROGRAMS
-@pytest.mark.parametrize("change", [*CHANGES.values(), *SETTINGS.values()], ids=[*CHANGES, *SETTINGS])
+@pytest.mark.parametrize(("change", "runtime"), in_turns(CHANGES | SETTINGS, RECORDED))
 def test_programs_are_of_the_model_as_it_is(change: Change, runtime: Runtime) -> None:
     _check(_llama(), change, runtime)
 
 
-@PROGRAMS
+@pytest.mark.parametrize("runtime", RECORDED.values(), ids=RECORDED)
 @pytest.mark.parametrize(("build", "change"), OTHERS.values(), ids=OTHERS)
 def test_programs_of_other_architectures_too(build: Callable[[], Model], change: Change, runtime: Runtime) -> None:
     _check(build(), change, runtime)
