@@ -58,7 +58,6 @@ class MeasuredCosts:
         overhead: o of each draft: all else in a round that drafts, in plain steps, beyond what V times a plain round
             already counts of it; at the middle one of `lengths`. It may be negative.
         context: tokens before those that were timed.
-        batch: rows.
         lengths: draft lengths at which drafts were timed.
         out_of_step: a round of plain decoding over rows at different places, in rounds over rows that stand alike; None
             of a single row.

@@ -25,7 +25,6 @@ class Weights:
     """How much some weights are.
 
     Attributes:
-        parameters: number of scalars.
         bytes: what they take in memory, and what a step reads that uses them all.
     """
 
@@ -44,13 +43,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class SublayerSummary:
-    """An attention or an MLP.
-
-    Attributes:
-        attribute: what its layer calls it.
-        module: class of the module.
-        weights: of the sublayer.
-    """
+    """An attention or an MLP: the attribute that holds it, the class of the module, and its weights."""
 
     attribute: str
     module: str
@@ -62,8 +55,6 @@ class LayerSummary:
     """A decoder layer.
 
     Attributes:
-        attention: its attention.
-        mlp: its MLP.
         norms: all else that the layer holds.
         window: how far back its attention looks, in tokens; None: all the way.
     """
@@ -135,10 +126,6 @@ class ModelSummary:
     """What a model is made of.
 
     Attributes:
-        model: class of the model.
-        model_type: its architecture.
-        dtype: of its weights.
-        width: of the hidden states.
         vocabulary: rows of the embedding.
         context: the most positions it was made for; None: unlimited.
         embedding: token and position embeddings. A step looks up single rows of them, which counts as reading nothing.
@@ -146,8 +133,6 @@ class ModelSummary:
         final_norm: all else between the layers and the head.
         head: the language-model head, which every step reads, draft steps too.
         tied: whether the head's weights are those of the embedding; `total` counts them once.
-        total: all weights.
-        cache: keys and values.
         substitutes: the layers in fewer bits, in memory.
     """
 

@@ -39,13 +39,11 @@ class ArmSpec:
     """Which arm.
 
     Attributes:
-        kind: of the arm.
         draft: of selfspec's drafting arms, and of `model.generate` with an assistant, by name.
         exit_layer: of `model.generate` with an early exit.
         length: tokens drafted each round; None: as the arm itself decides.
         accept: acceptance rule, by name; None: selfspec's default.
         packed: whether it runs a model whose weights are packed.
-        runtime: how selfspec runs its passes.
     """
 
     kind: ArmKind

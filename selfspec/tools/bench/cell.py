@@ -18,7 +18,6 @@ class Cell:
     """One combination of conditions. All arms are measured in it, in turns.
 
     Attributes:
-        workload: name of the prompts.
         temperature: 0 decodes greedily.
         batch: rows of a call.
         context: tokens of every prompt.

@@ -24,7 +24,6 @@ class ArmRun:
     """What an arm did in a cell.
 
     Attributes:
-        arm: which.
         absence: why it did not run; None where it did.
         calls: for each repeat, one for each batch of prompts.
         agreement: of its greedy texts with those of `model.generate`; None for sampled ones.

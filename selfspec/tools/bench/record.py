@@ -51,13 +51,8 @@ class Record:
 
     Attributes:
         run: which run of the benchmark measured the cell.
-        cell: the conditions.
-        settings: the rest of them.
-        arm: which.
-        environment: versions and machine.
         absence: why it did not run; None where it did.
         agreement: of greedy texts with those of `model.generate`.
-        seconds: of each call.
         first_seconds: until its first tokens stood.
         tokens: new tokens of each call, of all rows.
         first_tokens: how many of them stood at `first_seconds`.

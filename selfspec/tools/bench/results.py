@@ -26,13 +26,7 @@ _RECORD = TypeAdapter(Record)
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """All arms of a cell, measured in turns in one run.
-
-    Attributes:
-        cell: the conditions.
-        settings: the rest of them.
-        arms: in the order of the report.
-    """
+    """All arms of a cell, in the order of the report, measured in turns in one run."""
 
     cell: Cell
     settings: Setup

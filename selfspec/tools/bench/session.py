@@ -32,9 +32,7 @@ class Session:
     Attributes:
         name: what reports call the model.
         place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
-        model: on its device.
         specs: the arms, `model.generate` first.
-        repeats: how often each arm is timed.
         warm_up: how often it decodes all prompts before.
         memory: whether peak memory is measured, each arm in a process of its own, once for each batch size and prompt
             length.

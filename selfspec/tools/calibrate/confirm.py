@@ -33,7 +33,6 @@ class Confirmed:
     """What a candidate was worth in real generations.
 
     Attributes:
-        name: of the draft.
         speedup: over plain decoding in turns with it: decoding without prefill, tokens a second over all prompts, with
             a bootstrap interval over prompts.
         acceptance_rate: share of judged draft tokens that were accepted; None without any.

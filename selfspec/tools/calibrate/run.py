@@ -53,12 +53,10 @@ class _Kind:
     """What was found for one kind of decoding.
 
     Attributes:
-        temperature: 0 is greedy decoding.
         acceptance: of each draft on the model's own text at this temperature, ready for JSON.
         predictions: what the formula promises of each draft, most first.
         confirmed: what candidates were worth, fastest first.
         in_batches: what the fastest was worth in batches of more rows, by their number; none after one that lost.
-        chosen: what to draft with.
     """
 
     temperature: float

@@ -38,13 +38,7 @@ class _Heads:
 
 @dataclass(frozen=True)
 class Space:
-    """The sets a search may choose.
-
-    Attributes:
-        choices: sublayers that can be left out.
-        fewest: sublayers of a set, at least.
-        most: at most; less than all of the network.
-    """
+    """The sets a search may choose: `fewest` to `most` of the sublayers that can be left out, never all of them."""
 
     choices: tuple[Sublayer, ...]
     fewest: int

@@ -33,9 +33,6 @@ class StudiedModel:
     """A model and its prompts by workload.
 
     Attributes:
-        name: what reports call it.
-        model: the stock model.
-        adapter: where its layers are.
         prompts: token ids, `[texts, prompt]`, by workload.
         tokenizer: for reports; None: they show token ids.
     """

@@ -35,11 +35,8 @@ class Result:
     """What came of a point.
 
     Attributes:
-        point: what was to be found out.
         found: the findings; empty after an error.
         error: what went wrong; None if nothing did.
-        seconds: how long it took.
-        environment: versions and machine.
     """
 
     point: Point

@@ -31,12 +31,7 @@ _STAGES = {"costs": 0, "texts": 0, "estimate": 1, "measure": 2}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a study found.
-
-    Attributes:
-        study: as it was declared.
-        results: everything that was found, by key.
-    """
+    """A study as it was declared, and everything that was found, by key."""
 
     study: Study
     results: Mapping[str, Result]

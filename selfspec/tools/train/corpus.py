@@ -30,12 +30,7 @@ _WRITTEN = 32
 
 @dataclass(frozen=True)
 class Split:
-    """A text in two parts that share no block, both blocks of token ids `[blocks, length]`.
-
-    Attributes:
-        train: what is learnt from.
-        held_out: what is measured on.
-    """
+    """A text in two parts that share no block, to learn from and to measure on: token ids `[blocks, length]`."""
 
     train: Tensor
     held_out: Tensor

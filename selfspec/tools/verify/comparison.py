@@ -25,8 +25,6 @@ class Divergence:
 
     Attributes:
         rule: which acceptance rule; None where nothing was accepted or rejected.
-        prompt: index of the prompt.
-        position: index of the new token.
         expected: the model's own token; None where its text had ended.
         found: the token in its place; None where the text had ended.
         gap: how far the two are from a tie, in logits; None where one of them is missing. In greedy decoding the
@@ -58,7 +56,6 @@ class Comparison:
 
     Attributes:
         rule: which acceptance rule; None where nothing is accepted or rejected.
-        texts: how many.
         tokens: compared, of all texts.
     """
 

@@ -28,7 +28,6 @@ class Fit:
     Attributes:
         prefix: token ids that the texts go on from.
         cells: outcomes counted by themselves; all others are one more.
-        statistic: Pearson's.
         degrees: of freedom; 0 where there is but one cell and so nothing to test.
         noncentrality: what rounding alone may add to the statistic's mean.
         p_value: probability of a fit this bad or worse.

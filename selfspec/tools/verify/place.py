@@ -35,8 +35,6 @@ class Place:
     """A prefix and what the model says after it.
 
     Attributes:
-        prefix: token ids.
-        temperature: of the sampling.
         cells: outcomes likely enough to be counted by themselves, and the model's probability of each: `NEW_TOKENS`
             tokens, or fewer that end the text.
         rest: probability of all other outcomes.

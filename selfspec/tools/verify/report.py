@@ -36,7 +36,6 @@ class DraftReport:
         free_running: greedy texts against `model.generate`'s, by acceptance rule.
         stats: of these generations together.
         coupled: coupled sampling against plain decoding, by rule; empty for plain decoding.
-        fits: tests of goodness of fit.
     """
 
     name: str
@@ -77,9 +76,6 @@ class Report:
     """What a verification found.
 
     Attributes:
-        model: the model's class.
-        depth: its number of layers.
-        prompts: how many prompts there were.
         bound: what rounding explains.
         drafts: by draft, plain decoding first.
     """

@@ -16,8 +16,6 @@ class Panel:
     """One model on one text at one temperature.
 
     Attributes:
-        title: of its pictures.
-        rows: of the table.
         tokens: the texts as shown, token by token.
         right: by draft, for each text a digit for each token: 1 where the draft would have been right.
     """
