@@ -163,13 +163,8 @@ class SelfSpeculative:
         control: how long drafts are, unless a call says otherwise.
         rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
         adapter: where the model keeps its layers.
-        runtime: how passes run.
         programs: the passes recorded so far.
         substitutes: the low-precision weights made so far.
-        config: the model's.
-        generation_config: the model's.
-        device: the model's.
-        dtype: the model's.
     """
 
     config: PreTrainedConfig

@@ -26,12 +26,7 @@ from selfspec.errors import UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Scope:
-    """The sizes that the values of a call have to fit.
-
-    Attributes:
-        vocabulary: number of token ids of the model.
-        rows: rows of the batch.
-    """
+    """The sizes that the values of a call have to fit: token ids of the model, and rows of the batch."""
 
     vocabulary: int
     rows: int

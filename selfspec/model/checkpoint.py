@@ -40,12 +40,7 @@ _BAR_FROM_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint.
-
-    Attributes:
-        model: in evaluation mode, on its device.
-        tokenizer: its own.
-    """
+    """A loaded checkpoint: the model, in evaluation mode and on its device, and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

@@ -109,12 +109,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured graph and its outputs.
-
-    Attributes:
-        replay: launches its kernels.
-        outputs: where they write.
-    """
+    """A captured graph: `replay` launches its kernels, which write to `outputs`."""
 
     replay: Callable[[], None]
     outputs: tuple[Tensor, ...]

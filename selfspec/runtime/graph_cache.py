@@ -128,8 +128,6 @@ class BoundPrograms:
     in another.
 
     Attributes:
-        runtime: makes programs.
-        state: what they are bound to.
         candidates: how far kinds of passes have come.
     """
 

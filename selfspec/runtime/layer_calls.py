@@ -102,8 +102,6 @@ class LayerCall:
         index: of the layer.
 
     Attributes:
-        layer: the layer.
-        index: of the layer.
         function: computes what the layer does from `example`'s tensors; None: the layer itself runs.
     """
 

@@ -32,7 +32,6 @@ class ModelState:
     walks lists without Python code for each entry: about 0.2 ms for a dozen layers.
 
     Attributes:
-        model: the model.
         others: names of functions that it may run and that others wrote: see `ReachedCode`.
     """
 

@@ -25,7 +25,6 @@ class PassKind:
     """What passes have in common that one program can run.
 
     Attributes:
-        path: what they run.
         head: what reads the last states; None: the model's own.
         base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
         rows: of the batch.
@@ -102,9 +101,6 @@ class PassFunction:
     Attributes:
         view: runs the path.
         layers: calls that replace some of its layers.
-        kind: of the pass.
-        cache_name: what the model calls its cache.
-        config: of the text model.
         packed: the packed layers of the view, which nothing else runs.
     """
 

@@ -71,9 +71,7 @@ class ModelRunner:
         substitutes: of the model; None: paths that need some make them for this generation.
 
     Attributes:
-        depth: number of the model's layers.
         vocabulary: number of logits of each token.
-        device: where its tokens are.
         substitutes: what its paths use.
     """
 
