@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft, Resume
-from selfspec.draft.drafter import Drafter, Exit
-from selfspec.draft.rank_chances import RankChances
-from selfspec.draft.tree_growth import by_level, grow
+from selfspec.draft.drafter import Exit
+from selfspec.draft.growing import GrowingDrafter
+from selfspec.draft.tree_growth import grow
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
@@ -22,16 +21,12 @@ from selfspec.model.weights_read import share_read
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
-    from selfspec.decode.verdict import Verdict
-
-# What siblings of each rank were accepted at on the models measured, and how many places that counts for.
-_CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
 
 
-class LayerPathDrafter(Drafter):
+class LayerPathDrafter(GrowingDrafter):
     """Drafts with the target's own layers, fewer of them: one step of the path for each token, or each level of a tree.
 
-    Drafts are trees where the control allows more nodes than levels. What the path computes before its first missing
+    What the path computes before its first missing
     sublayer is exact; it stays in the shared cache and goes to the target as `Resume`.
     """
 
@@ -61,9 +56,6 @@ class LayerPathDrafter(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
-    def begin(self, batch: Batch) -> RankChances:
-        return RankChances(_CHANCES, _WEIGHT)
-
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         if not batch.controller.tries(match=0):
             return batch.no_draft()
@@ -76,21 +68,6 @@ class LayerPathDrafter(Drafter):
                 states.append(step.states)
             return step.logits
 
-        draft = grow(batch, self._tree(batch, budget), read)
+        draft = grow(batch, self.tree(batch, budget), read)
         start = path.resume_point
         return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))
-
-    def _tree(self, batch: Batch, budget: Budget) -> Tree:
-        # Logits processors with memory judge chains alone.
-        if budget.nodes == budget.depth or batch.sampling.in_order:
-            return Tree.chain(budget.depth)
-        chances = self.state(batch)
-        assert isinstance(chances, RankChances)
-        return by_level(batch.controller.shape(chances.rates(), budget).tree)
-
-    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        if draft.steps and batch.controller.most.nodes > batch.controller.most.depth:
-            chances = self.state(batch)
-            assert isinstance(chances, RankChances)
-            for row in verdict.rows.values():
-                chances.count(draft.tree, row.path)

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from selfspec.arguments import check_weights, shown
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.cache.tree import Tree
 from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.growing import GrowingDrafter
 from selfspec.draft.tree_growth import grow
 from selfspec.errors import CheckpointError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Assistant(Drafter):
+class Assistant(GrowingDrafter):
     """A second, smaller model with the same vocabulary drafts, as in Leviathan et al. (2023) and Chen et al. (2023).
 
     Its passes run over a cache of its own, which costs memory beside its weights; it is there to compare
@@ -97,7 +96,7 @@ class Assistant(Drafter):
             self.adapter,
             batch.size,
             limit=max(map(sequences.text_length, sequences.running)) + batch.stopping.max_new_tokens,
-            slack=batch.controller.most.depth,
+            slack=batch.controller.most.nodes,
             bucket=1 if programs is None else programs.bucket,
         )
         runner = runner_for(self.model, self.adapter, cache, programs)
@@ -107,32 +106,35 @@ class Assistant(Drafter):
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         state = self.state(batch)
         assert isinstance(state, AssistantState)
-        depth = self._depth_in_context(batch, budget.depth)
-        if depth < 1 or not batch.controller.tries(match=0):
+        budget = budget.within(self._room(batch))
+        if not budget.depth or not batch.controller.tries(match=0):
             return batch.no_draft()
+        tree = self.tree(batch, budget)
 
         def read(tokens: Tensor, first: int) -> Tensor:
-            return state.after_text(batch.sequences) if first < 0 else state.after(tokens)
+            return state.after_text(batch.sequences, tree) if first < 0 else state.after(tokens, first)
 
-        return grow(batch, Tree.chain(depth), read)
+        return grow(batch, tree, read)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__ if self.source is None else repr(self.source)})"
 
-    def _depth_in_context(self, batch: Batch, depth: int) -> int:
-        """Return how many tokens can be drafted; the last of them is not read."""
+    def _room(self, batch: Batch) -> int:
+        """Return how many tokens its context leaves to be drafted; the last of them is not read."""
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return depth if context is None else min(depth, context - batch.longest + 1)
+        return batch.stopping.max_new_tokens if context is None else context - batch.longest + 1
 
     def _check_batch(self, batch: Batch) -> None:
         """Refuse prompts that the assistant cannot read.
 
         Raises:
             UnsupportedOptionError: they are not token ids alone.
-            UnsupportedModelError: they are several, and the assistant takes one.
+            UnsupportedModelError: they are several, and the assistant takes one; or it cannot read trees.
             DraftConfigError: they are on another device.
         """
         check_decodable(self.model)
+        if batch.controller.most.nodes > batch.controller.most.depth:
+            self.adapter.check_trees(self.model)
         name, own, device = type(self.model).__name__, self.model.device, batch.last_tokens.device
         if not batch.sequences.are_text:
             raise UnsupportedOptionError(

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.draft.draft_state import DraftState
+from selfspec.cache.tree import Tree
+from selfspec.draft.growing import CHANCES, WEIGHT
+from selfspec.draft.rank_chances import RankChances
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import ModelRunner
 
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from selfspec.decode.sequences import Sequences
 
 
-class AssistantState(DraftState):
+class AssistantState(RankChances):
     """Reads each row's committed text, and draft tokens after it, into the cache of another model.
 
-    The text alone says what to keep of a draft: when the next one begins, the cursor of each row moves over the draft
-    tokens that were committed, and what was committed besides is read, a number of tokens of its own in each row.
+    The text alone says what to keep of a draft: when the next one begins, the cursor of each row moves over the nodes
+    that were committed, and what was committed besides is read, a number of tokens of its own in each row.
 
     Args:
         runner: of the assistant.
@@ -35,21 +37,31 @@ class AssistantState(DraftState):
     def __init__(
         self, runner: ModelRunner, cache: SharedCache, rows: Sequence[int], vocabulary: int, weights: int
     ) -> None:
+        super().__init__(CHANCES, WEIGHT)
         self._runner = runner
         self._cache = cache
         self._rows = list(rows)
         self._vocabulary = vocabulary
         self._weights = weights
         self._path = LayerPath.full(runner.depth)
-        # The draft tokens that are read after the last committed token, `[rows, 0 or 1]` each; None: not even that is.
+        self._tree = Tree.chain(0)
+        # Its nodes that are read, in order, `[rows, nodes]` each; None: not even the last committed token is.
         self._drafted: list[Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         return self._weights + self._cache.most_bytes
 
-    def after_text(self, sequences: Sequences) -> Tensor:
-        """Read what is committed; return the logits after each row's last token, `[rows, 1, vocab]`."""
+    def after_text(self, sequences: Sequences, tree: Tree) -> Tensor:
+        """Read what is committed, and begin a draft; return the logits after each row's last token.
+
+        Args:
+            sequences: the text.
+            tree: of the draft.
+
+        Returns:
+            `[rows, 1, vocab]`.
+        """
         self._keep_committed(sequences)
         self._drop(sequences.running)
         self._cache.reserve(max(map(sequences.text_length, self._rows)))
@@ -59,15 +71,16 @@ class AssistantState(DraftState):
         logits = self._logits(tokens, first=-1)
         if max(unread):
             self._cache.commit(unread)
-        self._drafted = [tokens[:, :0]]
+        self._cache.open(tree)
+        self._tree, self._drafted = tree, [tokens[:, :0]]
         places = torch.tensor(unread, device=logits.device)[:, None, None]
         return logits.gather(1, places.expand(-1, 1, logits.shape[-1]))
 
-    def after(self, token: Tensor) -> Tensor:
-        """Read the next draft token of each row, `[rows, 1]`; return the logits after it, `[rows, 1, vocab]`."""
+    def after(self, tokens: Tensor, first: int) -> Tensor:
+        """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
         assert self._drafted is not None
-        self._drafted.append(token)
-        return self._logits(self._known(token), first=len(self._drafted) - 2)
+        self._drafted.append(tokens)
+        return self._logits(self._known(tokens), first)
 
     def _drop(self, running: Sequence[int]) -> None:
         """Drop the rows that passes of the target run no more."""
@@ -82,10 +95,20 @@ class AssistantState(DraftState):
             return
         runs, texts = torch.cat(self._drafted, 1).tolist(), self._unread_texts(sequences)
         # The last token of a text starts the next block.
-        self._cache.commit(
-            [min(1 + _alike(run, text[1:]), len(text) - 1) for run, text in zip(runs, texts, strict=True)]
-        )
+        paths = [self._followed(run, text)[: len(text) - 1] for run, text in zip(runs, texts, strict=True)]
+        self._cache.commit_paths(paths)
         self._drafted = None
+
+    def _followed(self, run: Sequence[int], text: Sequence[int]) -> list[int]:
+        """Return the nodes, with tokens `run`, that a text goes along: the last committed token, -1, first."""
+        path = [-1]
+        for token in text[1:]:
+            children = self._tree.children[path[-1] + 1]
+            found = next((node for node in children if node < len(run) and run[node] == token), None)
+            if found is None:
+                break
+            path.append(found)
+        return path
 
     def _catch_up(self, sequences: Sequences) -> list[list[int]]:
         """Read all that does not fit into one pass with the last token; return what is left of each row, that included.
@@ -122,9 +145,3 @@ class AssistantState(DraftState):
         logits = self._runner.logits(self._path, tokens, first=first).logits
         missing = self._vocabulary - logits.shape[-1]
         return pad(logits, (0, missing), value=-torch.inf) if missing else logits
-
-
-def _alike(run: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two runs have in common, from the first."""
-    pairs = zip(run, other, strict=False)
-    return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(run), len(other)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from helpers.joints import PROMPTS as OF_THE_JOINT
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
-from selfspec.draft import Assistant, Drafter
+from selfspec.control import Controller
+from selfspec.draft import Assistant, Budget, Drafter
 from selfspec.draft.named import draft_name, parse_draft
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
@@ -44,6 +46,14 @@ def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
     for weight in other.parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return other
+
+
+@dataclass(frozen=True)
+class Branching(selfspec.FixedLength):
+    """Drafts trees of a depth, with two nodes more."""
+
+    def begin(self, costs: Any) -> Controller:
+        return Controller(Budget(self.length, self.length + 2))
 
 
 @pytest.fixture
@@ -74,10 +84,20 @@ def test_rows_and_drafts_of_any_source_keep_the_text(llama: PreTrainedModel) -> 
     assert {0, 4} <= {each.steps for each in rounds}
 
 
-@pytest.mark.parametrize("control", [None, selfspec.ConfidenceStop(0.5)])
-def test_controls_decide_how_long_it_drafts(llama: PreTrainedModel, control: Any) -> None:
+@pytest.mark.parametrize("control", [None, selfspec.ConfidenceStop(0.5), selfspec.CostAware(3, nodes=6)], ids=str)
+def test_controls_decide_how_much_it_drafts(llama: PreTrainedModel, control: Any) -> None:
     spec = selfspec.wrap(llama, Assistant(near(llama)), draft_length=control)
     assert_rows_are_stock(llama, spec, PROMPTS, max_new_tokens=40, eos_token_id=7)
+
+
+def test_trees_are_accepted_further_than_chains(llama: PreTrainedModel) -> None:
+    draft, ids = Assistant(near(llama, 0.2)), tiny.prompt(9, 3)
+    lengths = []
+    for control in (2, Branching(2)):
+        output = selfspec.wrap(llama, draft, draft_length=control).generate(ids, max_new_tokens=40, **OPTIONS)
+        assert torch.equal(output.sequences, llama.generate(ids, max_new_tokens=40, **OPTIONS))
+        lengths.append(output.stats.mean_accepted_length)
+    assert lengths[0] < lengths[1]
 
 
 def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
@@ -112,9 +132,9 @@ def samples(spec: selfspec.SelfSpeculative, warp: Warp, batches: int) -> dict[tu
     return found
 
 
-def rejected(rule: str, warp: Warp, batches: int) -> list[str]:
+def rejected(rule: str, warp: Warp, batches: int, control: Any = 2) -> list[str]:
     model = small()
-    spec = selfspec.wrap(model, Assistant(near(model, 0.3)), draft_length=2, accept=rule)
+    spec = selfspec.wrap(model, Assistant(near(model, 0.3)), draft_length=control, accept=rule)
     found = samples(spec, warp, batches)
     values = {str(prompt): p_value(texts, joint(model, prompt, warp, EOS)) for prompt, texts in found.items()}
     return holm_rejects(values, 1e-3)
@@ -125,10 +145,14 @@ def test_samples_follow_the_exact_joint() -> None:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.7, top_k=3), Warp(top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    ("warp", "control"),
+    [(Warp(), Branching(2)), (Warp(temperature=0.7, top_k=3), Branching(1)), (Warp(top_p=0.8), 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_twenty_thousand_samples_follow_the_exact_joint(rule: str, warp: Warp) -> None:
-    assert rejected(rule, warp, 80) == []
+def test_twenty_thousand_samples_follow_the_exact_joint(rule: str, warp: Warp, control: Any) -> None:
+    assert rejected(rule, warp, 40, control) == []
 
 
 def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel) -> None:
@@ -239,6 +263,9 @@ def test_prompts_that_it_cannot_read_are_refused_before_any_pass(llama: PreTrain
     one_row = selfspec.wrap(llama, Assistant(shrunken("roformer")))
     with pytest.raises(selfspec.UnsupportedModelError, match="one prompt at a time"):
         one_row.stream(tiny.prompt(9, 2), max_new_tokens=8)
+    chains = selfspec.wrap(llama, Assistant(shrunken("gpt_neo")), draft_length=selfspec.CostAware(3, nodes=6))
+    with pytest.raises(selfspec.UnsupportedModelError, match="cannot read a tree"):
+        chains.stream(tiny.prompt(9), max_new_tokens=8)
     moved = Assistant(tiny.llama())
     spec = selfspec.wrap(llama, moved)
     moved.model.to("meta")

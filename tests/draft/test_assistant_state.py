@@ -12,15 +12,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.any_rounds import FIRST_WORD, a_number_for_each_row, alone, any_rounds, shrunken_model, tiny_model
+from helpers.any_rounds import (
+    FIRST_WORD,
+    NODES,
+    a_number_for_each_row,
+    alone,
+    any_rounds,
+    shrunken_model,
+    tiny_model,
+    trees,
+)
 from helpers.joints import padded
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.tree import Tree
 from selfspec.decode.sequences import Sequences
 from selfspec.draft.assistant_state import AssistantState
+from selfspec.draft.tree_growth import by_level, growth_of
 from selfspec.runtime.runner import ModelRunner
 
-_DEPTH, _LIMIT, _ROWS = 4, 90, 3
+_LIMIT, _ROWS = 90, 3
 
 
 class AnyCommits(RuleBasedStateMachine):
@@ -28,6 +39,7 @@ class AnyCommits(RuleBasedStateMachine):
 
     architecture = "llama"
     bucket = 1
+    branches = True
     tolerance: ClassVar[float] = 1e-9
 
     def built(self) -> PreTrainedModel:
@@ -42,25 +54,30 @@ class AnyCommits(RuleBasedStateMachine):
         self.prompts = [self._random(1, length) for length in lengths]
         ids, mask = padded(self.prompts)
         self.sequences = Sequences(ids, 0, mask.bool())
-        cache = SharedCache.of_model(self.model, adapter, len(lengths), _LIMIT, _DEPTH, bucket=self.bucket)
+        cache = SharedCache.of_model(self.model, adapter, len(lengths), _LIMIT, NODES, bucket=self.bucket)
         self.state = AssistantState(
             ModelRunner(self.model, adapter, cache), cache, self.sequences.running, tiny.VOCABULARY, weights=0
         )
 
-    @rule(depth=st.integers(1, _DEPTH), accepted=a_number_for_each_row(-1, _DEPTH), own=st.integers(1, 3))
-    def drafted(self, depth: int, accepted: list[int], own: int) -> None:
-        """The assistant drafts; each row commits some of that, and a token besides, or nothing."""
-        rows = list(self.sequences.running)
-        texts, drafts = self._texts(), self._random(len(rows), depth).tolist()
+    @rule(tree=trees(least=1), ends=a_number_for_each_row(-2, NODES - 1), own=st.integers(1, 3))
+    def drafted(self, tree: Tree, ends: list[int], own: int) -> None:
+        """The assistant drafts; each row commits a path of that, and tokens besides, or nothing."""
+        tree = by_level(tree) if self.branches else Tree.chain(len(tree))
+        rows, texts = list(self.sequences.running), self._texts()
+        drafts = self._random(len(rows), len(tree))
+        levels = growth_of(tree, drafts.device).levels
         with torch.no_grad():
-            self._check(self.state.after_text(self.sequences), texts)
-            for place in range(depth - 1):
-                token = torch.tensor([[draft[place]] for draft in drafts])
-                read = [[*text, *draft[: place + 1]] for text, draft in zip(texts, drafts, strict=True)]
-                self._check(self.state.after(token), read)
-        for row, draft, count in zip(rows, drafts, accepted, strict=False):
-            if row in self.sequences.unfinished and count >= 0:
-                kept = draft[:count][: self._room_of(row)]
+            self._check(self.state.after_text(self.sequences, tree)[:, 0], texts)
+            for level in levels[1:]:
+                nodes = range(level.first, level.first + len(level.paths))
+                logits = self.state.after(drafts[:, nodes.start : nodes.stop], level.first)
+                for node, found in zip(nodes, logits.unbind(1), strict=True):
+                    paths = [run[list(tree.paths[node])].tolist() for run in drafts]
+                    self._check(found, [text + path for text, path in zip(texts, paths, strict=True)])
+        for row, run, end in zip(rows, drafts, ends, strict=False):
+            if row in self.sequences.unfinished and end > -2:
+                path = tree.paths[min(end, len(tree) - 1)] if end >= 0 else ()
+                kept = run[list(path)].tolist()[: self._room_of(row)]
                 # Lockstep may cut a row behind a draft token.
                 extra = self._random(1, own - 1)[0].tolist()[: self._room_of(row) - len(kept)]
                 self.sequences.committed[row] += kept + extra
@@ -91,7 +108,7 @@ class AnyCommits(RuleBasedStateMachine):
         for text, found in zip(texts, logits, strict=True):
             # What lies past the limit is scrap.
             if len(text) <= _LIMIT:
-                torch.testing.assert_close(found, alone(self.model, text, 1), rtol=0, atol=self.tolerance)
+                torch.testing.assert_close(found, alone(self.model, text, 1)[0], rtol=0, atol=self.tolerance)
 
 
 class Mistral(AnyCommits):
@@ -108,6 +125,7 @@ class InBuckets(AnyCommits):
 
 class Shrunken(AnyCommits):
     architecture = "bloom"
+    branches = False
     tolerance = 1e-4
 
     def built(self) -> PreTrainedModel:
@@ -116,6 +134,7 @@ class Shrunken(AnyCommits):
 
 class Recurrent(Shrunken):
     architecture = "mamba"
+    branches = True
 
 
 class Hybrid(Shrunken):

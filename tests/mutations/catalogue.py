@@ -367,9 +367,9 @@ CATALOGUE = (
     ),
     Mutation(
         "assistant: its cursors do not move back over rejected tokens",
-        "AssistantState._keep_committed",
-        "min(1 + _alike(run, text[1:]), len(text) - 1)",
-        "min(1 + len(run), len(text) - 1)",
+        "AssistantState._followed",
+        "node < len(run) and run[node] == token",
+        "node < len(run)",
         ("test_assistant_state.py",),
     ),
     Mutation(
