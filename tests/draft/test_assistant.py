@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ from helpers.joints import PROMPTS as OF_THE_JOINT
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
-from selfspec.control import Controller
-from selfspec.draft import Assistant, Budget, Drafter
+from selfspec.draft import Assistant, Drafter
 from selfspec.draft.named import draft_name, parse_draft
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
@@ -46,14 +44,6 @@ def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
     for weight in other.parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return other
-
-
-@dataclass(frozen=True)
-class Branching(selfspec.FixedLength):
-    """Drafts trees of a depth, with two nodes more."""
-
-    def begin(self, costs: Any) -> Controller:
-        return Controller(Budget(self.length, self.length + 2))
 
 
 @pytest.fixture
@@ -93,7 +83,7 @@ def test_controls_decide_how_much_it_drafts(llama: PreTrainedModel, control: Any
 def test_trees_are_accepted_further_than_chains(llama: PreTrainedModel) -> None:
     draft, ids = Assistant(near(llama, 0.2)), tiny.prompt(9, 3)
     lengths = []
-    for control in (2, Branching(2)):
+    for control in (2, selfspec.FixedLength(2, nodes=4)):
         output = selfspec.wrap(llama, draft, draft_length=control).generate(ids, max_new_tokens=40, **OPTIONS)
         assert torch.equal(output.sequences, llama.generate(ids, max_new_tokens=40, **OPTIONS))
         lengths.append(output.stats.mean_accepted_length)
@@ -147,7 +137,11 @@ def test_samples_follow_the_exact_joint() -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize(
     ("warp", "control"),
-    [(Warp(), Branching(2)), (Warp(temperature=0.7, top_k=3), Branching(1)), (Warp(top_p=0.8), 2)],
+    [
+        (Warp(), selfspec.FixedLength(2, nodes=4)),
+        (Warp(temperature=0.7, top_k=3), selfspec.FixedLength(1, nodes=3)),
+        (Warp(top_p=0.8), 2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
