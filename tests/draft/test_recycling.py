@@ -13,7 +13,7 @@ import selfspec
 from helpers import tiny
 from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
-from selfspec.draft.candidate_table import CandidateTable
+from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.recycling import RecyclingMemory, contexts_of
 
@@ -91,6 +91,11 @@ def test_sources_of_a_cascade_learn_from_rounds_of_the_others(llama: PreTrainedM
     assert torch.equal(first.sequences, again.sequences)
     assert 0 < first.stats.draft_bytes <= again.stats.draft_bytes
     assert draft_name(selfspec.Cascade(Recycling(), selfspec.EarlyExit(2))) == "recycle+exit:2"
+    # What followed each token is known, though an early exit drafted it.
+    (memory,) = spec._memories.values()
+    assert isinstance(memory, RecyclingMemory)
+    contexts = np.array([[NONE, NONE, NONE, token] for token in first.sequences[:, 9:-1].flatten().tolist()])
+    assert (memory.table.find(contexts).lengths > 0).all()
 
 
 def test_chances_of_ranks_are_those_after_contexts_of_one_length(llama: PreTrainedModel) -> None:

@@ -43,6 +43,19 @@ DRAFTS = {
 }
 
 
+class Lengths(LogitsProcessor):
+    """Changes nothing, and notes how long the prefixes are."""
+
+    stateless = True
+
+    def __init__(self) -> None:
+        self.lengths: set[int] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.lengths.add(input_ids.shape[1])
+        return scores
+
+
 @dataclass(frozen=True)
 class Given(Control):
     """Drafts of one shape; `goes_on` says how many levels of it there are."""
@@ -216,6 +229,13 @@ def test_processors_see_the_path_to_each_node(penalty: dict[str, Any]) -> None:
     output = spec.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0, **penalty)
     assert torch.equal(output.sequences, expected)
     assert output.stats.mean_accepted_length > 2.5
+
+
+def test_prefixes_of_processors_are_no_longer_than_the_path() -> None:
+    seen = Lengths()
+    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=Given(UNEVEN))
+    next(spec.stream(tiny.prompt(9), max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([seen])))
+    assert max(seen.lengths) == 9 + UNEVEN.depth
 
 
 def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> None:
