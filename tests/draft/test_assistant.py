@@ -140,7 +140,7 @@ def test_samples_follow_the_exact_joint() -> None:
     [
         (Warp(), selfspec.FixedLength(2, nodes=4)),
         (Warp(temperature=0.7, top_k=3), selfspec.FixedLength(1, nodes=3)),
-        (Warp(top_p=0.8), 2),
+        (Warp(temperature=2.0, top_p=0.9), 2),
     ],
     ids=str,
 )
