@@ -1,8 +1,8 @@
 """Linear layers and experts in fewer bits, packed for the kernels of a device.
 
-The products read a quarter or an eighth of float32's bytes: 8 bits on a CPU by selfspec's kernels if they were built,
-all else by ATen's own weight-only kernels, which take bfloat16 inputs. They take plain tensors, so passes with them can
-be recorded. A draft may round as it likes: q is what it makes of the states.
+The products read a quarter or a sixth of float32's bytes: on a CPU by selfspec's kernels if they were built (4 bits in
+groups of 32), all else by ATen's own weight-only kernels, which take bfloat16 inputs. They take plain tensors, so
+passes with them can be recorded. A draft may round as it likes: q is what it makes of the states.
 """
 
 from __future__ import annotations
@@ -88,10 +88,8 @@ class EightBitsLinear(LowBitsLinear):
         return weight.shape[-1] % _ATEN_INPUTS == 0 or _runs_natively(weight.device)
 
     def _product(self, states: Tensor) -> Tensor:
-        if self._natively and int(states.shape[0]) <= native.MOST_ROWS:
-            return native.few_rows(states, self.levels, None, self.scales)
         if self._natively:
-            return torch.cat([self._product(some) for some in states.split(native.MOST_ROWS)])
+            return _few_at_a_time(lambda some: native.few_rows(some, self.levels, None, self.scales), states)
         product: Tensor = torch.ops.aten._weight_int8pack_mm(states.to(torch.bfloat16), self.levels, self.scales)
         return product
 
@@ -103,10 +101,18 @@ class FourBitsLinear(LowBitsLinear):
         super().__init__(rounded, bias, dtype)
         assert rounded.zeros is not None
         self.group_size = rounded.inputs // rounded.scales.shape[1]
+        self._natively = self.group_size == native.GROUP_SIZE and _runs_natively(rounded.levels.device)
+        if self._natively:
+            # A few rows at a time: copies of a whole head would take more memory than its substitute.
+            parts = zip(*(part.split(_ROWS_AT_ONCE) for part in rounded.parts.values()), strict=True)
+            self.levels = _fixed(torch.cat([native.in_blocks(*part) for part in parts]))
+            return
         self.levels = _fixed(_packed(rounded.levels))
         self.scales_and_zeros = _fixed(torch.stack([rounded.scales, rounded.zeros], -1).transpose(0, 1).contiguous())
 
     def _product(self, states: Tensor) -> Tensor:
+        if self._natively:
+            return _few_at_a_time(lambda some: native.few_rows_in_four_bits(some, self.levels), states)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
         product: Tensor = kernel(states.to(torch.bfloat16), self.levels, self.group_size, self.scales_and_zeros)
@@ -155,6 +161,12 @@ class LowBitsExperts(nn.Module):
 
 def _runs_natively(device: torch.device) -> bool:
     return device.type == "cpu" and native.load_kernels()
+
+
+def _few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    if int(states.shape[0]) <= native.MOST_ROWS:
+        return product(states)
+    return torch.cat([product(some) for some in states.split(native.MOST_ROWS)])
 
 
 def _packed(pairs: Tensor) -> Tensor:

@@ -9,46 +9,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-// The compiler would read weights from the cache again for every row, and multiply some ends number by number.
-#if defined(__x86_64__)
-#define KEEP_IN_REGISTER(lanes) asm("" : "+v"(lanes))
-#else
-#define KEEP_IN_REGISTER(lanes)
-#endif
+#include "lanes.h"
 
 namespace {
-
-constexpr int kMostRows = 16;
-#ifdef __AVX512F__
-constexpr int kVectorBytes = 64;
-constexpr int kSums = 24;  // vectors of sums that fit into registers beside the operands
-#else
-constexpr int kVectorBytes = 32;
-constexpr int kSums = 12;
-#endif
-
-// As many numbers as a register holds in which `Sum`s are added up.
-template <typename Sum>
-constexpr int kLanes = kVectorBytes / sizeof(Sum);
-
-template <typename Number, int lanes>
-struct Lanes {
-  typedef Number Vector __attribute__((vector_size(lanes * sizeof(Number))));
-};
-
-template <typename Number, int lanes>
-inline typename Lanes<Number, lanes>::Vector read(const void* from) {
-  typename Lanes<Number, lanes>::Vector vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
 
 // How weights are stored, in what they are summed, and how a vector of them is read.
 template <typename Number>
@@ -141,24 +105,6 @@ struct Product {
       }
     }
   }
-
-  template <int Rows>
-  void outputs(int64_t begin, int64_t end) const {
-    constexpr int most = kSums / Rows;
-    constexpr int at_once = most >= 4 ? 4 : most >= 2 ? 2 : 1;
-    int64_t output = begin;
-    for (; output + at_once <= end; output += at_once) tile<Rows, at_once>(output);
-    for (; output < end; ++output) tile<Rows, 1>(output);
-  }
-
-  template <int Rows = kMostRows>
-  void of_rows(int64_t rows, int64_t begin, int64_t end) const {
-    if (rows == Rows) {
-      outputs<Rows>(begin, end);
-    } else if constexpr (Rows > 1) {
-      of_rows<Rows - 1>(rows, begin, end);
-    }
-  }
 };
 
 template <typename Weight>
@@ -183,7 +129,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
                              out};
   // Waking a thread for less than this takes longer than the work.
   const int64_t fewest = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, in * rows));
-  at::parallel_for(0, out, fewest, [&](int64_t begin, int64_t end) { work.of_rows(rows, begin, end); });
+  at::parallel_for(0, out, fewest, [&](int64_t begin, int64_t end) { in_tiles(work, rows, begin, end); });
   return x.scalar_type() == y.scalar_type() ? y : y.to(x.scalar_type());
 }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from platformdirs import user_cache_path
 from torch import Tensor
+from torch.library import register_fake
 
 from selfspec.errors import UnsupportedOptionError
 
@@ -27,7 +28,10 @@ MOST_ROWS = 16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """Of the weights that it takes, besides int8."""
 
-_SOURCE = Path(__file__).with_name("native.cpp")
+GROUP_SIZE = 32
+"""Inputs that share a scale and a zero in 4 bits."""
+
+_SOURCES = tuple(map(Path(__file__).with_name, ("native.cpp", "four_bits.cpp", "lanes.h")))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
 
 
@@ -56,7 +60,7 @@ def build_kernels(verbose: bool = False) -> Path:
             try:
                 cpp_extension.load(
                     library.stem,
-                    [str(_SOURCE)],
+                    [str(source) for source in _SOURCES if source.suffix == ".cpp"],
                     extra_cflags=list(_FLAGS),
                     extra_ldflags=["-fopenmp"],
                     build_directory=folder,
@@ -87,6 +91,10 @@ def load_kernels() -> bool:
         raise UnsupportedOptionError(
             f"the CPU kernels cannot be loaded ({error}); delete {_library()}, and build them again: selfspec kernels"
         ) from error
+    # What compilers know of them: no more than the sizes.
+    for product in ("few_rows", "few_rows_in_four_bits"):
+        register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
+    register_fake("selfspec::rms_norm", lambda states, *_: states.new_empty(states.shape))
     return are_loaded()
 
 
@@ -110,6 +118,38 @@ def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor
     return product
 
 
+def few_rows_in_four_bits(states: Tensor, weight: Tensor) -> Tensor:
+    """Multiply a few rows, rounded to 8 bits, with weights in 4 bits, `[rows, in]` to `[rows, out]`.
+
+    Each output is summed in the same order for any number of rows and threads.
+
+    Args:
+        states: at most `MOST_ROWS` rows.
+        weight: `[out, bytes]`, by `in_blocks`.
+    """
+    product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight)
+    return product
+
+
+def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Lay a weight in 4 bits and groups of 32 out for `few_rows_in_four_bits`: `[out, 20 groups]`, bytes.
+
+    Four groups after each other are a block: scales, zeros, and of each group 16 bytes with its first 16 levels in the
+    lower bits and its last 16 in the higher.
+
+    Args:
+        levels: `[out, in / 2]`, the first of two in the higher bits.
+        scales: `[out, groups]` in bfloat16.
+        zeros: as the scales.
+    """
+    # Groups of 16 pairs; then half a group and 16 levels.
+    halves = torch.stack([levels >> 4, levels & 15], -1).unflatten(1, (-1, 2, 8)).flatten(3)
+    first, last = halves.unbind(2)
+    numbers = [each.view(torch.uint8).unflatten(1, (-1, 2)) for each in (scales, zeros)]
+    blocks = zip(*(part.split(4, 1) for part in (*numbers, first | last << 4)), strict=True)
+    return torch.cat([part.flatten(1) for block in blocks for part in block], 1)
+
+
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of each token, `[..., size]` to the same, in float32: `weight * states / sqrt(mean square + epsilon)`.
 
@@ -131,7 +171,13 @@ def _library() -> Path:
 @cache
 def _name() -> str:
     """A name that holds all that the machine code depends on."""
-    depends_on = (_SOURCE.read_text(), torch.__version__, *_FLAGS, _processor(), platform.python_version())
+    depends_on = (
+        *(source.read_text() for source in _SOURCES),
+        torch.__version__,
+        *_FLAGS,
+        _processor(),
+        platform.python_version(),
+    )
     return f"selfspec_{hashlib.sha256(chr(10).join(depends_on).encode()).hexdigest()[:12]}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import own_kernels, tiny
+from helpers.captures import Interpreted
+from helpers.proving import ticking
+from helpers.rounding import restored
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.kernels.low_bits import EightBitsLinear
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime import Runtime
 from selfspec.runtime.few_rows import for_few_rows
+from selfspec.runtime.graph_cache import GraphCache
 
 
 @pytest.fixture
@@ -74,6 +79,81 @@ def test_eight_bits_are_what_they_stand_for(rows: int, inputs: int) -> None:
     torch.testing.assert_close(linear(states).double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def of_eight_bits(rows: int, inputs: int) -> torch.Tensor:
+    """States that the product in 4 bits rounds to themselves: multiples of another step in every group."""
+    states = torch.randint(-127, 128, (rows, inputs), generator=torch.Generator().manual_seed(rows)).float()
+    states[:, :: native.GROUP_SIZE] = 127
+    steps = 2.0 ** (torch.arange(inputs // native.GROUP_SIZE) % 7 - 10)
+    return states * steps.repeat_interleave(native.GROUP_SIZE)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (7, 96), (24, 128), (33, 704)])
+def test_four_bits_are_what_they_stand_for(outputs: int, inputs: int) -> None:
+    rounded = round_weight(drawn(outputs, inputs).float() + 0.5, Precision(4, 32))
+    linear = FourBitsLinear(rounded, None, torch.float32)
+    assert linear.nbytes == rounded.nbytes < 0.16 * 4 * outputs * inputs
+    for rows in (*range(1, native.MOST_ROWS + 1), 40):
+        states, weight = of_eight_bits(rows, inputs), restored(rounded).double()
+        states[0, :32] = 0
+        torch.testing.assert_close(linear(states).double(), states.double() @ weight.t(), rtol=1e-5, atol=1e-4)
+        others = drawn(rows, inputs).float()
+        exact = others.double() @ weight.t()
+        assert (linear(others) - exact).norm() < 0.01 * (others.norm() * weight.norm() / outputs**0.5)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
+    linear = FourBitsLinear(round_weight(drawn(301, 1056).float(), Precision(4, 32)), None, torch.float32)
+    states = drawn(native.MOST_ROWS, 1056).float()
+    alone = torch.cat([linear(row[None]) for row in states])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in range(1, native.MOST_ROWS + 1):
+                assert torch.equal(linear(states[:rows]), alone[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_stay_in_their_row_in_four_bits(value: float) -> None:
+    states = torch.ones(3, 160)
+    states[1, 133] = value
+    linear = FourBitsLinear(round_weight(torch.ones(5, 160), Precision(4, 32)), None, torch.float32)
+    assert linear(states).isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+def test_tiny_values_in_four_bits_are_zeros_and_no_nans() -> None:
+    linear = FourBitsLinear(round_weight(drawn(5, 64).float(), Precision(4, 32)), None, torch.float32)
+    assert linear(torch.full((1, 64), 1e-44)).abs().max() < 1e-37
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("states", "weight", "message"),
+    [
+        (torch.ones(17, 32), torch.ones(2, 20, dtype=torch.uint8), "at most 16 rows"),
+        (torch.ones(1, 64), torch.ones(2, 20, dtype=torch.uint8), "sizes"),
+        (torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
+        (torch.ones(1, 32), torch.ones(2, 20), "bytes"),
+    ],
+)
+def test_what_it_cannot_multiply_in_four_bits_is_refused(
+    states: torch.Tensor, weight: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        native.few_rows_in_four_bits(states, weight)
+
+
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
 def test_values_that_are_not_finite_stay_in_their_row() -> None:
@@ -115,7 +195,11 @@ def test_what_it_cannot_multiply_is_refused(states: torch.Tensor, weight: torch.
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced()], ids=["eager", "traced"])
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LowPrecision()], ids=["plain", "exit", "int8"])
+@pytest.mark.parametrize(
+    "draft",
+    [None, selfspec.EarlyExit(2), selfspec.LowPrecision(), selfspec.LowPrecision(4)],
+    ids=["plain", "exit", "int8", "int4"],
+)
 def test_generation_runs_on_them(
     runtime: Runtime, draft: selfspec.Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,20 +207,37 @@ def test_generation_runs_on_them(
     ids = tiny.prompt(9, 2)
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
     asked: list[torch.dtype] = []
-    stock = native.few_rows
 
-    def noted(states: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        asked.append(weight.dtype)
-        return stock(states, weight, *others)
+    def noting(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(states: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+            asked.append(weight.dtype)
+            return stock(states, weight, *others)
 
-    monkeypatch.setattr(native, "few_rows", noted)
+        return noted
+
+    for product in (native.few_rows, native.few_rows_in_four_bits):
+        monkeypatch.setattr(native, product.__name__, noting(product))
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
     for _ in range(3):
         assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
     assert torch.float32 in asked
-    assert (torch.int8 in asked) == isinstance(draft, selfspec.LowPrecision)
+    assert (torch.int8 in asked) == (draft == selfspec.LowPrecision())
+    assert (torch.uint8 in asked) == (draft == selfspec.LowPrecision(4))
     if runtime != selfspec.Eager():
         assert spec.programs.proved
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("draft", [None, *map(selfspec.LowPrecision, (8, 4))], ids=["plain", "int8", "int4"])
+def test_compiled_passes_run_on_them(draft: selfspec.Drafter | None) -> None:
+    model, ids = tiny.llama().float(), tiny.prompt(5)
+    spec = selfspec.wrap(model, draft, draft_length=1, runtime=Interpreted(0))
+    spec.programs = GraphCache(spec.runtime, ticking())
+    found = spec.generate(ids, max_new_tokens=20, do_sample=False).sequences
+    assert torch.equal(found, model.generate(ids, max_new_tokens=20, do_sample=False))
+    assert not spec.programs.refusals
+    assert spec.programs.proved
 
 
 def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1828,6 +1828,20 @@ CATALOGUE = (
         ("test_weights_laid_out_by_columns_have_a_substitute",),
     ),
     Mutation(
+        "the CPU kernel for 4 bits takes levels for those of the other half of a group",
+        "in_blocks",
+        "first | last << 4",
+        "last | first << 4",
+        ("test_native.py", "-m", "kernels", "-k", "four_bits_are_what"),
+    ),
+    Mutation(
+        "the CPU kernel for 4 bits takes zeros for scales",
+        "in_blocks",
+        "(scales, zeros)",
+        "(zeros, scales)",
+        ("test_native.py", "-m", "kernels", "-k", "four_bits_are_what"),
+    ),
+    Mutation(
         "the CPU kernels do not know of autocast",
         "_native",
         'rows > native.MOST_ROWS or torch.is_autocast_enabled("cpu")',
