@@ -1,6 +1,6 @@
 """Decodes by llama.cpp what it is asked on standard input, a line of JSON each, and answers how long that took.
 
-`llama_cpp.py` runs it, with `-P`: beside that file, it would else take it for the package.
+`beside_llama_cpp.py` runs it, with whatever Python has llama.cpp: it needs nothing else of the project.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import llama_cpp
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 _CONTEXT = 512
@@ -64,7 +65,7 @@ def write_gguf(folder: Path, to: Path, precision: gguf.GGMLQuantizationType) -> 
     writer.close()
 
 
-def _in_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+def _in_pairs(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """Units of a head in llama.cpp's order: those that are rotated together lie side by side, not half a head apart."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 

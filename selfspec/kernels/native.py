@@ -73,6 +73,8 @@ def build_kernels(verbose: bool = False) -> Path:
                     f"ninja (pip install ninja): {error}"
                 ) from error
             shutil.move(Path(folder) / library.name, library)
+        # Building loads it.
+        _tell_compilers()
     load_kernels()
     return library
 
@@ -91,10 +93,7 @@ def load_kernels() -> bool:
         raise UnsupportedOptionError(
             f"the CPU kernels cannot be loaded ({error}); delete {_library()}, and build them again: selfspec kernels"
         ) from error
-    # What compilers know of them: no more than the sizes.
-    for product in ("few_rows", "few_rows_in_four_bits"):
-        register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
-    register_fake("selfspec::rms_norm", lambda states, *_: states.new_empty(states.shape))
+    _tell_compilers()
     return are_loaded()
 
 
@@ -160,6 +159,13 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     normalized: Tensor = torch.ops.selfspec.rms_norm(states, weight, epsilon)
     return normalized
+
+
+def _tell_compilers() -> None:
+    """Say what sizes the kernels give."""
+    for product in ("few_rows", "few_rows_in_four_bits"):
+        register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
+    register_fake("selfspec::rms_norm", lambda x, *_: x.new_empty(x.shape))
 
 
 def _library() -> Path:

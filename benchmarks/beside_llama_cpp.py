@@ -1,12 +1,12 @@
 """Decoding beside llama.cpp, float32 and Q8_0: the same weights, prompts, threads and number of tokens, in turns.
 
     pip install llama-cpp-python gguf
-    python benchmarks/llama_cpp.py MODEL... --held-out FILE --threads 2
+    python benchmarks/beside_llama_cpp.py MODEL... --held-out FILE --threads 2
 
 llama.cpp runs with its own settings but for the threads, in a process of its own, which may be another environment's
-(`--python`; it needs the two packages above and safetensors). Models are llamas; `benchmarks/widen.py` makes larger ones of a small one. Each line
-of the held-out text has `text` and `kind`. Tokens after the first are timed, over all prompts of a repeat; ratios are
-taken repeat by repeat.
+(`--python`; it needs the two packages above and safetensors). Models are llamas; `benchmarks/widen.py` makes larger
+ones of a small one. Each line of the held-out text has `text` and `kind`. Tokens after the first are timed, over all
+prompts of a repeat; ratios are taken repeat by repeat.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 
 _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"
-_DRAFTS = ("int8", "int4", "lookup+int8")
+_DRAFTS = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Decoded:
 
     Attributes:
         text: new token ids.
-        per_second: tokens a second, from the first one on.
-        seconds: that these took.
+        seconds: that those after the first took.
     """
 
     text: list[int]
@@ -64,7 +63,7 @@ class Arm:
     Attributes:
         decode: does it.
         rates: tokens a second, one for each repeat.
-        text: what the last repeat gave, for each prompt.
+        texts: what the last repeat gave, for each prompt.
     """
 
     decode: Decode
@@ -76,11 +75,13 @@ def main() -> None:
     """Run the benchmark."""
     options = _options()
     torch.set_num_threads(options.threads)
-    models = [_measured(folder, options) for folder in options.models]
     settings = {name: value for name, value in vars(options).items() if name not in ("models", "held_out", "python")}
+    models: list[dict[str, Any]] = []
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "models": models}
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / f"{options.name}.md").write_text(_report(record))
+    for folder in options.models:
+        models.append(_measured(folder, options))
+        (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (RESULTS / f"{options.name}.md").write_text(_report(record))
     print(_report(record))
 
 
@@ -91,9 +92,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--python", default=sys.executable, help="of the environment that has llama.cpp")
     parser.add_argument("--name", default="llama_cpp", help="of the results")
@@ -254,12 +255,12 @@ def _sampling(temperature: float) -> dict[str, Any]:
 
 def _report(record: dict[str, Any]) -> str:
     settings, machine = record["settings"], record["environment"]
-    lines = ["# Decoding beside llama.cpp\n"]
-    lines.append(
-        f"{machine['processor']}, {settings['threads']} threads, float32, {settings['repeats']} repeats in turns, {settings['prompts']} "
-        f"prompts of {settings['context']} tokens, {settings['max_new_tokens']} new. Medians and their intervals. *Equal* are the tokens "
-        "before the first that is not `model.generate`'s, for each prompt."
-    )
+    lines = [
+        "# Decoding beside llama.cpp\n",
+        f"{machine['processor']}, {settings['threads']} threads, float32, {settings['repeats']} repeats in turns,",
+        f"{settings['prompts']} prompts of {settings['context']} tokens, {settings['max_new_tokens']} new ones.",
+        "Medians and their intervals. *Equal*: the tokens before the first that is not `model.generate`'s, by prompt.",
+    ]
     for model in record["models"]:
         for temperature, arms in model["temperatures"].items():
             lines.append(
