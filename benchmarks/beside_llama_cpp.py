@@ -94,7 +94,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--python", default=sys.executable, help="of the environment that has llama.cpp")
     parser.add_argument("--name", default="llama_cpp", help="of the results")
