@@ -210,7 +210,8 @@ class _Own:
         chunks = self._spec.stream(
             torch.tensor([ids]), max_new_tokens=self._tokens, eos_token_id=None, seed=seed, **_sampling(temperature)
         )
-        text, times = [], []
+        text: list[int] = []
+        times: list[tuple[float, int]] = []
         for chunk in chunks:
             text += chunk.rows[0].tokens
             times.append((time.perf_counter(), len(text)))
