@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -72,6 +73,14 @@ class Tree:
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
+
+    def first_branch(self, path: Sequence[int]) -> list[int]:
+        """Return the nodes after a path, which may be empty: a first child, its first child, and so on."""
+        branch, place = [], path[-1] if path else -1
+        while self.children[place + 1]:
+            place = self.children[place + 1][0]
+            branch.append(place)
+        return branch
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -49,13 +49,16 @@ class DraftDisplay:
             ("the target's own", _OWN),
             " | ",
             ("rejected draft", _REJECTED),
+            " (+n: tokens of other branches)",
         )
         self._console.print(Text.assemble(*legend), end="\n\n")
 
     def show(self, committed: RowRound) -> None:
         """Write a round: what was accepted, what was rejected, and then the target's own token."""
         self._write(self._stream.push(committed.tokens[: committed.accepted]), _ACCEPTED)
-        rejected = self._stream.foresee(committed.draft[committed.accepted :])
+        rejected = self._stream.foresee(committed.rejected)
+        others = len(committed.draft) - committed.accepted - len(committed.rejected)
+        rejected += f"(+{others})" if others else ""
         # A line that was not committed must not break the text.
         self._write(rejected.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"), _REJECTED)
         self._write(self._stream.push(committed.tokens[committed.accepted :]), _OWN)

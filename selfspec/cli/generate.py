@@ -203,7 +203,13 @@ def generate(
     }
     if shown.show_drafts:
         result["rounds"] = [
-            {"draft": list(row.draft), "accepted": row.accepted, "tokens": list(row.tokens)} for row in rounds
+            {
+                "draft": list(row.draft),
+                "accepted": row.accepted,
+                "rejected": list(row.rejected),
+                "tokens": list(row.tokens),
+            }
+            for row in rounds
         ]
     if ended_by is not None:
         raise FailedRunError(ended_by, result)

@@ -14,7 +14,11 @@ def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
     rows = [RowRound((), (), 0)] * batch.size
     for number, row in verdict.rows.items():
         batch.committed[number] += row.tokens
-        rows[number] = RowRound(tuple(row.tokens), tuple(row.drafted), row.accepted_of(len(row.tokens)))
+        accepted = row.accepted_of(len(row.tokens))
+        rejected = draft.tree.first_branch(row.path[:accepted])
+        rows[number] = RowRound(
+            tuple(row.tokens), tuple(row.drafted), accepted, tuple(row.drafted[node] for node in rejected)
+        )
         if row.ended:
             batch.unfinished.discard(number)
     counts = [len(rows[row].tokens) for row in batch.running]

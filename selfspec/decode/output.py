@@ -23,13 +23,15 @@ class RowRound:
         tokens: committed tokens, final: accepted draft tokens and then a recovered or bonus token. Empty for a row that
             was finished before. The last one is missing where the row ends inside its accepted draft, and where
             lockstep cuts it there.
-        draft: the draft tokens that were proposed.
+        draft: the draft tokens that were proposed, one for each node of a tree.
         accepted: how many of them are among `tokens`.
+        rejected: the draft's text after those; of a tree its first child, the first child of that, and so on.
     """
 
     tokens: tuple[int, ...]
     draft: tuple[int, ...]
     accepted: int
+    rejected: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 _SHORTEST_RUN = 8
 
 
-def cycle_share(tokens: Sequence[int], longest: int = 64) -> float:
-    """Share of tokens inside a repeating cycle: a passage that stands three times or more in direct succession.
+def in_cycles(tokens: Sequence[int], longest: int = 64) -> list[bool]:
+    """Whether each token is inside a repeating cycle: a passage that comes three times or more in direct succession.
 
-    Cycles of up to `longest` tokens are looked for. 0 for no tokens.
+    Cycles of up to `longest` tokens are looked for.
     """
     inside = [False] * len(tokens)
     for period in range(1, min(longest, len(tokens) // 3) + 1):
@@ -22,4 +22,10 @@ def cycle_share(tokens: Sequence[int], longest: int = 64) -> float:
             if place - begin >= max(2 * period, _SHORTEST_RUN):
                 inside[begin - period : place] = [True] * (place - begin + period)
             begin = place + 1
+    return inside
+
+
+def cycle_share(tokens: Sequence[int]) -> float:
+    """Share of tokens inside repeating cycles; 0 for no tokens."""
+    inside = in_cycles(tokens)
     return sum(inside) / len(inside) if inside else 0.0

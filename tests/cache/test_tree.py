@@ -31,3 +31,9 @@ def test_a_chain_has_one_branch(length: int) -> None:
 def test_a_node_comes_after_its_parent(parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="parent"):
         Tree(parents)
+
+
+def test_the_first_branch_after_a_path() -> None:
+    tree = Tree((-1, -1, 0, 0, 2))
+    assert [tree.first_branch(path) for path in ((), (0,), (0, 3), (1,))] == [[0, 2, 4], [2, 4], [], []]
+    assert Tree.chain(3).first_branch((0,)) == [1, 2]

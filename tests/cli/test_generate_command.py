@@ -164,15 +164,16 @@ def test_show_drafts_as_json_lists_the_rounds(invoke: Invoke, folder: str) -> No
     assert sum(each["accepted"] for each in rounds) == found["stats"]["accepted"]
 
 
+@pytest.mark.parametrize("draft", ["exit:3", "recycle"])
 def test_show_drafts_strikes_rejected_tokens_through(
-    invoke: Invoke, folder: str, expected_text: str, monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, folder: str, expected_text: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    ending = invoke(*words(folder, "--draft", "exit:3", "--draft-length", "2", "--show-drafts"))
+    ending = invoke(*words(folder, "--draft", draft, "--draft-length", "2", "--show-drafts"))
     shown = Text.from_ansi(ending.stdout)
     legend, text = shown.split("\n")[0], shown[len(shown.split("\n")[0]) + 2 :]
-    assert legend.plain == "accepted draft | the target's own | rejected draft"
+    assert legend.plain == "accepted draft | the target's own | rejected draft (+n: tokens of other branches)"
     kept, struck = split_by_stroke(text)
     assert kept.rstrip("\n") == expected_text
     assert struck

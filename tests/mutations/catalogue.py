@@ -315,6 +315,13 @@ CATALOGUE = (
         ("test_candidate_table.py",),
     ),
     Mutation(
+        "what was rejected of a tree begins at its root",
+        "Tree.first_branch",
+        "path[-1] if path else -1",
+        "-1",
+        ("test_tree.py",),
+    ),
+    Mutation(
         "cascade: only the source that drafted learns",
         "Cascade.learn",
         "self.sources",
