@@ -1,4 +1,4 @@
-"""The architectures selfspec knows, a file a family, found by `config.model_type`."""
+"""The architectures selfspec knows, one declaration a file, found by `config.model_type`."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -12,7 +12,7 @@ ADAPTERS: dict[str, Adapter] = {
     model_type: adapter
     for file in iter_modules(__path__)
     if file.name not in _NO_DECLARATION
-    for adapter in import_module(f"{__name__}.{file.name}").ADAPTERS
+    for adapter in (import_module(f"{__name__}.{file.name}").ADAPTER,)
     for model_type in adapter.model_types
 }
 """Every declared adapter by the `model_type` it serves."""

@@ -1,4 +1,4 @@
-"""Architectures that need nothing said: layers in `model.layers`, each with `self_attn`, or `attn`, and `mlp`."""
+"""Architectures that need nothing said: layers in `model.layers`, each with `self_attn` and `mlp`."""
 
 from selfspec.model.adapter import Adapter
 
@@ -12,4 +12,4 @@ olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe 
 stablelm starcoder2 vaultgemma youtu
 """
 
-ADAPTERS = (Adapter(tuple(_NAMES.split())), Adapter(("modernbert-decoder",), attention="attn"))
+ADAPTER = Adapter(model_types=tuple(_NAMES.split()))

@@ -1,0 +1,5 @@
+"""The ctrl architecture."""
+
+from selfspec.model.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("ctrl",), layers="transformer.h", attention="multi_head_attention", mlp="ffn")

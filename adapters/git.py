@@ -1,0 +1,13 @@
+"""The git architecture, text alone: a bert after an image encoder."""
+
+from selfspec.model.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=("git",),
+    layers="git.encoder.layer",
+    attention="attention",
+    mlp=("intermediate", "output"),
+    attention_returns=1,
+    without_attention="input",
+    without_mlp="residual",
+)

@@ -1,0 +1,5 @@
+"""The gpt2 architecture."""
+
+from selfspec.model.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("gpt2", "gpt-sw3", "gpt_bigcode"), layers="transformer.h", attention="attn")

@@ -1,0 +1,5 @@
+"""Jamba: layers of attention between layers of Mamba."""
+
+from selfspec.model.adapter import Adapter
+
+ADAPTER = Adapter(model_types=("jamba",), attention=("self_attn", "mamba"), recurrent=("mamba",), mlp="feed_forward")

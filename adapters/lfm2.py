@@ -1,0 +1,7 @@
+"""LFM2: layers of attention between short convolutions."""
+
+from selfspec.model.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=("lfm2", "lfm2_moe"), attention=("self_attn", "conv"), recurrent=("conv",), mlp="feed_forward"
+)

@@ -1,0 +1,16 @@
+"""Hybrids of attention and gated delta rule, each under a name of its own."""
+
+from selfspec.model.adapter import Adapter
+
+ADAPTER = Adapter(
+    model_types=(
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    ),
+    attention=("self_attn", "linear_attn"),
+    recurrent=("linear_attn",),
+)
