@@ -27,7 +27,8 @@ from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_checkpoint
 
-_CONTROLS = [*map(FixedLength, range(1, 7)), *(FixedLength(d, nodes) for nodes in (4, 8) for d in (1, 2, 3))]
+_TREES = ((1, 4), (2, 4), (3, 4), (2, 8), (3, 8))
+_CONTROLS = [*map(FixedLength, range(1, 7)), *(FixedLength(levels, nodes) for levels, nodes in _TREES)]
 _ROWS, _PROMPT = 8, 48
 
 

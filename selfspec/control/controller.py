@@ -20,6 +20,8 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape, largest_products
 from selfspec.errors import DraftConfigError
 
+_MOST_NODES = 1024
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -151,13 +153,13 @@ def check_length(length: int) -> None:
 
 
 def check_nodes(nodes: int, length: int) -> None:
-    """Refuse a number of draft tokens that is no integer of at least the draft length.
+    """Refuse a number of draft tokens that no tree of that depth has, or far more than pay anywhere.
 
     Raises:
         DraftConfigError: naming it.
     """
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < length:
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or not length <= nodes <= max(length, _MOST_NODES):
         raise DraftConfigError(
-            f"nodes of a draft are an integer of at least its length, {length}, got {shown(nodes)}; leave them out for "
-            "chains"
+            f"nodes of a draft are an integer of at least its length, {length}, and at most {_MOST_NODES}, got "
+            f"{shown(nodes)}; leave them out for chains"
         )

@@ -16,7 +16,7 @@ class FixedLength(Control):
     Attributes:
         length: tokens to draft, at least 1; of a tree, levels.
         nodes: tokens to draft in all, siblings included, at least `length`: more make a tree, shaped by how often
-            siblings of each rank are accepted. None: a chain.
+            siblings of each rank are accepted, with six children at most at one place. None: a chain.
     """
 
     length: int

@@ -294,7 +294,7 @@ def test_a_fixed_length_takes_a_number_of_nodes(watched: Watched) -> None:
     spec.generate(tiny.prompt(9), **_options())
     assert len(watched.drafts[0].tree) == 8
     assert watched.drafts[0].tree.depth == 3
-    for nodes in (2, True, 4.0):
+    for nodes in (2, True, 4.0, 10**9):
         with pytest.raises(selfspec.DraftConfigError, match="at least its length, 3"):
             selfspec.FixedLength(3, nodes=nodes)  # type: ignore[arg-type]
 
