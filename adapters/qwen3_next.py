@@ -1,4 +1,4 @@
-"""Hybrids of attention and gated delta rule, each under a name of its own."""
+"""Hybrids of attention and gated delta rule, each under its own name."""
 
 from selfspec.model.adapter import Adapter
 

@@ -15,7 +15,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("kimi_linear", "nemotron_h"), "its layers of several kinds go by one name"),
     "blt": "it reads bytes and runs a local encoder and decoder around patches of varying length",
-    "cpmant": "it puts a prompt of its own before every text, which the cache does not hold",
+    "cpmant": "it puts its own prompt before every text, which the cache does not hold",
     "dbrx": "the residual stream is kept inside its attention, so that a sublayer cannot be left out",
     "gemma3n": "it is a model of images, sound and text; load its language model, Gemma3nForCausalLM",
     "gpt_neox_japanese": "its attention hands its bias to the layer apart from its output",

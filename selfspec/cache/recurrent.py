@@ -32,7 +32,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, layer: LinearAttentionCacheLayerMixin) -> Snapshot:
-        """The states of a layer as they are now, not copied."""
+        """The current states of a layer, not copied."""
         held = (layer.conv_states, layer.recurrent_states)
         return cls(*({index: state for index, state in each.items() if state is not None} for each in held))
 

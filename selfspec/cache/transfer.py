@@ -62,7 +62,7 @@ def check_past(past: Cache) -> None:
 
 
 def check_rows(past: Cache, rows: int) -> None:
-    """Refuse a cache of another batch than one of so many rows."""
+    """Refuse a cache of a batch with another number of rows."""
     held = next((tensor.shape[0] for layer in past.layers for tensor in _tensors(layer)), rows)
     if held != rows:
         raise UnsupportedOptionError(

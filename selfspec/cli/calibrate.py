@@ -99,7 +99,7 @@ def _print(model: str, profile: Profile, seconds: float) -> None:
     out.print(_costs([profile.report["costs"], *profile.report["in_batches"]]))
     out.print(
         "step: a plain one. c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
-        "of so many rows, medians. out of step: a plain round over rows at different places. alpha: acceptance rate, "
+        "of that many rows, medians. out of step: a plain round over rows at different places. alpha: acceptance rate, "
         "teacher-forced on the model's own text. predicted: by the formula, at the best draft length. speed-up: "
         "measured, in turns with plain decoding.",
         style="dim",

@@ -77,6 +77,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({str(error).splitlines()[0]}); try --dtype bfloat16, fewer new tokens or --device cpu"
-    # Any other error is a bug of selfspec, and whoever fixes it needs its place.
+    # Any other error is a bug of selfspec, and its place helps to fix it.
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"

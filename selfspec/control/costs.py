@@ -21,7 +21,7 @@ class CostsByRows(Protocol):
     """Says what the parts of a round cost in a batch of any size."""
 
     def in_batch(self, rows: int) -> Costs:
-        """The costs of rounds over so many rows, at least 1."""
+        """The costs of rounds over `rows` rows, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Costs:
         verify: V(1), a target pass over a single token; more than 1 where drafting costs it something extra.
         widening: what every further token of the block adds to V.
         overhead: o, all else in a round that drafts.
-        out_of_step: how long a pass takes over rows of a batch that stand at different places, in passes over rows that
-            stand alike. 1.2 was measured on a model of 2M parameters; the larger the model, the less it is.
+        out_of_step: how long a pass takes over rows of a batch that stand at different places, in passes over rows at
+            one place. 1.2 was measured on a model of 2M parameters; the larger the model, the less it is.
         rows: of the batch that all this is about.
         each_row: what a further row adds to a pass over one token of each, where it is more than a further token of a
             block does by `widening`: kernels for a few rows in all do not help batches.
@@ -73,7 +73,7 @@ class Costs:
         return cls(draft, verify=1.1, widening=0.03, overhead=0.05, each_row=each_row)
 
     def in_batch(self, rows: int) -> Costs:
-        """The same for another number of rows, on the footing that a pass takes longer in proportion to its tokens.
+        """The same for another number of rows, taking a pass to cost in proportion to its tokens.
 
         For more rows than these that is by what a further row adds, for fewer by what a further token does.
 
@@ -125,7 +125,7 @@ class BatchCosts:
             raise DraftConfigError(f"costs are measured once for each number of rows, in order, got {sizes}")
 
     def in_batch(self, rows: int) -> Costs:
-        """The costs of rounds over so many rows: between two sizes that were measured on a line over their logarithms.
+        """The costs of rounds over `rows` rows: between two measured sizes, on a line over their logarithms.
 
         Outside of these by the nearest one, as `Costs.in_batch` takes it.
         """

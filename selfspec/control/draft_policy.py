@@ -24,7 +24,7 @@ class DraftChoice:
         draft: proposes tokens; None: plain decoding.
         control: how long drafts are, where nobody says otherwise.
         costs: of a round that drafts, measured; None: nobody measured them.
-        most_rows: of a batch that it drafts in; larger ones are decoded plainly. None: it drafts in any.
+        most_rows: of a batch that it drafts in; larger ones use plain decoding. None: it drafts in any.
     """
 
     draft: Drafter | None
@@ -33,7 +33,7 @@ class DraftChoice:
     most_rows: int | None = None
 
     def in_batch(self, rows: int) -> DraftChoice:
-        """What drafts in a batch of so many rows."""
+        """What drafts in a batch of `rows` rows."""
         return self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)
 
 

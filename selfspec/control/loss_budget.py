@@ -11,7 +11,7 @@ _PER_ROUND = 0.005  # plain steps more for each round of the generation
 
 
 def may_lose(at_once: float, rounds: int) -> float:
-    """The plain steps that drafting may have lost after so many rounds, of which it may lose some at once."""
+    """The plain steps that drafting may have lost after a number of rounds; some of them it may lose at once."""
     return at_once + _PER_ROUND * rounds
 
 

@@ -48,7 +48,7 @@ class Setting:
         """The setting that a model would be run in now.
 
         Raises:
-            ProfileError: weights are offloaded, and cannot be told from others.
+            ProfileError: weights are offloaded, and have no fingerprint.
         """
         from selfspec import __version__
 

@@ -233,7 +233,7 @@ _STATELESS = _WARPERS | {
 def is_stateless(processor: Any) -> bool:
     """Whether a processor is known to be a function of ids and scores, whatever it was called with before.
 
-    Those of `transformers` are, but for SynthID's, guidance and the caller's prefix function. Any other declares it by
+    Those of `transformers` are, except SynthID's, guidance and the caller's prefix function. Any other declares it by
     an attribute `stateless = True`, on the processor or on the prefix function.
     """
     if type(processor) is generation.PrefixConstrainedLogitsProcessor:

@@ -74,7 +74,7 @@ class Stats:
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
     def count(self, nodes: int, depth: int, verdict: Verdict) -> None:
-        """Count a round by what it committed of a draft of so many nodes.
+        """Count a round by what it committed of a draft.
 
         A draft token counts if its place was committed, with the token itself or another one in it. Lockstep drops
         places for what other rows accepted, never for their own verdict, so the acceptance rate is that of the rule.

@@ -41,7 +41,7 @@ class Resume:
     The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
 
     Attributes:
-        start: the first sublayer whose work is not exact; verification goes on there.
+        start: the first sublayer whose work is not exact; verification resumes there.
         states: what enters it, for each token the draft ran, `[batch, read, hidden]`: the last committed token and the
             first nodes of the tree. Of a chain all but the last, which no draft step has read.
     """

@@ -45,7 +45,7 @@ class _Config:
 class ExitAdapter(nn.Module):
     """Norm and gated MLP on a residual branch; new, it changes nothing, so that training begins at the plain exit.
 
-    It looks at one position at a time and so needs no keys and values of its own, unlike an attention adapter
+    It looks at one position at a time, so it needs no keys and values, unlike an attention adapter
     (Kangaroo, Liu et al., 2024): nothing of it has to be computed for the prompt or rolled back.
 
     Args:

@@ -57,7 +57,7 @@ class LayerSkip(LayerPathDrafter):
                 skipped |= {Sublayer(layer, part) for part in parts}
         if not skipped:
             raise DraftConfigError(
-                "the skip set is empty; name at least one layer, or pass draft=None to decode plainly"
+                "the skip set is empty; name at least one layer, or pass draft=None for plain decoding"
             )
         if len(skipped) == len(sublayers(depth)):
             raise DraftConfigError("the skip set leaves nothing of the network to draft with; skip fewer layers")

@@ -31,7 +31,7 @@ def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Bud
 
     Args:
         chances: that the candidate of each rank is accepted where its place is reached, the likeliest first.
-        cost: of a round with a tree of so many nodes, in plain steps.
+        cost: of a round by the nodes of its tree, in plain steps.
         most: the largest tree.
     """
     shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]

@@ -104,7 +104,7 @@ def write_json(file: Path, content: Mapping[str, Any], kept: str = "") -> None:
 
 
 def _exists(place: Path) -> bool:
-    """Whether something is there; other than `Path.exists`, raises if that cannot be told."""
+    """Whether something is there; unlike `Path.exists`, raises where the system does not say."""
     try:
         place.stat()
     except FileNotFoundError:

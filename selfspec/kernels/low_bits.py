@@ -84,7 +84,7 @@ class EightBitsLinear(LowBitsLinear):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether a kernel takes weights of so many inputs, `[..., in]`."""
+        """Whether a kernel takes weights with this number of inputs, `[..., in]`."""
         return weight.shape[-1] % _ATEN_INPUTS == 0 or _runs_natively(weight.device)
 
     def _product(self, states: Tensor) -> Tensor:

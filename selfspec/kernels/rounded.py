@@ -37,7 +37,7 @@ class RoundedWeight:
             0..15 a byte, the first of them in the higher bits.
         scales: how far a level is from the next one, in bfloat16, as ATen's kernels take it: `[..., out]` in 8 bits,
             `[..., out, groups]` in 4.
-        zeros: what level 8 stands for in 4 bits, as the scales; None in 8 bits, where level 0 stands for 0.
+        zeros: the value of level 8 in 4 bits, laid out as the scales; None in 8 bits, where level 0 is 0.
     """
 
     levels: Tensor

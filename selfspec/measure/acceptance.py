@@ -23,7 +23,7 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.runner import ModelRunner
 
 TEMPERATURES = (0.8, 1.0)
-# Logits of so many values are compared at a time: 64 MiB in float32.
+# Logits compared at a time: 64 MiB in float32.
 _VALUES = 2**24
 
 
@@ -101,7 +101,7 @@ def teacher_forced(
     """Each draft's distribution against the target's at every position of some texts.
 
     Exits, with or without a head of their own, are read off the states of one target pass. Other paths take a pass
-    each. Acceptance while generating differs from this: there a draft also stands on its own tokens.
+    each. Acceptance while generating differs from this: there a draft also follows its own tokens.
 
     Args:
         model: the stock model, in evaluation mode.
@@ -128,11 +128,11 @@ def teacher_forced(
         drafter.check_model(model, adapter)
         drafter.prepare(model, substitutes)
     exits = {name: left for name, each in drafters.items() if (left := each.leaves_at(readout.depth)) is not None}
-    told = watch or Unwatched()
-    told.begin(len(texts))
+    progress = watch or Unwatched()
+    progress.begin(len(texts))
     measured = {name: Acceptance() for name in drafters}
     for text in texts:
-        told.step("acceptance of every exit")
+        progress.step("acceptance of every exit")
         ids = text.ids.to(model.device)
         # The logits at a position are those of the token after it.
         judged = slice(text.prompt - 1, -1)

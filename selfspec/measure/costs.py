@@ -46,7 +46,7 @@ _SEED = 0
 class MeasuredCosts:
     """What was measured; the terms of the speed-up formula after Leviathan et al. (2023).
 
-    Drafts go by their `draft_name`. `none` stands for a draft that takes no step and is verified from tokens on, as
+    Drafts go by their `draft_name`. `none` is a draft that takes no step and is verified from tokens on, as
     look-ups are: a round of it is nothing but a target pass and o.
 
     Attributes:
@@ -117,10 +117,10 @@ def measure_costs(
         adapter: where its layers are.
         drafters: what to measure. Look-ups need no measuring: see `MeasuredCosts`.
         widths: tokens of the target passes from tokens on; 1 is always among them.
-        context: tokens before the first that is timed; less where the model's context has no room for so many.
+        context: tokens before the first that is timed; fewer where the model's context is shorter.
         repeats: times everything is timed, at least 1.
         lengths: draft lengths at which drafts are timed.
-        batch: rows of one length. Where there are several, rounds are also timed in which every other row stands one
+        batch: rows of one length. Where there are several, rounds are also timed in which every other row is one
             token behind.
         temperature: 0 decodes greedily.
         warm_up: times everything is run before it is timed.
@@ -134,9 +134,9 @@ def measure_costs(
     """
     named = _named(drafters)
     _check(widths, context, repeats, lengths, batch, warm_up)
-    told = watch or Unwatched()
+    progress = watch or Unwatched()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
-    told.begin(rounds * (2 if batch > 1 else 1) + _GENERATIONS * (1 + len(named)))
+    progress.begin(rounds * (2 if batch > 1 else 1) + _GENERATIONS * (1 + len(named)))
     timed = {1, *widths}
     longest = max(*lengths, *[width - 1 for width in timed])
     bench = _Bench(
@@ -147,7 +147,7 @@ def measure_costs(
         warm_up,
     )
     probe = Probe(named, sorted(timed), sorted(set(lengths)), bench.timer)
-    samples = bench.probed(probe, longest, rounds, told)
+    samples = bench.probed(probe, longest, rounds, progress)
     # A plain round in passes over one token: of these there are several to compare with, of it only one.
     plain = statistics.median(sample.plain / sample.unit for sample in samples)
     draft = {
@@ -165,7 +165,7 @@ def measure_costs(
         passes = verify_cost({width: each.value for width, each in verify[name].items()}, middle + 1)
         rests = []
         for _ in range(_GENERATIONS):
-            told.step(f"what else rounds do, {name}")
+            progress.step(f"what else rounds do, {name}")
             rests.append(bench.rest(drafter, middle, passes) / step_seconds.value)
         overhead[name] = Estimate.of_median(rests)
     return MeasuredCosts(
@@ -176,7 +176,7 @@ def measure_costs(
         context=bench.prompt.shape[1],
         batch=batch,
         lengths=tuple(sorted(set(lengths))),
-        out_of_step=bench.out_of_step(rounds, told) if batch > 1 else None,
+        out_of_step=bench.out_of_step(rounds, progress) if batch > 1 else None,
     )
 
 
@@ -196,27 +196,27 @@ class _Bench:
         if temperature > 0:
             self._options |= {"temperature": temperature, "top_k": 0}
 
-    def probed(self, probe: Probe, longest: int, rounds: int, told: Watch) -> list[Sample]:
+    def probed(self, probe: Probe, longest: int, rounds: int, progress: Watch) -> list[Sample]:
         """What a probe saw in the rounds of one generation, and how long each round took by itself."""
         generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1, self.prompt)
         samples = []
         for _ in range(rounds):
-            told.step("draft steps and target passes")
+            progress.step("draft steps and target passes")
             seconds = self.timer.of(lambda: next(generation))
             probe.sample.plain = seconds - probe.sample.probing
             samples.append(probe.sample)
         generation.close()
         return samples[self._warm_up :]
 
-    def out_of_step(self, rounds: int, told: Watch) -> Estimate:
-        """Plain rounds over rows of which every other stands one token behind, in rounds over rows that stand alike."""
+    def out_of_step(self, rounds: int, progress: Watch) -> Estimate:
+        """Plain rounds over rows of which every other is one token behind, in rounds over rows at one place."""
         longer = torch.nn.functional.pad(self.prompt, (1, 0))
         mask = torch.ones_like(longer)
         mask[::2, 0] = 0
         alike, behind = self._begin(self._base, rounds, self.prompt), self._begin(self._base, rounds, longer, mask)
         ratios = []
         for number in range(rounds):
-            told.step("rows at different places")
+            progress.step("rows at different places")
             # Neither always comes after the other.
             pair = (alike, behind) if number % 2 else (behind, alike)
             seconds = {id(each): self.timer.of(partial(next, each)) for each in pair}

@@ -12,7 +12,7 @@ import numpy as np
 LEVEL = 0.9
 """The least confidence of a median's interval, where there are enough samples for it."""
 
-# 95 % of a normal distribution lie within so many standard deviations.
+# Standard deviations that 95 % of a normal distribution lie within.
 _Z = 1.959964
 
 

@@ -30,7 +30,7 @@ class Continuation:
 
 
 def own_text(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: float, seed: int = 0) -> Tensor:
-    """Let the stock model continue prompts of one length, without top-k, top-p or other defaults of its own.
+    """Let the stock model continue prompts of one length, without top-k, top-p or other generation defaults.
 
     Nothing ends a text early. Prompts are `[texts, prompt]`, on its device; at temperature 0 it writes greedily.
 
@@ -91,10 +91,10 @@ def continued(
 
     The seed is that of the first text; the others count on from it.
     """
-    told = watch or Unwatched()
-    told.begin(len(prompts))
+    progress = watch or Unwatched()
+    progress.begin(len(prompts))
     texts = []
     for number, prompt in enumerate(prompts):
-        told.step("the model's own text")
+        progress.step("the model's own text")
         texts.append(Continuation(own_text(model, prompt, max_new_tokens, temperature, seed + number), prompt.shape[1]))
     return texts

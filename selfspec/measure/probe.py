@@ -27,7 +27,7 @@ class Sample:
         draft: of each draft by draft length.
         verify: target passes of each draft by the tokens they verify; `none`: from tokens on.
         probing: all of that.
-        plain: the round itself, plain decoding; whoever times it fills it in.
+        plain: the round itself, plain decoding; the code that times it fills it in.
     """
 
     units: list[float] = field(default_factory=list)

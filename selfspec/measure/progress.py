@@ -9,7 +9,7 @@ class Watch(Protocol):
     """Shows each step."""
 
     def begin(self, steps: int) -> None:
-        """The work begins, and will take so many steps."""
+        """Begin work of `steps` steps."""
 
     def step(self, what: str) -> None:
         """A step begins."""

@@ -16,7 +16,7 @@ from selfspec.files.json_text import parse_json
 from selfspec.measure.embedded import PROMPTS
 
 BUILT_IN = "demo"
-"""The workload of whoever names none: beginnings of four Python files."""
+"""The default workload: beginnings of four Python files."""
 
 BEGINNINGS = (
     "Once upon a time, there was a little",

@@ -14,7 +14,7 @@ from selfspec.measure.stock import Reference, blockwise_logits
 _SAFETY = 2
 # What no choice of tokens rests on may be off by more, before it is called an error.
 _BEYOND_ROUNDING = 8
-# So many roundings of the largest logit are more than the layers of any model add up to.
+# Roundings of the largest logit: more than the layers of any model add up to.
 _MOST_ROUNDINGS = 256
 _QUANTILE = 0.99
 # Where rounding may decide more of the text than this, nearly tied means little.

@@ -27,7 +27,7 @@ class Reference:
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its generation defaults, but for its special tokens: a shallow copy with the same modules.
+    """The model without its generation defaults, except its special tokens: a shallow copy with the same modules.
 
     Verification says itself how tokens are chosen, and the model's own defaults must not be changed.
     """

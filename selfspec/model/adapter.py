@@ -33,7 +33,7 @@ class Adapter:
         without_mlp: the same of an MLP.
         publishes: attribute of an attention that is true where later layers read its keys and values. Such an
             attention runs though it is left out, and only its output is dropped. None: layers share nothing.
-        ragged: how rows of different lengths are told apart. "mask": the model takes a 4-D mask and position ids.
+        ragged: how rows of different lengths are kept apart. "mask": the model takes a 4-D mask and position ids.
             "padding": it makes both of a padding mask, and reads keys and values aligned on the right. "none": it
             cannot, so that only one row at a time is exact.
         requires: fields that the config must have, with their values.

@@ -101,7 +101,7 @@ class GatedModel:
         self.module = view_with_layers(model, adapter.path(model), layers)
 
     def enter(self, states: ExactStates | None) -> None:
-        """Say what enters at `path.start` in the pass that comes."""
+        """Set what enters at `path.start` in the next pass."""
         self._boundary.given = states
 
     def leave(self) -> ExactStates | None:

@@ -46,7 +46,7 @@ class About:
 
 
 class SubstituteFile:
-    """A file of substitutes. Nothing is unpickled, and a weight is read when it is asked for.
+    """A file of substitutes. Nothing is unpickled, and weights are read one by one.
 
     Args:
         file: what `write_substitutes` wrote.

@@ -52,7 +52,7 @@ class _Product:
 
     @property
     def version(self) -> int:
-        """Of the weight's values: it counts changes in place, but for those through `weight.data`."""
+        """Of the weight's values: it counts changes in place, except those through `weight.data`."""
         return 0 if self.weight.is_inference() else self.weight._version
 
     @property
@@ -64,7 +64,7 @@ class _Product:
         return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)]
 
     def takes(self, precision: Precision) -> bool:
-        """Whether the weight is in memory, and kernels take so many inputs."""
+        """Whether the weight is in memory, and a kernel takes its size."""
         if self.weight.is_meta:
             return False
         if precision.bits == 4:
@@ -93,7 +93,7 @@ class _Made:
         return self.places == tuple(product.place for product in products)
 
     def fits(self, products: Sequence[_Product]) -> bool:
-        """Whether it was made of these weights as they are now."""
+        """Whether it was made of the present values of these weights."""
         return (
             self.lies_at(products)
             and self.versions == tuple(product.version for product in products)

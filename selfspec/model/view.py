@@ -63,7 +63,7 @@ def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
 
 
 def view_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A view of `module` that runs `forward` instead; its own hooks and the process's see it run as ever."""
+    """A view of `module` that runs `forward` instead; its own hooks and the process's still see it run."""
     view = copied(module)
     view.__dict__["forward"] = forward
     return view

@@ -37,7 +37,7 @@ class PackedLinear(nn.Linear):
 
     @classmethod
     def take(cls, linear: nn.Linear) -> None:
-        """Turn a plain layer into a packed one; whoever holds it holds a packed layer then."""
+        """Turn a plain layer into a packed one; all references to it then see the packed layer."""
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear._needs_gradient = linear.weight.requires_grad

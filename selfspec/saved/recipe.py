@@ -1,7 +1,7 @@
 """How a saved model drafts: a few words of JSON, and the file that makes `transformers` follow them.
 
-`transformers` runs `custom_generate/generate.py` of a folder in place of its own `generate` where it is told to trust
-the folder's code. It copies that one file to a place of its own, so what the file needs stands in it.
+`transformers` runs `custom_generate/generate.py` of a folder in place of its own `generate` where it may trust the
+folder's code. It copies that one file elsewhere, so the file holds all it needs.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def teacher_forced_figures(
     """Judge many draft paths by teacher forcing, without generating anything.
 
     On text that the model wrote itself, what a generation would accept follows exactly: see `rounds` beside this.
-    `reach` positions of a draft are told apart; further ones are taken to be like the last of them.
+    `reach` positions of a draft are counted one by one; further ones count as the last.
 
     Raises:
         UnsupportedModelError: this architecture cannot be read so.

@@ -92,7 +92,7 @@ class TeacherForcedText:
         views: of the model.
         ids: texts of one length, `[texts, tokens]`.
         first: the first token that is drafted; all before it is prompt. At least 1.
-        reach: positions of a draft that are told apart, at least 1.
+        reach: positions of a draft that are counted one by one, at least 1.
 
     Attributes:
         states: what enters each layer, and what the last one gives, `[texts, tokens, hidden]`.

@@ -1,6 +1,6 @@
 """What a generation of given draft length would do on a text that the model wrote: rounds, judged and accepted drafts.
 
-Given the committed tokens, whether each of them was drafted and accepted is a chance of its own: min(1, q/p) under
+Given the committed tokens, whether each of them was drafted and accepted is a separate chance: min(1, q/p) under
 rejection sampling token by token, 0 or 1 greedily. So expected counts follow exactly from the text, round by round,
 without drawing anything.
 """

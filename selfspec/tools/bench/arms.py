@@ -22,7 +22,7 @@ from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.bench.cell import Cell
 
 ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
-"""`model.generate`, alone and with each help of its own; and selfspec, without a draft and with one."""
+"""`model.generate`, alone and with each of its own speed-ups; and selfspec, without a draft and with one."""
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
 _LOOK_UP_TOKENS = 10
@@ -78,7 +78,7 @@ class ArmSpec:
 
 
 class OwnArm:
-    """A wrapped model. Without a draft it decodes plainly."""
+    """A wrapped model. Without a draft it is plain decoding."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         self.spec, runtime = spec, runtime_named(spec.runtime)

@@ -172,6 +172,6 @@ def _prediction(record: Record, measured: Estimate) -> PredictedSpeedup | None:
         if cost is None:
             return None
         total += cost * shape.rounds
-    # Rows advance side by side: a round commits so many tokens in each.
+    # Rows advance side by side: a round commits this many tokens in each.
     predicted = float(np.sum(record.tokens)) / record.cell.batch / total
     return PredictedSpeedup(predicted, measured, measured.value / predicted)

@@ -1,4 +1,4 @@
-"""Peak memory of an arm, measured in a process of its own, so that no arm hides behind another."""
+"""Peak memory of an arm, measured in a separate process, so that no arm hides behind another."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _acceptance(cells: Sequence[MeasuredCell]) -> Figure | None:
 
 def _panels(cells: Sequence[MeasuredCell], height: float) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each cell, up to three beside one another."""
-    # Not pyplot: it keeps state of its own, and asks for a display.
+    # Not pyplot: it keeps global state, and asks for a display.
     from matplotlib.figure import Figure
 
     across = min(len(cells), 3)

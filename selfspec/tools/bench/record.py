@@ -60,7 +60,7 @@ class Record:
         cycle_share: share of each call's tokens in passages that repeat themselves.
         counts: of selfspec's arms.
         rounds: of selfspec's arms, how many there were of each shape.
-        memory: at the peak, in a process of its own.
+        memory: at the peak, in a separate process.
         costs: of the parts of its rounds, timed apart from the run.
     """
 

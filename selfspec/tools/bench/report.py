@@ -18,7 +18,7 @@ REPORT = "report.md"
 
 _NOTES = f"""\
 Every arm decodes the same prompts in one process, one after the other on each batch. Speeds are tokens per second of
-all rows together; ratios are taken repeat by repeat. Behind each median stands, in brackets, the interval between order
+all rows together; ratios are taken repeat by repeat. After each median, in brackets, is the interval between order
 statistics that holds the true one with a confidence of at least 0.9 (of fewer than five repeats: their range).
 *Decoding* leaves out the time until the first tokens stood; *whole calls* has it. *In cycles* is the share of tokens in
 passages that stand three times or more in direct succession, which flatter any draft; *without cycles* are the prompts

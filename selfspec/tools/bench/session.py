@@ -34,7 +34,7 @@ class Session:
         place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
         specs: the arms, `model.generate` first.
         warm_up: how often it decodes all prompts before.
-        memory: whether peak memory is measured, each arm in a process of its own, once for each batch size and prompt
+        memory: whether peak memory is measured, each arm in a separate process, once for each batch size and prompt
             length.
         costs: whether the parts of a round are timed apart, too.
     """

@@ -80,9 +80,9 @@ def confirm(
     prompts: Sequence[Mapping[str, Any]],
     temperature: float,
     asked: Measurements,
-    told: Watch,
+    progress: Watch,
 ) -> list[Confirmed]:
-    """Generate with each candidate and plainly, in turns.
+    """Generate with each candidate and by plain decoding, in turns.
 
     All warm up on all prompts. After the first timed turn only the fastest candidates go on.
 
@@ -97,14 +97,14 @@ def confirm(
         for name, draft in candidates.items()
     ]
     kept = min(len(arms), _KEPT)
-    told.begin(len(prompts) * ((_WARM_UPS + 1) * (1 + len(arms)) + (asked.repeats - 1) * (1 + kept)))
+    progress.begin(len(prompts) * ((_WARM_UPS + 1) * (1 + len(arms)) + (asked.repeats - 1) * (1 + kept)))
     going = arms
     for turn in range(-_WARM_UPS, asked.repeats):
         for number, prompt in enumerate(prompts):
             running = [reference, *going]
             start = (turn + number) % len(running)
             for arm in [*running[start:], *running[:start]]:
-                told.step(f"confirming {arm.name} at temperature {temperature:g}")
+                progress.step(f"confirming {arm.name} at temperature {temperature:g}")
                 stats = _generated(arm.spec, prompt, temperature, asked, asked.seed + number)
                 if turn >= 0:
                     arm.turns[number].append(stats)

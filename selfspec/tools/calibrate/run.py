@@ -96,7 +96,7 @@ def calibrate(
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError, ProfileError, ExitHeadError: before any forward pass.
     """
-    asked, told = measurements or Measurements(), watch or Unwatched()
+    asked, progress = measurements or Measurements(), watch or Unwatched()
     found = adapter or find_adapter(model)
     named = considered(len(found.decoder_layers(model)), drafters)
     if drafters is None:
@@ -110,8 +110,8 @@ def calibrate(
     temperatures = (0.0, asked.temperature)
     acceptances, rates = [], []
     for temperature in temperatures:
-        texts = continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, told)
-        acceptances.append(teacher_forced(model, found, named, texts, (asked.temperature,), told))
+        texts = continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, progress)
+        acceptances.append(teacher_forced(model, found, named, texts, (asked.temperature,), progress))
         rates.append({name: each.alpha(temperature).value for name, each in acceptances[-1].items()})
     measure = partial(
         measure_costs,
@@ -121,7 +121,7 @@ def calibrate(
         repeats=_REPEATS,
         lengths=[min(length, asked.longest_draft) for length in _LENGTHS],
         base=plain,
-        watch=told,
+        watch=progress,
     )
     costs = measure(to_measure(model, found, named, rates), range(1, asked.longest_draft + 2), batch=asked.batch)
     kinds: list[_Kind] = []
@@ -129,7 +129,7 @@ def calibrate(
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
         candidates = to_confirm(predictions, named)
-        confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, told)
+        confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, progress)
         chosen = choose(confirmed, temperature, asked.longest_draft)
         figures = {name: each.to_dict() for name, each in acceptance.items()}
         kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
@@ -137,7 +137,7 @@ def calibrate(
             drafts[chosen.draft] = candidates[chosen.draft]
     paths = {draft_name(path): path for path in map(path_of, drafts.values()) if path is not None}
     in_batches: list[MeasuredCosts] = []
-    # None of these where nothing drafts, or where rows cannot be told apart.
+    # None of these where nothing drafts, or where rows of several lengths cannot be run.
     for rows in _BATCHES if drafts and found.ragged != "none" else ():
         if rows == asked.batch:
             continue
@@ -149,7 +149,7 @@ def calibrate(
             break
     by_rows = sorted([costs, *in_batches], key=lambda each: each.batch)
     greedy, sampled = (
-        _in_batches(kind, drafts[kind.chosen.draft], by_rows, plain, prompts, asked, told)
+        _in_batches(kind, drafts[kind.chosen.draft], by_rows, plain, prompts, asked, progress)
         if kind.chosen.draft in drafts
         else kind
         for kind in kinds
@@ -180,7 +180,7 @@ def _in_batches(
     plain: SelfSpeculative,
     prompts: Sequence[Tensor],
     asked: Measurements,
-    told: Watch,
+    progress: Watch,
 ) -> _Kind:
     """The same with the costs of what was chosen in all batches that were measured, and tried in the larger ones."""
     tried: dict[str, Confirmed] = {}
@@ -190,7 +190,7 @@ def _in_batches(
         if rows > asked.batch and most_rows is None:
             grouped = batches(prompts, rows, _TEXTS)
             candidates = {kind.chosen.draft: draft}
-            (found,) = confirm(plain, candidates, measured, grouped, kind.temperature, asked, told)
+            (found,) = confirm(plain, candidates, measured, grouped, kind.temperature, asked, progress)
             tried[str(rows)] = found
             # Where a gain is not sure, plain decoding is.
             most_rows = rows - 1 if found.speedup.low <= 1 else None

@@ -73,7 +73,7 @@ def _replay(figures: TeacherForcedFigures, length: int) -> dict[str, Any]:
 
 
 def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[str, Any]:
-    """Generate from the same prompts, plainly and with the draft in turns."""
+    """Generate from the same prompts by plain decoding and with the draft, in turns."""
     length, rule = point.content["draft_length"], point.content["rule"]
     model = bare(studied.model)
     # Programs take longer to prove themselves than a point takes, and costs are timed without them too.

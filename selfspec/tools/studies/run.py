@@ -1,4 +1,4 @@
-"""A whole study: its points, the work on them with whoever else is at it, and its table."""
+"""A whole study: its points, the work on them, alone or beside other processes, and its table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def work_on(
     study: Study,
     load: Callable[[str], StudiedModel],
     place: str | Path,
-    told: Callable[[int, int], None] = lambda done, known: None,
+    progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> Finding:
     """Work on a study until all of it is found out, one model after the other. Several calls at once share the work.
 
@@ -59,7 +59,7 @@ def work_on(
         study: what is declared.
         load: returns the model of a name.
         place: folder to keep it in. The same call continues what was begun there.
-        told: of progress: points of a model found out, and all that are known of.
+        progress: called with the points of a model done, and all points.
 
     Raises:
         StudyError: a draft does not fit a model, or two models are the same.
@@ -74,7 +74,7 @@ def work_on(
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seeds[0])
-        results |= find_out(board, study, studied, drafts, told)
+        results |= find_out(board, study, studied, drafts, progress)
         # One model is in memory at a time.
         del studied
     return Finding(study, results)
@@ -85,11 +85,11 @@ def find_out(
     study: Study,
     studied: StudiedModel,
     drafts: Mapping[str, str],
-    told: Callable[[int, int], None] = lambda done, known: None,
+    progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> dict[str, Result]:
-    """Find out all that a study asks of some drafts of one model, but for what is known or others are at work on.
+    """Find out all that a study asks of some drafts of one model, except what is known or others are working on.
 
-    `told` gets points found out, and all that are known of.
+    `progress` is called with the points done, and all points.
 
     Returns:
         All results by key, once they are there.
@@ -100,7 +100,7 @@ def find_out(
         for point in _points(study, studied, drafts, results):
             known.setdefault(point.key, point)
         missing = [point for key, point in known.items() if key not in results]
-        told(len(known) - len(missing), len(known))
+        progress(len(known) - len(missing), len(known))
         if not missing:
             return {key: results[key] for key in known}
         if not any(_work(board, unit, studied) for unit in _units(missing)):
@@ -111,7 +111,7 @@ def find_out(
 def _points(
     study: Study, studied: StudiedModel, drafts: Mapping[str, str], results: Mapping[str, Result]
 ) -> Iterator[Point]:
-    """Give every point as far as they are known: what to confirm follows from estimates. Greedily all seeds are one."""
+    """Yield every point that is known so far: what to confirm follows from estimates. Greedily all seeds are one."""
     costs = costs_point(studied, drafts, study.pricing)
     yield costs
     # Drafts that begin alike side by side, since they share that work.

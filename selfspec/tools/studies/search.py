@@ -40,18 +40,18 @@ def evaluate(
     study: Study,
     studied: StudiedModel,
     sets: Sequence[SkipSet],
-    told: Callable[[int, int], None] = lambda done, known: None,
+    progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> list[Row]:
     """Estimate skip sets as a study does; return their rows of its table at their best draft lengths."""
-    found = _found(board, study, studied, sets, told)
+    found = _found(board, study, studied, sets, progress)
     best = {skip_set(row["draft"]): row for row in rows(found) if row["best_length"]}
     return [best[each] for each in sets]
 
 
 def _found(
-    board: Board, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], told: Callable[[int, int], None]
+    board: Board, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Callable[[int, int], None]
 ) -> Mapping[str, Result]:
-    found = find_out(board, study, studied, dict.fromkeys(map(skip_name, sets), ""), told)
+    found = find_out(board, study, studied, dict.fromkeys(map(skip_name, sets), ""), progress)
     for result in found.values():
         if result.error is not None:
             raise StudyError(f"{result.error}; this is kept: repeat the search in another place once it is mended")
@@ -64,7 +64,7 @@ def search(
     space: Space,
     evaluations: int,
     place: str | Path | None = None,
-    told: Callable[[int, int], None] = lambda done, known: None,
+    progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> list[Row]:
     """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
 
@@ -77,7 +77,7 @@ def search(
         space: sets that may be chosen.
         evaluations: the most skip sets to evaluate.
         place: folder where the search is kept, to be continued or joined by others; None: nowhere.
-        told: points found out, of how many.
+        progress: called with the points done, and all points.
 
     Returns:
         All sets evaluated, in order: their rows of a study's table at their best draft lengths.
@@ -86,11 +86,11 @@ def search(
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
     with tempfile.TemporaryDirectory() as nowhere:
         board = Board(place or nowhere)
-        known = {each.point.kind: each for each in _found(board, study, studied, [], told).values()}
+        known = {each.point.kind: each for each in _found(board, study, studied, [], progress).values()}
         texts, prices = texts_of(known["texts"], studied.model.device), Prices.of(known["costs"])
         text = TeacherForcedText(studied.views, texts.ids[:_TEXTS, : texts.first + _TOKENS], texts.first)
         sets = sets_by_similarity(text, space, prices, _WIDTH)
-        return evaluate(board, study, studied, _each_size_in_turn(sets)[:evaluations], told)
+        return evaluate(board, study, studied, _each_size_in_turn(sets)[:evaluations], progress)
 
 
 def save(best: Row, studied: StudiedModel, file: Path, about: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Study:
         workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model writes on from.
         temperatures: 0 decodes greedily.
         accept: acceptance rules, for points confirmed by generation; estimates are of rejection sampling by tokens.
-        texts: of a workload, each with so many `prompt_tokens`, to which the model adds `max_new_tokens`.
+        texts: of a workload, each with `prompt_tokens` tokens, to which the model adds `max_new_tokens`.
         reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
         confirm: drafts of each model, workload, temperature and seed that are confirmed by real generation: half of
             them those that promise most, half at random.

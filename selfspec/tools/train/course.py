@@ -30,13 +30,13 @@ KEPT = "what was finished is kept: make room and repeat the command to go on"
 """What messages say of a training whose disk is full."""
 
 Observer = Callable[[int, int, Mapping[str, float]], None]
-"""Told of steps made, steps in all, and figures that are new."""
+"""Called with the steps made, all steps, and new figures."""
 
 
 def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: str, observe: Observer) -> list[Any]:
     """Train, from the newest whole checkpoint in `folder` if there is one.
 
-    SIGINT and SIGTERM end training after the step under way, with a checkpoint. A process that was killed goes on
+    SIGINT and SIGTERM end training after the step under way, with a checkpoint. A killed process resumes
     from its last checkpoint; either way the weights become those of an uninterrupted run.
 
     Args:
@@ -125,7 +125,7 @@ class _CourseTrainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Passes steps and figures on, and asks for an end with a checkpoint when told to stop."""
+    """Passes steps and figures on, and asks for an end with a checkpoint on a signal to stop."""
 
     def __init__(self, trainer: Trainer, stop: threading.Event, observe: Observer) -> None:
         self._accelerator = trainer.accelerator
@@ -137,7 +137,7 @@ class _Watch(TrainerCallback):
             self._observe(state.global_step, state.max_steps, {})
         if self._stop.is_set():
             self._accelerator.set_trigger()
-        # If any process was told to stop, all must end after the same step.
+        # If any process gets a signal to stop, all must end after the same step.
         if self._accelerator.check_trigger():
             self._stop.set()
             control.should_save = control.should_training_stop = True

@@ -99,5 +99,5 @@ def _against_text(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _against(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Mean cross-entropy against distributions, `[batch, tokens, vocab]`: KL but for a constant."""
+    """Mean cross-entropy against distributions, `[batch, tokens, vocab]`: KL up to a constant."""
     return -(teacher * logits.float().log_softmax(-1)).sum(-1).mean()

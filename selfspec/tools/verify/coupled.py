@@ -26,7 +26,7 @@ def check_coupled(
     settings: Settings,
     watch: Watch,
 ) -> dict[str, dict[str, Comparison]]:
-    """Sample from all prompts, each `[1, prompt]`, in one batch, plainly and with every draft, and compare.
+    """Sample from all prompts, each `[1, prompt]`, in one batch, by plain decoding and with every draft, and compare.
 
     Returns:
         What agreed, by draft and coupling rule. Of what is tested, plain decoding is the first.

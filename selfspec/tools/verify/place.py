@@ -18,7 +18,7 @@ NEW_TOKENS = 3
 
 _PREFIX = 6
 _TEMPERATURES = (1.0, 0.8)
-# The chi-square distribution describes the statistic well enough where every cell expects so many.
+# The chi-square distribution describes the statistic well enough where every cell expects this many.
 _SMALLEST_EXPECTED = 5.0
 # Of the first token, in nats: neither certain nor open.
 _FIRST_ENTROPY = 0.8
@@ -85,7 +85,7 @@ def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature
 
 
 def rows_at_once(model: PreTrainedModel, width: int) -> int:
-    """How many rows of so many tokens may be run at once, for the memory of their logits."""
+    """How many rows of a length may be run at once, for the memory of their logits."""
     vocabulary: int = model.get_input_embeddings().num_embeddings
     return max(_LOGITS_AT_ONCE // (width * vocabulary), 1)
 

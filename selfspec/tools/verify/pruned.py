@@ -60,7 +60,7 @@ def draft_logits(
 
 @torch.no_grad()
 def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor, block: int) -> Tensor:
-    """The same by `transformers` alone: the full model reads the beginning, a pruned copy goes on from its cache.
+    """The same by `transformers` alone: the full model reads the beginning, a pruned copy continues from its cache.
 
     Args:
         model: the full model.

@@ -61,7 +61,7 @@ def verify(
     that the model gives by itself. What rounding does to the model's logits is measured, and only what it explains is
     excused. Plain decoding in selfspec's loop is verified first of all.
 
-    The model is left as it is. Its generation defaults play no part, but for the tokens that end a text.
+    The model is not changed. Of its generation defaults only the tokens that end a text count.
 
     Args:
         model: of a supported architecture, or of the adapter's.
@@ -75,7 +75,7 @@ def verify(
         UnsupportedModelError, DraftConfigError, PromptError: before any forward pass.
         NonFiniteLogitsError: logits became NaN or infinite.
     """
-    chosen, told = settings or Settings(), watch or Unwatched()
+    chosen, progress = settings or Settings(), watch or Unwatched()
     found = adapter or find_adapter(model)
     depth = len(found.decoder_layers(model))
     stock = bare(model)
@@ -88,24 +88,24 @@ def verify(
     _check(tested, prompts, chosen)
 
     coupled, fits = len(chosen.coupled_rules), (len(tested) - 1) * len(chosen.sampled_rules)
-    told.begin(len(prompts) * (1 + len(tested)) + coupled * len(tested) + 1 + fits + coupled)
+    progress.begin(len(prompts) * (1 + len(tested)) + coupled * len(tested) + 1 + fits + coupled)
     reports = {name: DraftReport(name, Comparison(Check.TEACHER_FORCED, name)) for name in tested}
     bound = Bound(widths_of(chosen.draft_length))
     texts = []
     for number, prompt in enumerate(prompts):
         where = f"prompt {number + 1} of {len(prompts)}"
-        told.step(f"greedy, {where}: the model itself")
+        progress.step(f"greedy, {where}: the model itself")
         reference = read_reference(stock, prompt, chosen.max_new_tokens)
         texts.append((*prompt[0].tolist(), *reference.tokens))
         bound.measure(stock, reference)
         for name, spec in tested.items():
-            told.step(f"greedy, {where}: {name}")
+            progress.step(f"greedy, {where}: {name}")
             _check_greedy(spec, reference, number, chosen, reports[name])
-    for name, compared in check_coupled(stock, prompts, tested, chosen, told).items():
+    for name, compared in check_coupled(stock, prompts, tested, chosen, progress).items():
         reports[name].coupled = compared
-    told.step("looking for places to sample at")
+    progress.step("looking for places to sample at")
     places = choose_places(stock, texts, chosen.samples)
-    for fit in check_fits(tested, places, chosen, told):
+    for fit in check_fits(tested, places, chosen, progress):
         reports[fit.draft].fits.append(fit)
     return Report(
         model=type(model).__name__,

@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def sampled_rules(self) -> list[str]:
-        """The rules under which every draft has a sampled distribution of its own."""
+        """The rules under which every draft has its own sampled distribution."""
         return [name for name in self.accept if not _rule(name).couples]
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#BBBBBB"
 _MARKERS = {"exit": "o", "skip": "s", "skip-file": "D", "head": "^"}
-# Inches of a panel and dots per inch; drafts that are told apart by colour.
+# Inches of a panel and dots per inch; drafts that have a colour each.
 _WIDTH, _HEIGHT, _DPI, _DRAFTS = 3.5, 2.9, 300, 5
 # Names may hold dollar signs.
 _STYLE: dict[Any, Any] = {"font.size": 7, "legend.fontsize": 6, "legend.frameon": False, "text.parse_math": False}
