@@ -101,8 +101,8 @@ def main() -> None:
     lines = [
         f"{Path(asked.model).name}, {machine['processor']}, {asked.threads} threads, float32, greedy,",
         f"CPU kernels {kernels}.",
-        f"{asked.prompts} prompts of {_CONTEXT} tokens, each once, {asked.max_new_tokens} new ones; against plain decoding,",
-        "intervals of 95 % over prompts.",
+        f"{asked.prompts} prompts of {_CONTEXT} tokens, each once, {asked.max_new_tokens} new ones; against plain",
+        "decoding, intervals of 95 % over prompts.",
     ]
     record: dict[str, object] = {"environment": machine}
     for workload in read_workloads(asked.workload).values():

@@ -18,7 +18,9 @@ def in_turns(*axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.co
         axes: the values of each, or a dictionary of them by what they are called.
         mark: of all other combinations.
     """
-    named = [list(axis.items()) if isinstance(axis, dict) else [(str(value), value) for value in axis] for axis in axes]
+    named = [
+        list(axis.items()) if isinstance(axis, dict) else [(_name(value), value) for value in axis] for axis in axes
+    ]
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in named)):
         values = [axis[place] for axis, place in zip(named, places, strict=True)]
@@ -30,3 +32,8 @@ def in_turns(*axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.co
             )
         )
     return cases
+
+
+def _name(value: Any) -> str:
+    # Addresses in a name would differ between the processes of one run.
+    return getattr(value, "__name__", str(value))
