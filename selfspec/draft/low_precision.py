@@ -143,7 +143,11 @@ class LowPrecision(LayerPathDrafter):
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         if self.saved is not None:
-            substitutes.load(SubstituteFile(self.saved), Precision(self.bits, self.group_size), model)
+            substitutes.load(SubstituteFile(self.saved), self._precision, model)
+
+    @property
+    def _precision(self) -> Precision:
+        return Precision(self.bits, self.group_size, self.saved)
 
     def path(self, depth: int) -> LayerPath:
         layers = range(depth) if self.layers is None else self.layers
@@ -154,7 +158,7 @@ class LowPrecision(LayerPathDrafter):
         substituted = [each for each in sublayers(depth) if each.layer in layers and path.runs(each)]
         if not substituted:
             raise DraftConfigError(f"layers={list(layers)}: the exit at layer {self.exit} leaves none of them to run")
-        return path.with_substitutes(Precision(self.bits, self.group_size), substituted, head=self.head_too)
+        return path.with_substitutes(self._precision, substituted, head=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         if getattr(model.config, "quantization_config", None) is not None:

@@ -68,15 +68,18 @@ def parse_draft(text: str) -> Drafter | None:
     given = text.strip()
     if given == PLAIN:
         return None
-    return _cascade(text, given)
+    return _cascade(text, given, tuple(_FREE))
 
 
-def _cascade(text: str, given: str) -> Drafter:
-    """The drafter that `given`, a part of `text`, names."""
+def _cascade(text: str, given: str, free: tuple[str, ...]) -> Drafter:
+    """The drafter that `given`, a part of `text`, names, with the sources of `free` once each at most."""
     name, behind, then = given.partition("+")
     if name not in _FREE:
         return _model_drafter(text, given)
-    return Cascade(_FREE[name], _cascade(text, then.strip())) if behind else _FREE[name]
+    if name not in free:
+        raise _malformed(text)
+    others = tuple(other for other in free if other != name)
+    return Cascade(_FREE[name], _cascade(text, then.strip(), others)) if behind else _FREE[name]
 
 
 def _model_drafter(text: str, given: str) -> LayerPathDrafter | Assistant:

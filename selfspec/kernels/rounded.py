@@ -22,10 +22,12 @@ class Precision:
     Attributes:
         bits: of a weight, 8 or 4.
         group_size: weights that share a scale, in 4 bits.
+        source: the file that they are read from; None: they are rounded in memory.
     """
 
     bits: int
     group_size: int
+    source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class SubstituteFile:
         Raises:
             DraftConfigError: naming what differs.
         """
-        if Precision(self.about.bits, self.about.group_size) != precision:
+        if (self.about.bits, self.about.group_size) != (precision.bits, precision.group_size):
             raise DraftConfigError(
                 f"{self.source} holds {self.about.bits} bits in groups of {self.about.group_size} by now, and not "
                 f"{precision.bits} in groups of {precision.group_size}; make the draft of it anew, or {REWRITE}"

@@ -79,7 +79,9 @@ class ModelRunner:
         self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, substitutes: Substitutes | None = None
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
-        self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        head = model.get_output_embeddings()
+        # Quantised layers may keep their weight in a function.
+        self.vocabulary: int = getattr(head, "out_features", None) or head.weight.shape[0]
         self.device = cache.device
         self._stock_model = model
         self._model = with_kernels(model)

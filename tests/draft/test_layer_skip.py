@@ -79,7 +79,7 @@ def test_a_sublayer_named_alone_and_with_its_layer_is_refused(llama: PreTrainedM
 
 def test_an_empty_skip_set_is_refused(llama: PreTrainedModel) -> None:
     for empty in (selfspec.LayerSkip(), selfspec.LayerSkip(attention=[], mlp=[], layers=[])):
-        with pytest.raises(DraftConfigError, match=r"empty.*draft=None to decode plainly"):
+        with pytest.raises(DraftConfigError, match=r"empty.*draft=None for plain decoding"):
             selfspec.wrap(llama, empty, draft_length=4)
 
 

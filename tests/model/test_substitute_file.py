@@ -44,7 +44,7 @@ def file(tmp_path: Path, model: PreTrainedModel) -> Path:
 def _values(spec: selfspec.SelfSpeculative) -> dict[str, Tensor]:
     """Everything that the substitutes of a wrapper hold."""
     return {
-        f"{precision}.{name}.{part}": values
+        f"{precision.bits}.{name}.{part}": values
         for (precision, name), made in spec.substitutes._made.items()
         if made.substitute is not None
         for part, values in made.substitute.named_parameters()
@@ -91,6 +91,22 @@ def test_they_are_those_that_are_made_in_memory(
     assert all(torch.equal(values[name], value) for name, value in _values(read).items())
 
 
+def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> None:
+    model = _model()
+    rounded, other = (str(tmp_path / name) for name in ("rounded.safetensors", "compensated.safetensors"))
+    draft = selfspec.LowPrecision(4)
+    draft.save(rounded, model)
+    draft.save(other, model, texts=[torch.arange(40).remainder(tiny.VOCABULARY)[None]])
+    first = selfspec.wrap(model, draft, draft_length=3)
+    _generated(first)
+    acceptances = []
+    for drafter in (draft, selfspec.LowPrecision.from_file(rounded), selfspec.LowPrecision.from_file(other)):
+        fresh = _generated(selfspec.wrap(model, drafter, draft_length=3)).stats.accepted_per_depth
+        assert _generated(first.drafting(drafter, 3)).stats.accepted_per_depth == fresh
+        acceptances.append(fresh)
+    assert acceptances[0] == acceptances[1] != acceptances[2]
+
+
 @pytest.mark.parametrize("architecture", [name for name in tiny.BUILDERS if name != "llama"])
 def test_other_architectures_have_them(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.BUILDERS[architecture]()
@@ -114,10 +130,11 @@ def test_names(file: Path, model: PreTrainedModel) -> None:
 def test_wrappers_of_one_model_share_them(file: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = selfspec.wrap(model).drafting(f"int4:{file}", draft_length=3)
     size = spec.substitutes.nbytes
+    other = spec.drafting(f"int4:{file}", 3)
     monkeypatch.setattr(substitutes, "round_weight", None)
     file.unlink()
     assert _generated(spec).stats.drafted
-    assert _generated(spec.drafting(selfspec.LowPrecision(4), 3)).stats.substitute_bytes == size
+    assert _generated(other).stats.substitute_bytes == size
 
 
 def test_what_changes_later_is_made_anew(tmp_path: Path) -> None:

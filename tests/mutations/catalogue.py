@@ -1136,9 +1136,37 @@ CATALOGUE = (
     Mutation(
         "what a file holds in other bits or groups is taken all the same",
         "SubstituteFile.check",
-        "Precision(self.about.bits, self.about.group_size) != precision",
+        "(self.about.bits, self.about.group_size) != (precision.bits, precision.group_size)",
         "False",
         ("test_a_file_that_was_replaced_is_refused",),
+    ),
+    Mutation(
+        "substitutes of a file are those made in memory",
+        "LowPrecision._precision",
+        "self.saved",
+        "None",
+        ("test_substitute_file.py::test_a_file_and_what_is_made_in_memory_are_kept_apart",),
+    ),
+    Mutation(
+        "a streamed weight is the one read before it",
+        "WeightStream._slot",
+        "self._weights[number]",
+        "self._weights[number - 1]",
+        ("test_place.py::test_the_stock_model_streams_too",),
+    ),
+    Mutation(
+        "a weight that is lent is overwritten by the next ones",
+        "WeightStream._slot",
+        "slot.holds not in wanted",
+        "True",
+        ("test_place.py::test_the_stock_model_streams_too",),
+    ),
+    Mutation(
+        "a pass that was interrupted keeps the stream",
+        "WeightStream.lend",
+        "self._lent, self._since = False, time.monotonic()",
+        "self._since = time.monotonic()",
+        ("test_place.py::test_an_error_inside_a_streamed_layer_frees_the_stream",),
     ),
     Mutation(
         "substitutes of a file are made anew",

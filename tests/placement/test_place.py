@@ -142,10 +142,11 @@ def test_an_error_inside_a_streamed_layer_frees_the_stream(tmp_path: Path, monke
             spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
     found: list[torch.Tensor] = []
     thread = threading.Thread(
-        target=lambda: found.append(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences)
+        target=lambda: found.append(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences),
+        daemon=True,
     )
     thread.start()
-    thread.join(30)
+    thread.join(20)
     assert torch.equal(found[0], wanted)
 
 
