@@ -102,16 +102,18 @@ def test_names_come_back_as_they_were(name: str) -> None:
     assert draft_name(parse_draft(name)) == name
 
 
-@pytest.mark.parametrize("name", ["lookup+", "lookup+none", "lookups", "exit:2+lookup"])
+@pytest.mark.parametrize(
+    "name",
+    ["lookup+", "lookup+none", "lookups", "exit:2+lookup", "lookup+lookup", "recycle+recycle", "lookup+recycle+lookup"],
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(selfspec.DraftConfigError, match="not understood"):
         parse_draft(name)
 
 
-@pytest.mark.parametrize("name", ["lookup+lookup", "recycle+lookup", "recycle+recycle", "lookup+recycle+lookup"])
-def test_cascades_in_another_order_are_refused(name: str) -> None:
+def test_cascades_in_another_order_are_refused() -> None:
     with pytest.raises(selfspec.DraftConfigError, match="in this order"):
-        parse_draft(name)
+        parse_draft("recycle+lookup")
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 2), (1.5, 3), (True, 3)])
