@@ -283,6 +283,6 @@ def _print_stats(stats: Stats) -> None:
     if stats.substitute_bytes:
         table.add_row("substitutes", f"{stats.substitute_bytes:,} bytes")
     if stats.draft_bytes:
-        table.add_row("assistant", f"{stats.draft_bytes:,} bytes")
+        table.add_row("drafter", f"{stats.draft_bytes:,} bytes")
     table.add_row("CPU kernels", "used" if native.are_loaded() else "not built: selfspec kernels")
     console(stderr=True).print(table)

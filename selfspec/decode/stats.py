@@ -32,7 +32,8 @@ class Stats:
         accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: the most that was allocated for keys and values, in bytes.
         substitute_bytes: what the substitutes take that were made for the model so far, in bytes.
-        draft_bytes: what the drafter took of its own, in bytes: the weights, keys and values of an assistant.
+        draft_bytes: what the drafter took of its own, in bytes: the weights, keys and values of an assistant, the
+            table of recycling.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -282,14 +282,18 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet_if_small(folder: Path | None) -> Iterator[None]:
-    """Without transformers' progress bar while a small folder loads; downloads and large folders keep it."""
-    small = folder is not None and sum(file.stat().st_size for file in weight_files(folder)) < _BAR_FROM_BYTES
-    if not small or not logging.is_progress_bar_enabled():
-        yield
-        return
+def without_progress_bar() -> Iterator[None]:
+    """Hide the progress bars of `transformers`."""
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _quiet_if_small(folder: Path | None) -> AbstractContextManager[None]:
+    """Without a progress bar while a small folder loads; downloads and large folders keep it."""
+    small = folder is not None and sum(file.stat().st_size for file in weight_files(folder)) < _BAR_FROM_BYTES
+    return without_progress_bar() if small else nullcontext()

@@ -17,7 +17,8 @@ from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.plan import LONGEST, SLOTS, Plan
-from selfspec.placement.survey import GROUP_SIZE, StreamableModule, Survey, names_by_weight
+from selfspec.placement.skeleton import names_by_weight, set_weight
+from selfspec.placement.survey import GROUP_SIZE, StreamableModule, Survey
 from selfspec.placement.weight_files import ReadBuffer
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
@@ -78,17 +79,11 @@ def place(surveyed: Survey, plan: Plan) -> Placed:
         stored = next((made.stored[name] for name in names if name in made.stored), None)
         if stored is not None and not away.intersection(names):
             read = ReadBuffer(stored.nbytes).read(surveyed.files, stored).to(surveyed.dtype)
-            _set_weight(made.model, names, nn.Parameter(read, requires_grad=False))
+            set_weight(made.model, names, nn.Parameter(read, requires_grad=False))
     substitutes = Substitutes()
     if streamed:
         _stream(surveyed, streamed, plan.bits, substitutes)
     return Placed(made.model, substitutes, _draft(surveyed, plan))
-
-
-def _set_weight(model: PreTrainedModel, names: Sequence[str], weight: nn.Parameter) -> None:
-    for name in names:
-        holder, _, leaf = name.rpartition(".")
-        model.get_submodule(holder)._parameters[leaf] = weight
 
 
 def _stream(surveyed: Survey, modules: Sequence[StreamableModule], bits: int | None, substitutes: Substitutes) -> None:

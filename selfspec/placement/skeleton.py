@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
-from selfspec.model.checkpoint import check_complete
+from selfspec.model.checkpoint import check_complete, without_progress_bar
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 
 
@@ -80,18 +80,28 @@ def skeleton(
         del model
         model = _placed(folder, config, unread | {name: _Read(weights[name], files) for name in converted}, dtype)
         keys = _keys(model, numbers)
-    on_meta: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for name in keys:
-        holder, _, leaf = name.rpartition(".")
-        parameters = model.get_submodule(holder)._parameters
-        weight = parameters[leaf]
-        assert weight is not None
-        # Tied weights stay one.
-        on_meta.setdefault(id(weight), (weight, nn.Parameter(torch.empty_like(weight, device="meta"), False)))
-        parameters[leaf] = on_meta[id(weight)][1]
+    for names in names_by_weight(model).values():
+        if names[0] in keys:
+            empty = torch.empty_like(model.get_parameter(names[0]), device="meta")
+            set_weight(model, names, nn.Parameter(empty, requires_grad=False))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return Skeleton(model.eval(), {name: weights[key] for name, key in keys.items()})
+
+
+def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
+    """Name every parameter; tied ones have several names."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return names
+
+
+def set_weight(model: PreTrainedModel, names: Sequence[str], weight: nn.Parameter) -> None:
+    """Put a parameter in the place of the one that has these names."""
+    for name in names:
+        holder, _, leaf = name.rpartition(".")
+        model.get_submodule(holder)._parameters[leaf] = weight
 
 
 def _keys(model: PreTrainedModel, numbers: dict[int, str]) -> dict[str, str]:
@@ -105,15 +115,10 @@ def _placed(
 ) -> PreTrainedModel:
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_progress_bar():
         model, report = kind.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     check_complete(str(folder), model, report)
     placed: PreTrainedModel = model
     return placed

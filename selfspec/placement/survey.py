@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from selfspec.errors import CheckpointError
 from selfspec.kernels.rounded import Precision, RoundedWeight
@@ -18,7 +17,7 @@ from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
 from selfspec.placement.plan import Bandwidth, Memory
 from selfspec.placement.resident import resident_bytes
-from selfspec.placement.skeleton import Skeleton, skeleton
+from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
 
 GROUP_SIZE = 32
@@ -134,20 +133,14 @@ def _rounded(shapes: Iterable[torch.Size], bits: int) -> int:
     return sum(RoundedWeight.empty(shape, precision, nowhere).nbytes for shape in shapes)
 
 
-def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
-    """Name every parameter; tied ones have several names."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return names
-
-
 def _memory(
     made: Skeleton, layers: Sequence[Sequence[StreamableModule]], before: int, context: int, dtype: torch.dtype
 ) -> Memory:
     summary = describe(made.model)
     of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in layers]
     sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
+    # A module uses up to two weights at once, which are copied where the files have another dtype.
+    copied = [_bytes_as(weight, dtype) for layer in of_layers for weight in layer if weight.dtype != dtype]
     widest = max((sum(weight.shape[-2:]) for layer in of_layers for weight in layer), default=0)
     return Memory(
         process=before,
@@ -158,7 +151,7 @@ def _memory(
             bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
         },
         cache=summary.cache.bytes_per_token * context,
-        working=_SLACK + 2 * widest * min(context, _TOKENS_AT_ONCE) * dtype.itemsize,
+        working=_SLACK + 2 * max(copied, default=0) + 2 * widest * min(context, _TOKENS_AT_ONCE) * dtype.itemsize,
     )
 
 

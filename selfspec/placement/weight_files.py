@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -105,6 +106,7 @@ class WeightFiles:
 
     def __init__(self) -> None:
         self._opened: dict[Path, int] = {}
+        self._opening = threading.Lock()
 
     def __del__(self) -> None:
         for opened in self._opened.values():
@@ -130,13 +132,14 @@ class WeightFiles:
             ) from error
 
     def _open(self, file: Path) -> int:
-        if file not in self._opened:
-            try:
-                self._opened[file] = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-            except OSError:
-                # Some file systems know no direct reads.
-                self._opened[file] = os.open(file, os.O_RDONLY)
-        return self._opened[file]
+        with self._opening:
+            if file not in self._opened:
+                try:
+                    self._opened[file] = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+                except OSError:
+                    # Some file systems know no direct reads.
+                    self._opened[file] = os.open(file, os.O_RDONLY)
+            return self._opened[file]
 
 
 def _up(size: int) -> int:

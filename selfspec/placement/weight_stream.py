@@ -108,8 +108,8 @@ class WeightStream:
         try:
             return [slot.read.result().to(self._dtype) for slot in slots]
         except BaseException:
-            # The next pass reads them again.
-            for slot in slots:
+            # The next pass reads them again, and those that were on their way.
+            for slot in self._slots:
                 slot.holds = None
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_a_read_that_fails_is_a_typed_error_and_the_next_call_is_right(
     with pytest.raises(StorageError if isinstance(error, OSError) else KeyboardInterrupt):
         spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
     assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+
+
+def test_reads_ahead_that_fail_do_not_fail_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]()
+    spec = wrapped(streamed(tmp_path, model, bits=None))
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightFiles, "_open", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(StorageError):
+            spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+        # The weights that come next fail while the error is on its way.
+        time.sleep(0.2)
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted.sequences)
 
 
 def test_an_error_inside_a_streamed_layer_frees_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
