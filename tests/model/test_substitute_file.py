@@ -131,6 +131,7 @@ def test_wrappers_of_one_model_share_them(file: Path, model: PreTrainedModel, mo
     spec = selfspec.wrap(model).drafting(f"int4:{file}", draft_length=3)
     size = spec.substitutes.nbytes
     other = spec.drafting(f"int4:{file}", 3)
+    assert other.substitutes is spec.substitutes
     monkeypatch.setattr(substitutes, "round_weight", None)
     file.unlink()
     assert _generated(spec).stats.drafted
