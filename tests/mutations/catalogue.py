@@ -1164,8 +1164,8 @@ CATALOGUE = (
     Mutation(
         "a pass that was interrupted keeps the stream",
         "WeightStream.lend",
-        "try:\n            yield self._lent_weights(numbers)\n        finally:",
-        "if True:\n            yield self._lent_weights(numbers)\n        if True:",
+        "self._lent, self._since = False, time.monotonic()",
+        "self._lent, self._since = __import__('sys').exc_info()[0] is not None, time.monotonic()",
         ("test_place.py::test_an_error_inside_a_streamed_layer_frees_the_stream",),
     ),
     Mutation(
