@@ -148,7 +148,7 @@ def test_reads_ahead_that_fail_do_not_fail_the_next_call(tmp_path: Path, monkeyp
 
 
 def test_an_error_inside_a_streamed_layer_frees_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
+    spec = wrapped(streamed(tmp_path, MODELS["llama"](), resident=0))
     wanted = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
