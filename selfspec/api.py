@@ -25,6 +25,7 @@ from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation
+from selfspec.decode.limits import Limits
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
@@ -44,10 +45,9 @@ from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.placement.byte_size import parse_bytes
 from selfspec.placement.place import place
-from selfspec.placement.plan import plan_memory
-from selfspec.placement.survey import survey
+from selfspec.placement.plan import TOKENS_AT_ONCE
+from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_stream import check_in_memory
 from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
@@ -129,7 +129,7 @@ def load(
         memory: the most that the process may take: "6GiB", or a number of bytes.
         dtype: of the weights; None: the checkpoint's own.
         draft: whether to draft for what is streamed.
-        context: the most tokens that the cache holds, of all rows of a batch together.
+        context: the most tokens that the cache holds, of all rows of a batch together. Longer ones are refused.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
@@ -137,14 +137,11 @@ def load(
         UnsupportedOptionError: the budget cannot be read, or is too small; the message says what would do.
         StorageError: the disk does not give what it should.
     """
-    budget = parse_bytes("memory", memory)
-    if type(context) is not int or context < 1:
-        raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
-    surveyed = survey(str(path), dtype, context)
-    plan = plan_memory(surveyed.memory, budget, surveyed.bandwidth(), (8, 4) if draft else ())
-    placed = place(surveyed, plan)
+    planned = plan_checkpoint(str(path), memory, dtype, draft, context)
+    placed = place(planned.survey, planned.plan)
     adapter = find_adapter(placed.model)
-    return SelfSpeculative(placed.model, placed.draft, None, None, adapter, Traced(), placed.substitutes)
+    limits = Limits(context, TOKENS_AT_ONCE)
+    return SelfSpeculative(placed.model, placed.draft, None, None, adapter, Traced(), placed.substitutes, limits)
 
 
 class SelfSpeculative:
@@ -165,6 +162,7 @@ class SelfSpeculative:
         adapter: where the model keeps its layers.
         programs: the passes recorded so far.
         substitutes: the low-precision weights made so far.
+        limits: of each call, where memory has a budget.
     """
 
     config: PreTrainedConfig
@@ -181,6 +179,7 @@ class SelfSpeculative:
         adapter: Adapter,
         runtime: Runtime,
         substitutes: Substitutes | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.model = model
         self.draft = draft
@@ -191,6 +190,7 @@ class SelfSpeculative:
         self.runtime = runtime
         self.programs = GraphCache(runtime)
         self.substitutes = Substitutes() if substitutes is None else substitutes
+        self.limits = limits
         self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)
@@ -348,7 +348,7 @@ class SelfSpeculative:
         self._check_open()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(
-            self.model, found, draft_length, self.rule, self.adapter, self.runtime, self.substitutes
+            self.model, found, draft_length, self.rule, self.adapter, self.runtime, self.substitutes, self.limits
         )
         other.programs = self.programs
         return other
@@ -406,6 +406,7 @@ class SelfSpeculative:
             self.programs,
             self.substitutes,
             self._memories,
+            self.limits,
         )
 
     def _prepare(self) -> None:

@@ -275,17 +275,20 @@ class SharedCache(Cache):
             for row in rows:
                 layer.scrub(row)
 
-    def prefill_widths(self, lengths: Sequence[int]) -> list[int]:
+    def prefill_widths(self, lengths: Sequence[int], most: int | None = None) -> list[int]:
         """How many tokens of the prompts to read at a time, where rows have that many each.
 
         All at once, if what lies past a row's end is scrap. Recurrent layers would take it into their state: there
         it is first what all rows have, and then few at a time, since each leaves a copy of the state.
+
+        Args:
+            lengths: of the rows.
+            most: tokens at a time; None: any number.
         """
+        longest, shortest = max(lengths), min(lengths)
         if self.rolls_back_by_cursor:
-            return [max(lengths)]
-        rest = max(lengths) - min(lengths)
-        steps = [min(_STEPS, rest - start) for start in range(0, rest, _STEPS)]
-        return [width for width in (min(lengths), *steps) if width]
+            return _widths(longest, most or longest)
+        return [*_widths(shortest, most or shortest), *_widths(longest - shortest, min(_STEPS, most or _STEPS))]
 
     def positions(self, width: int, first: int = -1) -> Tensor:
         """Position ids of the nodes that a pass reads, `[batch or 1, width]`.
@@ -366,6 +369,11 @@ class SharedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of slots a pass over `query_length` tokens looks at, and the first of them."""
         return self._cursors.visible(query_length, self._cursors.first), 0
+
+
+def _widths(tokens: int, most: int) -> list[int]:
+    """Split tokens into runs of at most so many."""
+    return [min(most, tokens - start) for start in range(0, tokens, max(most, 1))]
 
 
 def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import DraftLength, ModelOptions, Output, read_draft
+from selfspec.cli.options import Budget, DraftLength, ModelOptions, Output, load_within, read_draft
 from selfspec.cli.outcome import FailedRunError, print_json
 from selfspec.cli.terminal import by_depth, console, require_colours, two_digits
 from selfspec.cli.text_stream import TextStream, continuation
@@ -117,11 +117,19 @@ def generate(
     sampling: Sampling,
     shaping: Shaping,
     shown: Shown,
+    budget: Budget,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue, less its last line break.")
     ] = None,
-    draft: Annotated[str, typer.Option(metavar="DRAFT", help="What drafts: see Drafts below.")] = "none",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="What drafts: see Drafts below. Default: `none`; with --memory, look-ups and rounded copies of "
+            "what is streamed.",
+        ),
+    ] = None,
     draft_length: DraftLength = None,
     accept: Annotated[
         str | None,
@@ -138,7 +146,7 @@ def generate(
     Prints the new text alone. How to sample is what the options say; the sampling defaults of the checkpoint are not
     used.
     """
-    drafter = read_draft(draft)
+    drafter = read_draft(draft or "none")
     text = _read_prompt(prompt, prompt_file)
     if shown.show_drafts and shown.output == "text":
         require_colours(sys.stdout)
@@ -148,10 +156,13 @@ def generate(
     from selfspec.accept import find_rule
     from selfspec.api import wrap
     from selfspec.cli.display import DraftDisplay, PlainDisplay
+    from selfspec.control.draft_policy import DraftPolicy
     from selfspec.decode.option_values import Scope, check_values
     from selfspec.draft import Drafter
+    from selfspec.draft.named import draft_name
     from selfspec.environment import versions
     from selfspec.measure.stock import bare
+    from selfspec.model.checkpoint import Checkpoint, load_tokenizer
 
     sampling = sampling.seeded()
     options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}
@@ -161,12 +172,29 @@ def generate(
     if isinstance(drafter, Drafter):
         drafter.check(depth)
 
-    checkpoint = model.load()
     # The sampling defaults of the checkpoint are dropped: the options alone say how to sample.
-    spec = wrap(bare(checkpoint.model), draft=drafter, draft_length=draft_length, accept=rule)
+    if budget.memory is None:
+        checkpoint = model.load()
+        spec = wrap(bare(checkpoint.model), draft=drafter)
+    else:
+        spec = load_within(model, budget, draft is None)
+        spec.model.generation_config = bare(spec.model).generation_config
+        checkpoint = Checkpoint(spec.model, load_tokenizer(model.place))
+        if drafter is not None:
+            spec = spec.drafting(drafter)
+    own = spec.draft.choose_draft(sampling.temperature == 0).draft if isinstance(spec.draft, DraftPolicy) else None
+    named = draft_name(own) if draft is None else draft.strip()
     ids = checkpoint.encode(text)
     mask = torch.ones_like(ids)
-    generation = spec.stream(ids, mask, seed=sampling.seed, tokenizer=checkpoint.tokenizer, **options)
+    generation = spec.stream(
+        ids,
+        mask,
+        seed=sampling.seed,
+        draft_length=draft_length,
+        accept=rule,
+        tokenizer=checkpoint.tokenizer,
+        **options,
+    )
     prompt_ids: list[int] = ids[0].tolist()
     display = None
     if shown.output == "text":
@@ -187,12 +215,14 @@ def generate(
         "text": continuation(checkpoint.tokenizer, prompt_ids, new_ids),
         "settings": {
             "model": model.model,
-            "draft": draft.strip(),
-            "draft_length": draft_length if drafter else None,
+            "draft": named,
+            "draft_length": None if spec.draft is None else draft_length,
             "max_new_tokens": max_new_tokens,
             "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
             "device": str(checkpoint.model.device),
             "threads": torch.get_num_threads(),
+            "memory": budget.memory,
+            "context": None if budget.memory is None else budget.room,
             "sampling": asdict(sampling),
             "shaping": asdict(shaping),
             "accept": accept,

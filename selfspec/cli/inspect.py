@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from selfspec.cli.options import Model, Output, prepare_process
+from selfspec.cli.options import Budget, Model, Output, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, figures_table
 from selfspec.measure.embedded import model_place
@@ -15,21 +16,32 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from selfspec.model.summary import LayerSummary, ModelSummary, Weights
+    from selfspec.placement.planned import PlannedCheckpoint
 
 
-def inspect(model: Model, output: Output = "text") -> None:
+def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
     """Describe a model by its parts, without loading its weights or running it.
+
+    With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
+    and memory, measured on its largest weights.
 
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
     from selfspec.environment import versions
     from selfspec.model.checkpoint import read_config
     from selfspec.model.summary import describe_config
+    from selfspec.placement.planned import plan_checkpoint
 
     prepare_process(threads=None)
     summary = describe_config(read_config(model_place(model)))
+    planned = None
+    if budget.memory is not None:
+        planned = plan_checkpoint(model_place(model), budget.memory, None, draft=True, context=budget.room)
     if output == "json":
-        print_json({"checkpoint": model, **summary.to_dict(), "versions": versions()})
+        found = {"checkpoint": model, **summary.to_dict(), "versions": versions()}
+        if planned is not None:
+            found["plan"] = {"memory": asdict(planned.survey.memory), "context": budget.room, **asdict(planned.plan)}
+        print_json(found)
         return
     exits = figures_table(
         "Draft cost of each exit, by weights read (head included)", ["draft"], ["bytes a step", "cost ratio c"]
@@ -39,6 +51,8 @@ def inspect(model: Model, output: Output = "text") -> None:
     exits.add_section()
     exits.add_row("target", f"{summary.target_bytes_read:,}", "1.000")
     console().print(_overview(model, summary), "", _parts(summary), "", _substitutes(summary), "", exits, sep="\n")
+    if planned is not None:
+        console().print("", _plan(planned, budget), sep="\n")
 
 
 def _overview(name: str, summary: ModelSummary) -> Table:
@@ -88,6 +102,25 @@ def _substitutes(summary: ModelSummary) -> Table:
     table = figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"])
     for fewer in summary.substitutes:
         table.add_row(f"int{fewer.bits}", f"{fewer.bytes:,}", f"{fewer.share:.1%}")
+    return table
+
+
+def _plan(planned: PlannedCheckpoint, budget: Budget) -> Table:
+    from selfspec.placement.byte_size import shown_bytes
+
+    plan, memory = planned.plan, planned.survey.memory
+    layers = len(memory.layers) - 1
+    table = figures_table(f"Within {budget.memory}, for {budget.room:,} tokens of context", ["part"], ["plan"])
+    table.add_row("layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}")
+    table.add_row("streamed, each pass", shown_bytes(plan.streamed) if plan.streamed else "nothing")
+    if plan.bits is not None:
+        table.add_row("rounded copies, for drafts", f"{plan.bits} bits")
+    table.add_row("keys and values", shown_bytes(memory.cache))
+    table.add_row("the process itself", shown_bytes(memory.process))
+    table.add_row("total", shown_bytes(plan.total))
+    table.add_row("plain decoding, predicted", f"{plan.plain:.2f} tokens/s")
+    if plan.drafting is not None:
+        table.add_row("with drafts, predicted", f"{plan.drafting:.2f} tokens/s, {plan.draft_length} drafted a round")
     return table
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 from typer.models import OptionInfo
 
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 
 if TYPE_CHECKING:
+    from selfspec.api import SelfSpeculative
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
     from selfspec.model.checkpoint import Checkpoint
@@ -58,6 +59,28 @@ Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above
 PromptFile = Annotated[
     Path | None, typer.Option(help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in.")
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Memory."""
+
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Take at most `6GiB`, say: stream from the disk what does not fit."),
+    ] = None
+    context: Annotated[
+        int | None, typer.Option(min=1, help="With --memory: room for N tokens of prompt and text; by default 4096.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.memory is None and self.context is not None:
+            raise UnsupportedOptionError("--context says what a budget has room for; add --memory, or drop it")
+
+    @property
+    def room(self) -> int:
+        """Tokens of prompt and text."""
+        return self.context or 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +127,25 @@ class ModelOptions(Machine):
         if self.packed:
             pack(checkpoint.model)
         return checkpoint
+
+
+def load_within(model: ModelOptions, budget: Budget, draft: bool) -> SelfSpeculative:
+    """Load a model within a budget.
+
+    Args:
+        model: from a folder.
+        budget: that has a size.
+        draft: whether to draft for what is streamed.
+    """
+    import torch
+
+    from selfspec.api import load
+
+    assert budget.memory is not None
+    if model.packed or model.device not in ("auto", "cpu"):
+        raise UnsupportedOptionError("--memory takes plain weights, on the CPU; drop --packed and --device")
+    dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
+    return load(model.place, budget.memory, dtype=dtype, draft=draft, context=budget.room)
 
 
 def prepare_process(threads: int | None) -> None:

@@ -58,6 +58,7 @@ class Batch:
         draft_states: what each drafter keeps during this generation, by its `id`: see `Drafter.begin`.
         memories: what drafters keep as long as the wrapper.
         programs: the wrapper's recorded passes; None: the stock modules run all.
+        prefill_width: tokens of each prompt that one pass may read; None: all.
     """
 
     runner: ModelRunner
@@ -77,6 +78,7 @@ class Batch:
     draft_states: dict[int, DraftState | None] = field(default_factory=dict)
     memories: dict[Hashable, object] = field(default_factory=dict)
     programs: GraphCache | None = None
+    prefill_width: int | None = None
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.transfer import can_store, check_kinds, is_callers, store_past
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
+from selfspec.decode.limits import Limits
 from selfspec.decode.loop import rounds
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import GenerateOutput, Round, streamed
@@ -50,14 +51,18 @@ class Generation(Iterator[Round]):
         programs: GraphCache | None = None,
         substitutes: Substitutes | None = None,
         memories: dict[Hashable, object] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         device = _device(model, request)
         rows = request.input_ids.shape[0]
+        longest = max(request.lengths) + request.stopping.max_new_tokens
+        if limits is not None:
+            limits.check(rows, longest)
         cache = SharedCache.of_model(
             model,
             adapter,
             batch=rows,
-            limit=max(request.lengths) + request.stopping.max_new_tokens,
+            limit=longest,
             # No draft is deeper than what remains to be generated, whatever the controller allows.
             slack=control.most.within(request.stopping.max_new_tokens).nodes,
             device=device,
@@ -89,6 +94,7 @@ class Generation(Iterator[Round]):
             needs_lockstep=request.sampling.in_order or request.stopping.stateful,
             memories={} if memories is None else memories,
             programs=programs,
+            prefill_width=None if limits is None else limits.prefill_width(rows),
         )
         if draft is not None:
             draft.state(batch)

@@ -50,7 +50,7 @@ def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
         batch.cache.commit(unread)
         return
     start = 0
-    for width in batch.cache.prefill_widths(unread):
+    for width in batch.cache.prefill_widths(unread, batch.prefill_width):
         counts = [min(max(count - start, 0), width) for count in unread]
         batch.runner.prefill(prompts[:, start : start + width], counts)
         batch.cache.commit(counts)
@@ -87,5 +87,6 @@ def _gives_evidence(batch: Batch, drafter: Drafter, unread: Sequence[int]) -> bo
         and batch.cache.rolls_back_by_cursor
         and len(set(unread)) == 1
         and unread[0] >= _FEWEST
+        and (batch.prefill_width is None or unread[0] <= batch.prefill_width)
         and (unread[0] <= _MOST or batch.runner.keeps_last_logits)
     )

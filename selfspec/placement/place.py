@@ -47,6 +47,9 @@ class StreamedDraft(DraftPolicy):
 class _StandIn(LowPrecision):
     """Low precision whose substitutes were made while the weights were there."""
 
+    def __repr__(self) -> str:
+        return f"int{self.bits}"
+
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         return
 
@@ -91,7 +94,7 @@ def _stream(surveyed: Survey, modules: Sequence[StreamableModule], bits: int | N
     weights = [weight for module in modules for weight in module.weights.values()]
     stream = WeightStream(weights, SLOTS, surveyed.dtype, surveyed.files)
     first = 0
-    for each in logging.tqdm(modules, desc="Reading the weights that are streamed, for drafts", disable=bits is None):
+    for each in logging.tqdm(modules, desc="Rounding streamed weights", delay=2, disable=bits is None):
         module = surveyed.skeleton.model.get_submodule(each.name)
         numbers = range(first, first + len(each.weights))
         first += len(each.weights)

@@ -10,6 +10,8 @@ from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
 """Weights in memory at once of those that are streamed: two of experts, and two on their way."""
+TOKENS_AT_ONCE = 2048
+"""Tokens of prompts that a pass reads, of all rows together, at most."""
 LONGEST = 32
 """Tokens drafted a round, at most."""
 # Acceptance of drafts in 8 and 4 bits, by 1 - TV of the trained checkpoints that were measured.
@@ -109,7 +111,7 @@ def plan_memory(memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequenc
         )
         raise UnsupportedOptionError(
             f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least)} "
-            f"({parts}); raise it, ask for a shorter context, or load without drafts (draft=False)"
+            f"({parts}); raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none)"
         )
     return max(plans, key=lambda plan: plan.drafting or plan.plain)
 

@@ -15,7 +15,7 @@ from selfspec.model.checkpoint import local_folder, read_config, weight_files
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
-from selfspec.placement.plan import Bandwidth, Memory
+from selfspec.placement.plan import TOKENS_AT_ONCE, Bandwidth, Memory
 from selfspec.placement.resident import resident_bytes
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
@@ -24,8 +24,6 @@ GROUP_SIZE = 32
 """Weights of a substitute in 4 bits that share a scale."""
 # Bytes of weights that are read, and multiplied, to see how fast.
 _PROBED = 1 << 27
-# Prompts are read so many tokens at once at most.
-_TOKENS_AT_ONCE = 2048
 # What allocators hold on to.
 _SLACK = 64 * 2**20
 
@@ -151,7 +149,7 @@ def _memory(
             bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
         },
         cache=summary.cache.bytes_per_token * context,
-        working=_SLACK + 2 * max(copied, default=0) + 2 * widest * min(context, _TOKENS_AT_ONCE) * dtype.itemsize,
+        working=_SLACK + 2 * max(copied, default=0) + 2 * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize,
     )
 
 

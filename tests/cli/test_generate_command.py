@@ -20,6 +20,7 @@ from helpers import tiny
 from helpers.running import Invoke
 from selfspec.cli.display import PlainDisplay
 from selfspec.decode.output import RowRound
+from selfspec.placement.plan import SLOTS, Memory, Plan, plan_memory
 
 PROMPT = "Once upon a time"
 NEW = 24
@@ -363,3 +364,39 @@ def test_shaping_that_means_nothing_is_refused(invoke: Invoke, folder: str, flag
     assert ending.status == 2
     assert ending.stdout == ""
     assert match in ending.stderr
+
+
+@pytest.mark.parametrize("draft", ["", "none", "lookup"])
+def test_within_a_budget_the_text_is_the_same(
+    invoke: Invoke, folder: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    # The process of the tests takes more than this model: all layers but one are streamed.
+    def tight(memory: Memory, budget: int, *rest: Any) -> Plan:
+        assert budget == 2**40
+        rounded = sum(memory.substitutes[8][1:])
+        return plan_memory(memory, memory.least + memory.layers[0] + rounded + SLOTS * memory.largest, *rest)
+
+    monkeypatch.setattr("selfspec.placement.planned.plan_memory", tight)
+    asked = ("--draft", draft) if draft else ()
+    ending = invoke(*words(folder, "--memory", "1TiB", "--context", "200", "--output", "json", *asked))
+    found = result(ending.stdout)
+    assert (ending.status, found["sequence"]) == (0, expected)
+    settings = found["settings"]
+    assert settings["draft"] in ((draft,) if draft else ("lookup+int8", "lookup+int4"))
+    assert (settings["memory"], settings["context"]) == ("1TiB", 200)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--context", "9"), "add --memory"),
+        (("--memory", "6"), "'6' is no size"),
+        (("--memory", "1KiB"), "too little"),
+        (("--memory", "6GiB", "--packed"), "drop --packed"),
+        (("--memory", "6GiB", "--context", "9"), "raise context to"),
+    ],
+)
+def test_budgets_that_cannot_be_kept_are_refused(invoke: Invoke, folder: str, more: tuple[str, ...], said: str) -> None:
+    ending = invoke(*words(folder, *more))
+    assert (ending.status, ending.stdout) == (2, "")
+    assert said in ending.stderr

@@ -41,3 +41,16 @@ def test_a_folder_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
     ending = invoke("inspect", str(tmp_path / "none"), "--output", "json")
     assert ending.status == 2
     assert json.loads(ending.stdout)["error"]["type"] == "CheckpointError"
+
+
+def test_the_plan_of_a_budget(invoke: Invoke, folder: str) -> None:
+    ending = invoke("inspect", folder, "--memory", "8GiB", "--context", "100")
+    assert (ending.status, ending.stderr) == (0, "")
+    for said in ("Within 8GiB, for 100 tokens", "5 of 5", "nothing", "tokens/s"):
+        assert said in ending.stdout
+    plan = json.loads(invoke("inspect", folder, "--memory", "8GiB", "--output", "json").stdout)["plan"]
+    assert (plan["context"], plan["streamed"], plan["bits"]) == (4096, 0, None)
+    assert plan["total"] == sum(plan["memory"][part] for part in ("process", "kept", "cache", "working")) + sum(
+        plan["memory"]["layers"]
+    )
+    assert "too little" in invoke("inspect", folder, "--memory", "1MiB").stderr

@@ -1169,6 +1169,20 @@ CATALOGUE = (
         ("test_place.py::test_an_error_inside_a_streamed_layer_frees_the_stream",),
     ),
     Mutation(
+        "a wrapper with another draft forgets the budget's context",
+        "SelfSpeculative.drafting",
+        "self.limits",
+        "None",
+        ("test_place.py::test_what_the_budget_has_no_room_for_is_refused",),
+    ),
+    Mutation(
+        "prompts are read whole, whatever the budget",
+        "SharedCache.prefill_widths",
+        "_widths(longest, most or longest)",
+        "_widths(longest, longest)",
+        ("test_place.py::test_prompts_in_pieces_give_the_same_tokens",),
+    ),
+    Mutation(
         "substitutes of a file are made anew",
         "Substitutes.load",
         "not unknown.issuperset(weights)",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import selfspec
 from helpers import tiny
-from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.decode.limits import Limits
+from selfspec.errors import CheckpointError, PromptError, StorageError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.registry import find_adapter
 from selfspec.placement.place import Placed, place
 from selfspec.placement.plan import Plan
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_files import WeightFiles
+from selfspec.runtime.runner import ModelRunner
 
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
@@ -94,6 +97,43 @@ def test_other_dtypes_than_the_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     placed = place(survey(str(tmp_path), torch.float64, 128), plan(1, None))
     assert torch.equal(placed.model(PROMPTS).logits, model.double()(PROMPTS).logits)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 64])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_prompts_in_pieces_give_the_same_tokens(name: str, at_once: int) -> None:
+    spec = selfspec.wrap(MODELS[name](), draft="exit:2", draft_length=2)
+    wanted = spec.generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences
+    spec.limits = Limits(100, at_once)
+    widths: list[int] = []
+    with spied(widths):
+        found = spec.generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences
+    assert torch.equal(found, wanted)
+    assert sum(widths) == PROMPTS.shape[1] - 1
+    assert max(widths) <= max(at_once // 2, 1)
+
+
+@contextmanager
+def spied(widths: list[int]) -> Iterator[None]:
+    """Note the widths of passes over prompts."""
+    stock = ModelRunner.prefill
+
+    def prefill(runner: ModelRunner, tokens: torch.Tensor, counts: list[int]) -> None:
+        widths.append(tokens.shape[1])
+        stock(runner, tokens, counts)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ModelRunner, "prefill", prefill)
+        yield
+
+
+def test_what_the_budget_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    spec = selfspec.load(tmp_path, "8GiB", context=24)
+    for other in (spec, spec.drafting("lookup")):
+        assert other.generate(PROMPTS, MASK, max_new_tokens=6, do_sample=False).sequences.shape == (2, 12)
+        with pytest.raises(PromptError, match="raise context to 26"):
+            other.generate(PROMPTS, MASK, max_new_tokens=7, do_sample=False)
 
 
 def test_two_threads_take_turns(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""A checkpoint and the plan that loads it within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.placement.byte_size import parse_bytes
+from selfspec.placement.plan import Plan, plan_memory
+from selfspec.placement.survey import Survey, survey
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """What is known before weights are read.
+
+    Attributes:
+        survey: of the checkpoint.
+        plan: what stays in memory.
+    """
+
+    survey: Survey
+    plan: Plan
+
+
+def plan_checkpoint(
+    path: str, memory: str | int, dtype: torch.dtype | None, draft: bool, context: int
+) -> PlannedCheckpoint:
+    """Plan how to load a checkpoint within a byte budget. Arguments and errors as in `selfspec.load`."""
+    budget = parse_bytes("memory", memory)
+    if type(context) is not int or context < 1:
+        raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
+    surveyed = survey(path, dtype, context)
+    return PlannedCheckpoint(
+        surveyed, plan_memory(surveyed.memory, budget, surveyed.bandwidth(), (8, 4) if draft else ())
+    )
