@@ -69,6 +69,8 @@ class Survey:
                 break
             probed.append(weight)
         buffer, seconds = ReadBuffer(probed[0].nbytes), 0.0
+        # The first read waits for memory, too.
+        buffer.read(self.files, probed[0])
         for weight in probed:
             begun = time.perf_counter()
             read = buffer.read(self.files, weight)

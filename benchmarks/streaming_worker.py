@@ -1,0 +1,123 @@
+"""Decodes with a model that is larger than the memory it may take; `benchmarks/streaming.py` starts it and looks on.
+
+    python benchmarks/streaming_worker.py ARM FOLDER MEMORY TEMPERATURE TOKENS THREADS CONTEXT < ids.json
+
+Prints one line of JSON: the new tokens, when each came, the bytes that the disk gave for those after the first, and
+the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
+from transformers.utils import logging
+
+import selfspec
+from selfspec.model.checkpoint import read_config
+from selfspec.placement.planned import plan_checkpoint
+
+
+class _Clock:
+    """Notes when tokens came, and the bytes that the disk gave until then."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, int, int]] = []
+
+    def note(self, tokens: int) -> None:
+        self.times.append((time.perf_counter(), _bytes_read(), tokens))
+
+    def seconds_and_bytes(self) -> tuple[float, float]:
+        """For each token after those of the first round."""
+        (first, before, already), (last, after, all_) = self.times[0], self.times[-1]
+        return (last - first) / (all_ - already), (after - before) / (all_ - already)
+
+
+class _Watch(StoppingCriteria):
+    def __init__(self, clock: _Clock) -> None:
+        self._clock, self._tokens = clock, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self._tokens += 1
+        self._clock.note(self._tokens)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def main() -> None:
+    """Decode once."""
+    arm, folder, memory, *numbers = sys.argv[1:]
+    temperature, tokens, threads, context = float(numbers[0]), *map(int, numbers[1:])
+    logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    prompt, clock = torch.tensor([json.load(sys.stdin)]), _Clock()
+    # Planned anew by `selfspec.load`, which measures the disk again.
+    planned = plan_checkpoint(folder, memory, None, draft=arm == "drafts", context=context)
+    plan = asdict(planned.plan)
+    del planned
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    options |= {"max_new_tokens": tokens, "eos_token_id": None}
+    if arm == "accelerate":
+        text, stats = _accelerate(folder, plan["resident"], prompt, clock, options), None
+    else:
+        spec = selfspec.load(folder, memory, draft=arm == "drafts", context=context)
+        text = []
+        generation = spec.stream(prompt, seed=0, **options)
+        for chunk in generation:
+            text += chunk.rows[0].tokens
+            clock.note(len(text))
+        stats = generation.stats.to_dict()
+    seconds, read = clock.seconds_and_bytes()
+    print(json.dumps({"text": text, "seconds": seconds, "bytes": read, "plan": plan, "stats": stats}))
+
+
+def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
+    """Decode with the layers after `resident` on the disk, by accelerate."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(read_config(folder))
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    for number in range(len(empty.model.layers)):
+        places[f"model.layers.{number}"] = "cpu" if number < resident else "disk"
+    offload = str(Path(folder) / "offload")
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=offload)
+    model.eval().register_forward_pre_hook(_without_page_cache(folder))
+    return _decoded(model, prompt, clock, options)
+
+
+def _decoded(model: PreTrainedModel, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
+    watch = _Watch(clock)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, stopping_criteria=[watch], **options
+    )
+    return out[0, prompt.shape[1] :].tolist()
+
+
+def _without_page_cache(folder: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Let the system forget the files before each pass, which memory would hold otherwise and the budget would not."""
+
+    def forget(_: nn.Module, __: tuple[Any, ...]) -> None:
+        for file in Path(folder).rglob("*"):
+            if file.is_file():
+                opened = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(opened)
+
+    return forget
+
+
+def _bytes_read() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+if __name__ == "__main__":
+    main()
