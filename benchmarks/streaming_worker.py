@@ -64,8 +64,9 @@ def main() -> None:
     planned = plan_checkpoint(folder, memory, None, draft=arm == "drafts", context=context)
     plan = asdict(planned.plan)
     del planned
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    options |= {"max_new_tokens": tokens, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "do_sample": bool(temperature)}
+    if temperature:
+        options |= {"temperature": temperature, "top_k": 0}
     if arm == "accelerate":
         text, stats = _accelerate(folder, plan["resident"], prompt, clock, options), None
     else:
@@ -98,7 +99,8 @@ def _decoded(model: PreTrainedModel, prompt: Tensor, clock: _Clock, options: dic
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, stopping_criteria=[watch], **options
     )
-    return out[0, prompt.shape[1] :].tolist()
+    text: list[int] = out[0, prompt.shape[1] :].tolist()
+    return text
 
 
 def _without_page_cache(folder: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
