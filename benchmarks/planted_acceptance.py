@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--runtime", type=RuntimeName, choices=list(RuntimeName), default=RuntimeName.TRACED, help="of selfspec's arms"
     )
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--no-peaks", action="store_true")
     parser.add_argument("--no-assistant", action="store_true", help="without transformers' early exit, which is slow")
     parser.add_argument("--name", default="planted", help="folder of the results")
     options = parser.parse_args()
@@ -107,11 +107,11 @@ def main() -> None:
         specs.append(replace(draft, length=options.draft_length))
     specs.append(draft)
     with tempfile.TemporaryDirectory() as folder, progress_bar("measuring") as progress:
-        if not options.no_memory:
+        if not options.no_peaks:
             model.save_pretrained(folder)
         session = Session(
             name=f"random {options.size}, acceptance planted at {options.acceptance:g}",
-            place=None if options.no_memory else folder,
+            place=None if options.no_peaks else folder,
             model=model,
             specs=specs,
             repeats=options.repeats,

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from selfspec.accept import Rule, default_rule, find_rule
-from selfspec.arguments import check_kind, check_weights
+from selfspec.arguments import check_kind, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
@@ -30,7 +30,7 @@ from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.draft import Budget, Drafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.named import AUTO, draft_name, parse_draft
 from selfspec.errors import (
     ClosedError,
     DraftConfigError,
@@ -45,7 +45,8 @@ from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.placement.place import place
+from selfspec.placement.drafts import placement_of
+from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
 from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_stream import check_in_memory
@@ -115,33 +116,37 @@ def load(
     memory: str | int,
     *,
     dtype: torch.dtype | None = None,
-    draft: bool = True,
+    draft: Drafter | str | bool = True,
     context: int = 4096,
 ) -> SelfSpeculative:
     """Load a checkpoint within a byte budget, on the CPU, and wrap it. See docs/memory.md.
 
     Layers that fit stay in memory. The others are streamed: a target pass reads their weights from the disk, each when
-    it is needed and the next ones meanwhile. What is generated is the same to the last bit of the arithmetic. With
-    `draft`, rounded copies of the streamed layers stay in memory and draft, so that a pass verifies many tokens.
+    it is needed and the next ones meanwhile. What is generated is the same to the last bit of the arithmetic. Rounded
+    copies of the streamed layers stay in memory and draft, so that a pass verifies many tokens.
 
     Args:
         path: a folder with safetensors files.
         memory: the most that the process may take: "6GiB", or a number of bytes.
         dtype: of the weights; None: the checkpoint's own.
-        draft: whether to draft for what is streamed.
+        draft: what drafts: a drafter or its name, as in `wrap`. In fewer bits, copies are made of the layers that are
+            streamed; those that stay draft as they are. True: look-ups and such copies, in the bits that promise most,
+            if anything is streamed; False: plain decoding, without copies.
         context: the most tokens that the cache holds, of all rows of a batch together. Longer ones are refused.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
         UnsupportedModelError: there is no adapter for the architecture.
         UnsupportedOptionError: the budget cannot be read, or is too small; the message says what would do.
+        DraftConfigError: the draft does not fit the model or a budget.
         StorageError: the disk does not give what it should.
     """
-    planned = plan_checkpoint(str(path), memory, dtype, draft, context)
-    placed = place(planned.survey, planned.plan)
-    adapter = find_adapter(placed.model)
-    limits = Limits(context, TOKENS_AT_ONCE)
-    return SelfSpeculative(placed.model, placed.draft, None, None, adapter, Traced(), placed.substitutes, limits)
+    named = _named(draft)
+    planned = plan_checkpoint(str(path), memory, dtype, named, context)
+    if isinstance(named, Drafter):
+        named.check(len(planned.survey.layers) - 1)
+    model = place(planned.survey, planned.plan)
+    return wrap(model, named if isinstance(named, Drafter) else default_draft(planned.plan) if named else None)
 
 
 class SelfSpeculative:
@@ -179,7 +184,6 @@ class SelfSpeculative:
         adapter: Adapter,
         runtime: Runtime,
         substitutes: Substitutes | None = None,
-        limits: Limits | None = None,
     ) -> None:
         self.model = model
         self.draft = draft
@@ -189,8 +193,10 @@ class SelfSpeculative:
         self.adapter = adapter
         self.runtime = runtime
         self.programs = GraphCache(runtime)
-        self.substitutes = Substitutes() if substitutes is None else substitutes
-        self.limits = limits
+        placement = placement_of(model)
+        own = Substitutes() if placement is None else placement.substitutes
+        self.substitutes = own if substitutes is None else substitutes
+        self.limits = None if placement is None else Limits(placement.context, TOKENS_AT_ONCE)
         self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)
@@ -348,8 +354,9 @@ class SelfSpeculative:
         self._check_open()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(
-            self.model, found, draft_length, self.rule, self.adapter, self.runtime, self.substitutes, self.limits
+            self.model, found, draft_length, self.rule, self.adapter, self.runtime, self.substitutes
         )
+        other.limits = self.limits
         other.programs = self.programs
         return other
 
@@ -434,11 +441,15 @@ class SelfSpeculative:
         return controller
 
     def _checked(self, choice: DraftChoice) -> DraftChoice:
-        """Return the choice with estimated costs where none were measured, if it fits the model."""
+        """Return the choice with estimated costs where none were measured, if it fits the model and its memory."""
+        if choice.draft is not None:
+            self._check_depth(choice.draft)
+        placement = placement_of(self.model)
+        if placement is not None:
+            choice = placement.choice(choice, self.model, self.adapter)
         draft = choice.draft
         if draft is None:
             return choice
-        self._check_depth(draft)
         draft.check_model(self.model, self.adapter)
         draft.prepare(self.model, self.substitutes)
         if choice.costs:
@@ -449,6 +460,17 @@ class SelfSpeculative:
         if not isinstance(draft, Drafter):
             raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {draft!r}")
         draft.check(len(self.adapter.decoder_layers(self.model)))
+
+
+def _named(draft: Drafter | str | bool) -> Drafter | bool:
+    if isinstance(draft, bool | Drafter):
+        return draft
+    if isinstance(draft, str) and draft.strip().partition(":")[0] != AUTO:
+        return parse_draft(draft) or False
+    raise DraftConfigError(
+        f"draft={shown(draft)}: within a budget it is a drafter or its name, such as 'lookup+int4', True or False; "
+        "profiles are for models that are in memory whole"
+    )
 
 
 def _drafting(model: PreTrainedModel, draft: Drafter | DraftPolicy | str | None) -> Drafter | DraftPolicy | None:

@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from selfspec.cli.options import DraftLength, ModelOptions, Output, Repeats, read_draft
+from selfspec.cli.options import (
+    Budget,
+    DraftLength,
+    ModelOptions,
+    Output,
+    Repeats,
+    load_within,
+    one_draft_in_fewer_bits,
+    read_draft,
+)
 from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
 from selfspec.cli.terminal import StepBar, console, progress_bar
-from selfspec.errors import BenchError, DraftConfigError
+from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
+    from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.bench.arms import ArmSpec
     from selfspec.tools.bench.cell import Cell
     from selfspec.tools.bench.results import MeasuredCell, ResultsFile
@@ -174,12 +184,27 @@ class MeasuredParts:
 
     repeats: Repeats = 5
     warm_up: Annotated[int, typer.Option(min=1, help="Decode all prompts N times before timing.")] = 3
-    memory: Annotated[
-        bool, typer.Option(help="Measure peak memory, each arm in its own process, once per batch and context.")
-    ] = True
+    peaks: Annotated[
+        bool | None,
+        typer.Option(
+            help="Measure peak memory, each arm in its own process, once per batch and context. Default: without "
+            "--memory alone."
+        ),
+    ] = None
     costs: Annotated[
-        bool, typer.Option(help="Time the parts of a round by themselves, and predict speed-ups from them.")
-    ] = True
+        bool | None,
+        typer.Option(
+            help="Time the parts of a round by themselves, and predict speed-ups from them. Default: without --memory "
+            "alone."
+        ),
+    ] = None
+
+    def within(self, memory: str | None) -> MeasuredParts:
+        """What is measured of a model that is in memory whole, or within a budget."""
+        if memory is not None and (self.peaks or self.costs):
+            raise UnsupportedOptionError("--peaks and --costs are for models in memory whole; drop them, or --memory")
+        whole = memory is None
+        return replace(self, peaks=whole and self.peaks is not False, costs=whole and self.costs is not False)
 
 
 def bench(
@@ -187,6 +212,10 @@ def bench(
     arms: Arms,
     cells: Cells,
     measured: MeasuredParts,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Take at most `6GiB`, say: all arms stream from the disk what does not fit."),
+    ] = None,
     to: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Results and report; cells that are there are not measured again.")
     ] = Path("bench"),
@@ -215,7 +244,7 @@ def bench(
 
     if plots:
         require_packages()
-    fresh = _measure(model, arms, cells, measured, ResultsFile(to)) if report is None else None
+    fresh = _measure(model, arms, cells, measured, memory, ResultsFile(to)) if report is None else None
     folder = report or to
     reported = ResultsFile(folder).cells()
     if not reported:
@@ -234,8 +263,10 @@ def bench(
 
 
 def _measure(
-    model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, file: ResultsFile
+    model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, file: ResultsFile
 ) -> list[MeasuredCell]:
+    parts = measured.within(memory)
+
     from selfspec.measure.prompts import read_workloads
     from selfspec.tools.bench.cell import with_prompts
     from selfspec.tools.bench.session import Session
@@ -244,9 +275,26 @@ def _measure(
     file.check()
     specs = arms.specs(model)
     # Arms that run packed weights pack a copy.
-    checkpoint = replace(model, packed=False).load()
+    checkpoint = replace(model, packed=False).load() if memory is None else _within(model, memory, specs, cells)
     name = "embedded" if model.model == DEMO else Path(model.model).name
-    session = Session(name=name, place=model.place, model=checkpoint.model, specs=specs, **asdict(measured))
+    if memory is not None:
+        name += f" within {memory}"
+    session = Session(name=name, place=model.place, model=checkpoint.model, specs=specs, **asdict(parts))
     prompted = with_prompts(cells.grid(list(workloads)), workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
         return session.measure(prompted, file, StepBar(progress))
+
+
+def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:
+    """The model within a budget, with room for the longest texts of the largest batch."""
+    from selfspec.draft import Drafter
+    from selfspec.model.checkpoint import Checkpoint, load_tokenizer
+
+    drafts = [read_draft(spec.draft or "none") for spec in specs if spec.own]
+    named = [draft for draft in drafts if isinstance(draft, Drafter)]
+    if any(draft is not None and not isinstance(draft, Drafter) for draft in drafts):
+        raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
+    room = max(cells.batch) * (max(cells.context) + cells.max_new_tokens)
+    tokenizer = load_tokenizer(model.place)
+    spec = load_within(model, Budget(memory=memory, context=room), one_draft_in_fewer_bits(named))
+    return Checkpoint(spec.model, tokenizer)

@@ -177,12 +177,11 @@ def generate(
         checkpoint = model.load()
         spec = wrap(bare(checkpoint.model), draft=drafter)
     else:
-        spec = load_within(model, budget, draft is None)
+        tokenizer = load_tokenizer(model.place)
+        spec = load_within(model, budget, True if draft is None else drafter)
         spec.model.generation_config = bare(spec.model).generation_config
-        checkpoint = Checkpoint(spec.model, load_tokenizer(model.place))
-        if drafter is not None:
-            spec = spec.drafting(drafter)
-    own = spec.draft.choose_draft(sampling.temperature == 0).draft if isinstance(spec.draft, DraftPolicy) else None
+        checkpoint = Checkpoint(spec.model, tokenizer)
+    own = None if isinstance(spec.draft, DraftPolicy) else spec.draft
     named = draft_name(own) if draft is None else draft.strip()
     ids = checkpoint.encode(text)
     mask = torch.ones_like(ids)

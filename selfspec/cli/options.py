@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
@@ -129,23 +129,40 @@ class ModelOptions(Machine):
         return checkpoint
 
 
-def load_within(model: ModelOptions, budget: Budget, draft: bool) -> SelfSpeculative:
+def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | str | bool | None) -> SelfSpeculative:
     """Load a model within a budget.
 
     Args:
         model: from a folder.
         budget: that has a size.
-        draft: whether to draft for what is streamed.
+        draft: as `read_draft` gives it; True: what promises most for what is streamed.
     """
     import torch
 
     from selfspec.api import load
+    from selfspec.draft import Drafter
 
     assert budget.memory is not None
+    if not isinstance(draft, Drafter | bool | None):
+        raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
     if model.packed or model.device not in ("auto", "cpu"):
         raise UnsupportedOptionError("--memory takes plain weights, on the CPU; drop --packed and --device")
     dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
-    return load(model.place, budget.memory, dtype=dtype, draft=draft, context=budget.room)
+    return load(model.place, budget.memory, dtype=dtype, draft=draft or False, context=budget.room)
+
+
+def one_draft_in_fewer_bits(drafts: Sequence[Drafter]) -> Drafter | bool:
+    """Return a draft that a model is loaded for within a budget, so that all of these can draft; False: any will do.
+
+    Raises:
+        DraftConfigError: two need rounded copies in different bits.
+    """
+    from selfspec.placement.drafts import bits_of
+
+    in_bits = {bits: draft for draft in drafts if (bits := bits_of(draft)) is not None}
+    if len(in_bits) > 1:
+        raise DraftConfigError("within a budget rounded copies are made once: name drafts in 8 bits or in 4, not both")
+    return next(iter(in_bits.values()), False)
 
 
 def prepare_process(threads: int | None) -> None:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output, PromptFile, read_draft
+from selfspec.cli.options import (
+    Budget,
+    ModelOptions,
+    Output,
+    PromptFile,
+    load_within,
+    one_draft_in_fewer_bits,
+    read_draft,
+)
 from selfspec.cli.outcome import FAILED, print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
@@ -35,9 +43,14 @@ _MOST_LISTED = 20
 def verify(
     model: ModelOptions,
     settings: Settings,
+    budget: Budget,
     draft: Annotated[
         list[str] | None,
-        typer.Option(metavar="DRAFT", help="What drafts; may be repeated. Default: a spread of exits and skip sets."),
+        typer.Option(
+            metavar="DRAFT",
+            help="What drafts; may be repeated. Default: a spread of exits and skip sets; with --memory also what "
+            "`generate` would draft with.",
+        ),
     ] = None,
     prompt_file: PromptFile = None,
     output: Output = "text",
@@ -59,6 +72,7 @@ def verify(
     from selfspec.draft import Drafter
     from selfspec.environment import versions
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
+    from selfspec.model.checkpoint import Checkpoint, load_tokenizer
     from selfspec.tools.verify.run import default_drafts
     from selfspec.tools.verify.run import verify as run
 
@@ -68,7 +82,17 @@ def verify(
     for each in drafts:
         if isinstance(each, Drafter):
             each.check(depth)
-    checkpoint = model.load()
+    if budget.memory is None:
+        checkpoint = model.load()
+    else:
+        named_drafts = [each for each in drafts if isinstance(each, Drafter)]
+        if len(named_drafts) < len(drafts):
+            raise DraftConfigError("profiles are for models that are in memory whole; with --memory name other drafts")
+        tokenizer = load_tokenizer(model.place)
+        spec = load_within(model, budget, True if named is None else one_draft_in_fewer_bits(named_drafts))
+        checkpoint = Checkpoint(spec.model, tokenizer)
+        if named is None and isinstance(spec.draft, Drafter):
+            drafts = [spec.draft, *drafts]
     drafters = _drafters(checkpoint, drafts)
     started = time.perf_counter()
     with progress_bar("verifying") as progress:
@@ -78,6 +102,7 @@ def verify(
     if output == "json":
         found = report.to_dict()
         used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
+        used |= {"memory": budget.memory, "context": None if budget.memory is None else budget.room}
         found |= {"checkpoint": model.model, "settings": used, "seconds": seconds, "versions": versions()}
         print_json(found)
     else:

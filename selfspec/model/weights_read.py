@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -13,7 +13,13 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import substituted_weights
 
 
-def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: DraftHead | None = None) -> float:
+def share_read(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    path: LayerPath,
+    head: DraftHead | None = None,
+    price: Callable[[Tensor], float] = lambda weight: weight.nbytes,
+) -> float:
     """The draft cost ratio c by the weights that a step reads: those of the path by those of the full network.
 
     Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both.
@@ -23,16 +29,17 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: 
         adapter: where its layers are.
         path: what a draft step runs.
         head: what reads its last states; None: the model's own norm and head.
+        price: of reading a weight: by default its bytes.
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
-    rows, full = _bytes(output.parameters()), bytes_read(model, adapter)
-    read = full - rows - sum(_bytes(layer.parameters()) for layer in layers)
-    read += sum(_layer_bytes(layer, index, adapter, path) for index, layer in enumerate(layers))
+    rows, full = _sum(price, output.parameters()), _sum(price, _read_by_a_step(model, adapter))
+    read = full - rows - sum(_sum(price, layer.parameters()) for layer in layers)
+    read += sum(_layer_price(layer, index, adapter, path, price) for index, layer in enumerate(layers))
     if head is None or head.tokens is None:
-        read += int(rows * _bits_of(path, output.weight)) if path.head_substituted else rows
+        read += rows * _bits_of(path, output.weight) if path.head_substituted else rows
     else:
-        read += rows * len(head.tokens) // output.weight.shape[0]
+        read += rows * len(head.tokens) / output.weight.shape[0]
     if head is not None and head.adapter is not None:
         read += sum(weight.numel() for weight in head.adapter.parameters()) * output.weight.element_size()
     return float(read / full)
@@ -40,10 +47,7 @@ def share_read(model: PreTrainedModel, adapter: Adapter, path: LayerPath, head: 
 
 def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
     """Bytes of the weights that a step of the full network reads, head included and embeddings not."""
-    layers, output = adapter.decoder_layers(model), model.get_output_embeddings()
-    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    rest = weights_outside(model, [*layers, *looked_up, output])
-    return _bytes([*rest, *output.parameters()]) + sum(_bytes(layer.parameters()) for layer in layers)
+    return sum(weight.nbytes for weight in _read_by_a_step(model, adapter))
 
 
 def weights_outside(model: nn.Module, modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -52,18 +56,29 @@ def weights_outside(model: nn.Module, modules: Sequence[nn.Module]) -> list[Tens
     return [weight for weight in model.parameters() if id(weight) not in held]
 
 
-def _layer_bytes(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> int:
+def _read_by_a_step(model: PreTrainedModel, adapter: Adapter) -> Iterable[Tensor]:
+    layers, output = adapter.decoder_layers(model), model.get_output_embeddings()
+    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    yield from weights_outside(model, [*layers, *looked_up, output])
+    yield from output.parameters()
+    for layer in layers:
+        yield from layer.parameters()
+
+
+def _layer_price(
+    layer: nn.Module, index: int, adapter: Adapter, path: LayerPath, price: Callable[[Tensor], float]
+) -> float:
     sublayers = [Sublayer(index, part) for part in Part]
     if not any(map(path.runs, sublayers)):
         return 0
-    read = _bytes(layer.parameters())
+    read = _sum(price, layer.parameters())
     for sublayer in sublayers:
         modules = [layer.get_submodule(name) for name in adapter.modules_of(layer, sublayer.part)]
         if not path.runs(sublayer):
-            read -= sum(_bytes(module.parameters()) for module in modules)
+            read -= sum(_sum(price, module.parameters()) for module in modules)
         elif path.precision is not None and sublayer in path.substituted:
             weights = [weight for module in modules for weight in substituted_weights(module, path.precision)]
-            read -= sum(int(weight.nbytes * (1 - _bits_of(path, weight))) for weight in weights)
+            read -= sum(price(weight) * (1 - _bits_of(path, weight)) for weight in weights)
     return read
 
 
@@ -73,5 +88,5 @@ def _bits_of(path: LayerPath, weight: Tensor) -> float:
     return path.precision.bits / (8 * weight.element_size())
 
 
-def _bytes(weights: Iterable[Tensor]) -> int:
-    return sum(weight.nbytes for weight in weights)
+def _sum(price: Callable[[Tensor], float], weights: Iterable[Tensor]) -> float:
+    return sum(map(price, weights))

@@ -3,74 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from selfspec.control import CostAware
-from selfspec.control.costs import Costs
-from selfspec.control.draft_policy import DraftChoice, DraftPolicy
-from selfspec.draft import Cascade, LowPrecision, PromptLookup
+from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.kernels.rounded import Precision
-from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
-from selfspec.placement.plan import LONGEST, SLOTS, Plan
+from selfspec.placement.drafts import Placement
+from selfspec.placement.plan import GROUP_SIZE, SLOTS, Plan
 from selfspec.placement.skeleton import names_by_weight, set_weight
-from selfspec.placement.survey import GROUP_SIZE, StreamableModule, Survey
+from selfspec.placement.survey import StreamableModule, Survey
 from selfspec.placement.weight_files import ReadBuffer
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
-# What a further token adds to a pass that streams, and all else to a round, in plain steps.
-_WIDENING, _OVERHEAD = 0.005, 0.01
 
-
-@dataclass(frozen=True)
-class StreamedDraft(DraftPolicy):
-    """Drafts with look-ups and with substitutes of what is streamed.
-
-    Attributes:
-        draft: what drafts.
-        longest: tokens drafted a round at most.
-        costs: predicted.
-    """
-
-    draft: Cascade
-    longest: int
-    costs: Costs
-
-    def choose_draft(self, greedy: bool) -> DraftChoice:
-        return DraftChoice(self.draft, CostAware(self.longest), self.costs)
-
-
-class _StandIn(LowPrecision):
-    """Low precision whose substitutes were made while the weights were there."""
-
-    def __repr__(self) -> str:
-        return f"int{self.bits}"
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        return
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A model that was loaded by a plan.
-
-    Attributes:
-        model: some of its layers may take their weights from a stream.
-        substitutes: of what is streamed.
-        draft: what drafts by default; None: plain decoding.
-    """
-
-    model: PreTrainedModel
-    substitutes: Substitutes
-    draft: DraftPolicy | None
-
-
-def place(surveyed: Survey, plan: Plan) -> Placed:
+def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     """Read the weights that stay in memory, and let the other layers stream theirs.
+
+    Returns:
+        The model, with its `Placement`.
 
     Raises:
         StorageError: the disk does not give them.
@@ -86,7 +39,17 @@ def place(surveyed: Survey, plan: Plan) -> Placed:
     substitutes = Substitutes()
     if streamed:
         _stream(surveyed, streamed, plan.bits, substitutes)
-    return Placed(made.model, substitutes, _draft(surveyed, plan))
+    depth = len(surveyed.layers) - 1
+    head = bool(surveyed.layers[depth]) and plan.resident <= depth
+    made.model.__dict__["placement"] = Placement(plan, depth, head, surveyed.context, substitutes)
+    return made.model
+
+
+def default_draft(plan: Plan) -> Drafter | None:
+    """What drafts where nobody names a draft: look-ups, and rounded copies of what is streamed; None: nothing does."""
+    if plan.bits is None or not plan.streamed:
+        return None
+    return Cascade(PromptLookup(), LowPrecision(plan.bits, GROUP_SIZE))
 
 
 def _stream(surveyed: Survey, modules: Sequence[StreamableModule], bits: int | None, substitutes: Substitutes) -> None:
@@ -102,12 +65,3 @@ def _stream(surveyed: Survey, modules: Sequence[StreamableModule], bits: int | N
             with stream.lend(numbers) as lent:
                 substitutes.take(module, each.name, Precision(bits, GROUP_SIZE), lent)
         stream_module(module, list(each.weights), numbers, stream)
-
-
-def _draft(surveyed: Survey, plan: Plan) -> StreamedDraft | None:
-    depth = len(surveyed.layers) - 1
-    if plan.bits is None or plan.draft_step is None or plan.resident >= depth:
-        return None
-    low = _StandIn(plan.bits, GROUP_SIZE, range(plan.resident, depth), head=bool(surveyed.layers[depth]))
-    costs = Costs(plan.draft_step, verify=1.0, widening=_WIDENING, overhead=_OVERHEAD)
-    return StreamedDraft(Cascade(PromptLookup(), low), LONGEST, costs)

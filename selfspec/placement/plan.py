@@ -14,6 +14,8 @@ TOKENS_AT_ONCE = 2048
 """Tokens of prompts that a pass reads, of all rows together, at most."""
 LONGEST = 32
 """Tokens drafted a round, at most."""
+GROUP_SIZE = 32
+"""Weights of a substitute in 4 bits that share a scale."""
 # Acceptance of drafts in 8 and 4 bits, by 1 - TV of the trained checkpoints that were measured.
 _ACCEPTANCE = {8: 0.97, 4: 0.9}
 
@@ -68,6 +70,7 @@ class Plan:
         streamed: bytes that a target pass streams.
         bits: of the substitutes that draft for streamed layers; None: there are none.
         total: bytes that all of it takes.
+        bandwidth: that it was made for.
         plain: steps of plain decoding a second, predicted.
         drafting: tokens a second with drafts, predicted; None: there are none.
         draft_step: c, predicted; None: there are no drafts.
@@ -78,13 +81,16 @@ class Plan:
     streamed: int
     bits: int | None
     total: int
+    bandwidth: Bandwidth
     plain: float
     drafting: float | None = None
     draft_step: float | None = None
     draft_length: int = 0
 
 
-def plan_memory(memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int]) -> Plan:
+def plan_memory(
+    memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int], beside: int | None = None
+) -> Plan:
     """Plan what stays in memory: whatever promises the most tokens a second within the budget.
 
     Args:
@@ -92,12 +98,13 @@ def plan_memory(memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequenc
         budget: in bytes.
         bandwidth: of this machine.
         bits: that substitutes may have; none: nothing drafts.
+        beside: bits of substitutes that are wanted of all layers, where all stay; None: of none then.
 
     Raises:
         UnsupportedOptionError: nothing fits; the message says how much is needed.
     """
-    if memory.least + sum(memory.layers) <= budget:
-        return _predicted(memory, len(memory.layers), None, bandwidth)
+    if _total(memory, len(memory.layers), beside) <= budget:
+        return _predicted(memory, len(memory.layers), beside, bandwidth)
     choices: list[int | None] = [*bits] or [None]
     plans = []
     for each in choices:
@@ -117,13 +124,15 @@ def plan_memory(memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequenc
 
 
 def _most_resident(memory: Memory, bits: int | None, budget: int) -> int | None:
-    fitting = [count for count in range(len(memory.layers)) if _total(memory, count, bits) <= budget]
+    # A head alone is not drafted for: a layer before it is streamed, too.
+    most = len(memory.layers) - (bits is not None)
+    fitting = [count for count in range(most) if _total(memory, count, bits) <= budget]
     return max(fitting, default=None)
 
 
 def _total(memory: Memory, resident: int, bits: int | None) -> int:
     if resident == len(memory.layers):
-        return memory.least + sum(memory.layers)
+        return memory.least + sum(memory.layers) + (0 if bits is None else sum(memory.substitutes[bits]))
     substitutes = 0 if bits is None else sum(memory.substitutes[bits][resident:])
     return memory.least + sum(memory.layers[:resident]) + substitutes + SLOTS * memory.largest
 
@@ -135,7 +144,7 @@ def _predicted(memory: Memory, resident: int, bits: int | None, bandwidth: Bandw
     target = kept / bandwidth.memory + max(streamed / bandwidth.stream, streamed / bandwidth.memory)
     total = _total(memory, resident, bits)
     if bits is None or not streamed:
-        return Plan(resident, streamed, None, total, 1 / target)
+        return Plan(resident, streamed, bits, total, bandwidth, 1 / target)
     substitutes = sum(memory.substitutes[bits][resident:])
     # Of a chain whose first layers verification need not run again, (1 - a^(n + 1)) / (1 - a) tokens a round.
     acceptance = _ACCEPTANCE[bits]
@@ -145,4 +154,4 @@ def _predicted(memory: Memory, resident: int, bits: int | None, bandwidth: Bandw
         for length in range(1, LONGEST + 1)
     }
     best = max(speeds, key=lambda length: speeds[length])
-    return Plan(resident, streamed, bits, total, 1 / target, speeds[best], draft / target, best)
+    return Plan(resident, streamed, bits, total, bandwidth, 1 / target, speeds[best], draft / target, best)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import parse_bytes
+from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
 from selfspec.placement.survey import Survey, survey
 
@@ -26,13 +28,13 @@ class PlannedCheckpoint:
 
 
 def plan_checkpoint(
-    path: str, memory: str | int, dtype: torch.dtype | None, draft: bool, context: int
+    path: str, memory: str | int, dtype: torch.dtype | None, draft: bool | Drafter, context: int
 ) -> PlannedCheckpoint:
     """Plan how to load a checkpoint within a byte budget. Arguments and errors as in `selfspec.load`."""
     budget = parse_bytes("memory", memory)
     if type(context) is not int or context < 1:
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
+    beside = bits_of(draft) if isinstance(draft, Drafter) else None
+    bits = [8, 4] if draft is True else [] if beside is None else [beside]
     surveyed = survey(path, dtype, context)
-    return PlannedCheckpoint(
-        surveyed, plan_memory(surveyed.memory, budget, surveyed.bandwidth(), (8, 4) if draft else ())
-    )
+    return PlannedCheckpoint(surveyed, plan_memory(surveyed.memory, budget, surveyed.bandwidth(), bits, beside))

@@ -15,13 +15,11 @@ from selfspec.model.checkpoint import local_folder, read_config, weight_files
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
-from selfspec.placement.plan import TOKENS_AT_ONCE, Bandwidth, Memory
+from selfspec.placement.plan import GROUP_SIZE, TOKENS_AT_ONCE, Bandwidth, Memory
 from selfspec.placement.resident import resident_bytes
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
 
-GROUP_SIZE = 32
-"""Weights of a substitute in 4 bits that share a scale."""
 # Bytes of weights that are read, and multiplied, to see how fast.
 _PROBED = 1 << 27
 # What allocators hold on to.
@@ -53,6 +51,7 @@ class Survey:
         files: to read them from.
         layers: the modules of each layer that can be streamed; those of the head are a layer after the last.
         memory: what it takes.
+        context: tokens that this has room for.
     """
 
     skeleton: Skeleton
@@ -60,6 +59,7 @@ class Survey:
     files: WeightFiles
     layers: tuple[tuple[StreamableModule, ...], ...]
     memory: Memory
+    context: int
 
     def bandwidth(self) -> Bandwidth:
         """Measure how fast the largest weights are read, and multiplied."""
@@ -104,7 +104,7 @@ def survey(name: str, dtype: torch.dtype | None, context: int) -> Survey:
     dtype = dtype or config.dtype or next(iter(weights.values())).dtype
     made = skeleton(folder, config, weights, dtype, files)
     layers = _streamable(made, find_adapter(made.model))
-    return Survey(made, dtype, files, layers, _memory(made, layers, before, context, dtype))
+    return Survey(made, dtype, files, layers, _memory(made, layers, before, context, dtype), context)
 
 
 def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModule, ...], ...]:

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 import selfspec
+from helpers.budgets import tight_budget
 from helpers.running import Invoke
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.measure.timing import Call
@@ -27,7 +28,7 @@ QUICK = (
     "16",
     "--context",
     "12",
-    "--no-memory",
+    "--no-peaks",
 )
 ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")
 
@@ -215,3 +216,31 @@ def test_without_matplotlib_it_says_so_before_it_begins(
     ending = invoke("bench", folder, "--to", str(tmp_path / "to"))
     assert (ending.status, ending.stdout) == (2, "")
     assert "selfspec[bench]" in ending.stderr
+
+
+def test_arms_are_measured_within_a_budget(
+    invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight_budget(monkeypatch)
+    quick = [word for word in QUICK if word != "--no-peaks"]
+    asked = ["--workload", texts, "--temperature", "0", "--arm", "draft", "--draft", "lookup+int4", "--memory", "1TiB"]
+    ending = invoke("bench", folder, *quick, *asked, "--to", str(tmp_path / "out"), "--no-plots", "--output", "json")
+    assert ending.status == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["settings"]["model"].endswith("within 1TiB")
+        assert line["agreement"]["equal"] == line["agreement"]["texts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(("--peaks",), "drop them"), (("--costs",), "drop them"), (("--draft", "int8", "--draft", "int4"), "not both")],
+)
+def test_what_a_budget_cannot_measure_is_refused(
+    invoke: Invoke, folder: str, texts: str, tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    asked = ("--workload", texts, "--memory", "64GiB", "--no-plots", "--to", str(tmp_path / "out"))
+    ending = invoke("bench", folder, *asked, *more)
+    assert (ending.status, ending.stdout) == (2, "")
+    assert said in ending.stderr

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
+from helpers.budgets import tight_budget
 from helpers.running import Invoke
 from selfspec.cli.display import PlainDisplay
 from selfspec.decode.output import RowRound
-from selfspec.placement.plan import SLOTS, Memory, Plan, plan_memory
 
 PROMPT = "Once upon a time"
 NEW = 24
@@ -366,17 +366,11 @@ def test_shaping_that_means_nothing_is_refused(invoke: Invoke, folder: str, flag
     assert match in ending.stderr
 
 
-@pytest.mark.parametrize("draft", ["", "none", "lookup"])
+@pytest.mark.parametrize("draft", ["", "none", "lookup", "int8", "lookup+int4", "exit:2"])
 def test_within_a_budget_the_text_is_the_same(
     invoke: Invoke, folder: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
-    # The process of the tests takes more than this model: all layers but one are streamed.
-    def tight(memory: Memory, budget: int, *rest: Any) -> Plan:
-        assert budget == 2**40
-        rounded = sum(memory.substitutes[8][1:])
-        return plan_memory(memory, memory.least + memory.layers[0] + rounded + SLOTS * memory.largest, *rest)
-
-    monkeypatch.setattr("selfspec.placement.planned.plan_memory", tight)
+    tight_budget(monkeypatch)
     asked = ("--draft", draft) if draft else ()
     ending = invoke(*words(folder, "--memory", "1TiB", "--context", "200", "--output", "json", *asked))
     found = result(ending.stdout)
@@ -392,7 +386,10 @@ def test_within_a_budget_the_text_is_the_same(
         (("--context", "9"), "add --memory"),
         (("--memory", "6"), "'6' is no size"),
         (("--memory", "1KiB"), "too little"),
+        (("--memory", "-6GiB"), "'-6GiB' is no size"),
+        (("--memory", "6 gigs"), "'6 gigs' is no size"),
         (("--memory", "6GiB", "--packed"), "drop --packed"),
+        (("--memory", "6GiB", "--draft", "auto"), "name another --draft"),
         (("--memory", "6GiB", "--context", "9"), "raise context to"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.budgets import tight_budget
 from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
 from selfspec.draft import Draft
@@ -179,3 +180,32 @@ def test_an_interrupt(invoke: Invoke, folder: str, prompt_file: Path, monkeypatc
     assert ending.status == 130
     assert result(ending)["error"] == {"type": "KeyboardInterrupt", "message": "interrupted"}
     assert ending.stderr.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("draft", [(), ("--draft", "int4", "--draft", "lookup")])
+def test_models_are_verified_within_a_budget(
+    invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, draft: tuple[str, ...]
+) -> None:
+    tight_budget(monkeypatch)
+    asked = ["--memory", "1TiB", "--max-new-tokens", "4", "--samples", "100", "--prompt-file", str(prompt_file)]
+    ending = invoke("verify", folder, *asked, *draft, "--output", "json")
+    found = result(ending)
+    assert (ending.status, found["exact"], found["settings"]["memory"]) == (0, True, "1TiB")
+    named = [each["draft"] for each in found["drafts"]]
+    assert named[:3] == ["none", "int4", "lookup"] if draft else named[1] in ("lookup+int8", "lookup+int4")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--draft", "int4", "--draft", "int8"), "in 8 bits or in 4, not both"),
+        (("--draft", "auto"), "name other drafts"),
+        (("--context", "9"), "raise context to"),
+    ],
+)
+def test_what_a_budget_cannot_verify_is_refused(
+    invoke: Invoke, folder: str, prompt_file: Path, more: tuple[str, ...], said: str
+) -> None:
+    ending = invoke("verify", folder, "--memory", "64GiB", "--prompt-file", str(prompt_file), *more)
+    assert (ending.status, ending.stdout) == (2, "")
+    assert said in ending.stderr

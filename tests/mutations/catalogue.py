@@ -1162,6 +1162,27 @@ CATALOGUE = (
         ("test_place.py::test_the_stock_model_streams_too",),
     ),
     Mutation(
+        "a draft in bits that were not made runs streamed layers exactly",
+        "Placement._stand_in",
+        "bits_of(draft) != self.plan.bits",
+        "False",
+        ("test_place.py::test_drafts_that_a_budget_has_no_copies_for_are_refused",),
+    ),
+    Mutation(
+        "a draft in fewer bits rounds layers that stay, beyond the budget",
+        "Placement._stand_in",
+        "range(self.plan.resident, end)",
+        "range(0, end)",
+        ("test_named_drafts_give_the_models_own_tokens_and_substitute_what_is_streamed",),
+    ),
+    Mutation(
+        "wrapping a placed model again forgets its budget",
+        "placement_of",
+        "isinstance(found, Placement)",
+        "False",
+        ("test_named_drafts_give_the_models_own_tokens_and_substitute_what_is_streamed",),
+    ),
+    Mutation(
         "a pass that was interrupted keeps the stream",
         "WeightStream.lend",
         "self._lent, self._since = False, time.monotonic()",
@@ -1261,7 +1282,7 @@ CATALOGUE = (
     ),
     Mutation(
         "what has no substitute is priced as if in fewer bits",
-        "_layer_bytes",
+        "_layer_price",
         "substituted_weights(module, path.precision)",
         "module.parameters()",
         ("test_a_mixture_is_priced_by_what_runs_in_fewer_bits",),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +17,21 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import selfspec
 from helpers import tiny
 from selfspec.decode.limits import Limits
-from selfspec.errors import CheckpointError, PromptError, StorageError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.registry import find_adapter
-from selfspec.placement.place import Placed, place
-from selfspec.placement.plan import Plan
+from selfspec.draft import ReducedVocabulary
+from selfspec.draft.named import draft_name
+from selfspec.errors import (
+    CheckpointError,
+    ProfileError,
+    PromptError,
+    StorageError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from selfspec.placement.drafts import placement_of
+from selfspec.placement.place import default_draft, place
+from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_files import WeightFiles
+from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 from selfspec.runtime.runner import ModelRunner
 
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
@@ -46,18 +57,19 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def plan(resident: int, bits: int | None) -> Plan:
-    return Plan(resident, 1, bits, 0, 1.0, None if bits is None else 4.0, None if bits is None else 0.05)
+    drafting, step = (None, None) if bits is None else (4.0, 0.05)
+    return Plan(resident, resident < 5, bits, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
 
 
-def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int | None = 4) -> Placed:
+def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int | None = 4) -> PreTrainedModel:
     model.save_pretrained(folder)
     return place(survey(str(folder), None, 128), plan(resident, bits))
 
 
-def wrapped(placed: Placed) -> selfspec.SelfSpeculative:
-    return selfspec.SelfSpeculative(
-        placed.model, placed.draft, None, None, find_adapter(placed.model), selfspec.Eager(), placed.substitutes
-    )
+def wrapped(model: PreTrainedModel) -> selfspec.SelfSpeculative:
+    placement = placement_of(model)
+    assert placement is not None
+    return selfspec.wrap(model, default_draft(placement.plan), runtime=selfspec.Eager())
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -77,8 +89,8 @@ def test_streamed_layers_give_the_models_own_tokens(tmp_path: Path, name: str, b
 @pytest.mark.parametrize("resident", [0, 3, 4, 5])
 def test_any_number_of_layers_may_stay(tmp_path: Path, resident: int) -> None:
     model = MODELS["llama"]()
-    placed = streamed(tmp_path, model, resident)
-    away = [name for name, weight in placed.model.named_parameters() if weight.is_meta]
+    placed = streamed(tmp_path, model, resident, bits=4 if resident < 4 else None)
+    away = [name for name, weight in placed.named_parameters() if weight.is_meta]
     assert len(away) == 7 * max(0, 4 - resident) + (resident < 5)
     output = wrapped(placed).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
     assert torch.equal(
@@ -89,14 +101,14 @@ def test_any_number_of_layers_may_stay(tmp_path: Path, resident: int) -> None:
 def test_the_stock_model_streams_too(tmp_path: Path) -> None:
     model = MODELS["llama"]()
     placed = streamed(tmp_path, model)
-    assert torch.equal(placed.model(PROMPTS).logits, model(PROMPTS).logits)
+    assert torch.equal(placed(PROMPTS).logits, model(PROMPTS).logits)
 
 
 def test_other_dtypes_than_the_files(tmp_path: Path) -> None:
     model = MODELS["llama"]()
     model.save_pretrained(tmp_path)
     placed = place(survey(str(tmp_path), torch.float64, 128), plan(1, None))
-    assert torch.equal(placed.model(PROMPTS).logits, model.double()(PROMPTS).logits)
+    assert torch.equal(placed(PROMPTS).logits, model.double()(PROMPTS).logits)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 64])
@@ -216,7 +228,7 @@ def test_shards(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     placed = place(survey(str(tmp_path), None, 128), plan(1, 8))
-    assert torch.equal(placed.model(PROMPTS).logits, model(PROMPTS).logits)
+    assert torch.equal(placed(PROMPTS).logits, model(PROMPTS).logits)
     next(tmp_path.glob("*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of"):
         survey(str(tmp_path), None, 128)
@@ -228,8 +240,10 @@ def test_what_cannot_be_done_with_weights_elsewhere_is_refused(tmp_path: Path) -
         spec.save_pretrained(tmp_path / "b")
     with pytest.raises(UnsupportedModelError, match="streams"):
         spec.to("cpu")
-    with pytest.raises(selfspec.DraftConfigError, match="no layer"):
-        spec.drafting("int8")
+    with pytest.raises(ProfileError, match="name a draft"):
+        spec.drafting("auto")
+    with pytest.raises(selfspec.DraftConfigError, match="rows of a head that is streamed"):
+        spec.drafting(ReducedVocabulary(selfspec.EarlyExit(1), (3, 4)))
     assert spec.drafting("lookup").generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
     assert selfspec.wrap(spec.model).generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
 
@@ -253,3 +267,129 @@ def test_bad_input(tmp_path: Path, options: dict[str, object], problem: str) -> 
     MODELS["llama"]().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedOptionError, match=problem):
         selfspec.load(tmp_path, **{"memory": "64GiB", **options})  # type: ignore[arg-type]
+
+
+NAMED = (
+    "int4", "int4+exit:3", "lookup+int4", "int4+exit:1", "exit:1", "exit:3", "skip:layers=2", "lookup", "recycle",
+    "lookup+recycle+int4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_drafts_give_the_models_own_tokens_and_substitute_what_is_streamed(tmp_path: Path, name: str) -> None:
+    model = MODELS["llama"]()
+    spec = wrapped(streamed(tmp_path, model))
+    before = spec.substitutes.nbytes
+    # Whoever wraps the model drafts within the budget.
+    for other in (spec.drafting(name), selfspec.wrap(spec.model, name, runtime=selfspec.Eager())):
+        output = other.generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False)
+        wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False)
+        assert torch.equal(output.sequences, wanted.sequences)
+        assert other.substitutes.nbytes == before
+        assert other.limits is not None
+
+
+@pytest.mark.parametrize("name", ["int4", "lookup+int4", "exit:1", "recycle"])
+def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spec = wrapped(streamed(tmp_path, MODELS["llama"]())).drafting(name, draft_length=4)
+    passes: list[int] = []
+    stock = ReadBuffer.read
+
+    def counted(buffer: ReadBuffer, files: WeightFiles, weight: StoredWeight) -> torch.Tensor:
+        passes.append(weight.nbytes)
+        return stock(buffer, files, weight)
+
+    monkeypatch.setattr(ReadBuffer, "read", counted)
+    output = spec.generate(PROMPTS[:1], max_new_tokens=16, do_sample=False)
+    # A pass over the prompt, one a round, and what is read ahead.
+    assert len(passes) <= (output.stats.rounds + 2) * 22
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        ("int8", r"here are copies in 4 bits.*draft='int8'"),
+        ("lookup+int8", "--draft int8"),
+        (selfspec.LowPrecision(4, group_size=64), "groups are of 32"),
+        (selfspec.LowPrecision(4, layers=[0, 2]), r"\[0\] stay in memory"),
+        (selfspec.LowPrecision(4, layers=[9]), "out of range"),
+        ("exit:4", "choose 1..3"),
+    ],
+    ids=str,
+)
+def test_drafts_that_a_budget_has_no_copies_for_are_refused(tmp_path: Path, draft: Any, problem: str) -> None:
+    spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
+    for make in (spec.drafting, lambda named: selfspec.wrap(spec.model, named)):
+        with pytest.raises(selfspec.DraftConfigError, match=problem):
+            make(draft)
+
+
+def test_copies_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    spec = wrapped(streamed(tmp_path, MODELS["llama"](), bits=None))
+    with pytest.raises(selfspec.DraftConfigError, match="no rounded copies"):
+        spec.drafting("int4")
+
+
+def test_a_draft_that_load_names_is_what_the_budget_is_planned_for(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    model.save_pretrained(tmp_path)
+    spec = selfspec.load(tmp_path, "64GiB", draft="lookup+int8")
+    assert draft_name(cast(Any, spec.draft)) == "lookup+int8"
+    output = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(
+        output.sequences, selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    )
+    with pytest.raises(selfspec.DraftConfigError, match="no memory was set aside for copies in 4 bits"):
+        spec.drafting("int4")
+    with pytest.raises(selfspec.DraftConfigError, match="no memory was set aside"):
+        selfspec.load(tmp_path, "64GiB").drafting("int8")
+    assert selfspec.load(tmp_path, "64GiB", draft="none").draft is None
+
+
+@pytest.mark.parametrize("draft", ["auto", "auto:profile.json", 4, None])
+def test_load_takes_no_profile(tmp_path: Path, draft: Any) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    with pytest.raises(selfspec.DraftConfigError, match="within a budget"):
+        selfspec.load(tmp_path, "64GiB", draft=draft)
+
+
+def test_a_copy_of_the_model_streams_and_drafts_as_well(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    spec = wrapped(streamed(tmp_path, model))
+    copied = copy.deepcopy(spec.model)
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    for draft in (None, "lookup", "int4"):
+        output = selfspec.wrap(copied, draft).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+        assert torch.equal(output.sequences, wanted.sequences)
+
+
+def test_a_long_prompt_and_a_batch_of_four_within_a_small_cache(tmp_path: Path) -> None:
+    model = tiny.llama(dtype=torch.float32, intermediate_size=64, max_position_embeddings=4096)
+    model.save_pretrained(tmp_path)
+    spec = wrapped(place(survey(str(tmp_path), None, 4 * 2010), plan(1, 4)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        prompts = torch.randint(1, 50, (4, 2000))
+    mask = torch.ones_like(prompts)
+    mask[1, :700] = 0
+    widths: list[int] = []
+    with spied(widths):
+        output = spec.generate(prompts, mask, max_new_tokens=8, do_sample=False)
+    assert max(widths) <= 512
+    wanted = selfspec.wrap(model).generate(prompts, mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(output.sequences, wanted.sequences)
+
+
+def test_a_file_that_is_cut_while_it_runs_is_a_typed_error_and_a_whole_one_serves_again(tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    spec = wrapped(streamed(tmp_path, model))
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:4096])
+    with pytest.raises(StorageError, match="ends too early"):
+        spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    file.write_bytes(content)
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted.sequences)

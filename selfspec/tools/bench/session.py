@@ -34,7 +34,7 @@ class Session:
         place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
         specs: the arms, `model.generate` first.
         warm_up: how often it decodes all prompts before.
-        memory: whether peak memory is measured, each arm in a separate process, once for each batch size and prompt
+        peaks: whether peak memory is measured, each arm in a separate process, once for each batch size and prompt
             length.
         costs: whether the parts of a round are timed apart, too.
     """
@@ -45,7 +45,7 @@ class Session:
     specs: Sequence[ArmSpec]
     repeats: int = 5
     warm_up: int = 3
-    memory: bool = True
+    peaks: bool = True
     costs: bool = True
 
     def measure(self, cells: Mapping[Cell, Sequence[Tensor]], file: ResultsFile, watch: Watch) -> list[MeasuredCell]:
@@ -72,7 +72,7 @@ class Session:
         missing = [cell for cell in cells if (cell, setups[cell]) not in found]
         # Of cells of one shape the first.
         shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
-        weighed = list(shapes.values()) if self.memory and self.place is not None else []
+        weighed = list(shapes.values()) if self.peaks and self.place is not None else []
         calls = sum(len(cells[cell]) * (self.warm_up + self.repeats) + (cell in weighed) for cell in missing)
         watch.begin(len(arms) * calls)
         for number, cell in enumerate(missing, 1):

@@ -1,0 +1,162 @@
+"""Drafts of a model that streams: with rounded copies of what is streamed, and with what stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.control import CostAware
+from selfspec.control.costs import Costs
+from selfspec.control.draft_policy import DraftChoice
+from selfspec.draft import Assistant, Cascade, Drafter, EarlyExit, LowPrecision, ReducedVocabulary
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.named import draft_name
+from selfspec.errors import DraftConfigError
+from selfspec.model.adapter import Adapter
+from selfspec.model.substitutes import Substitutes
+from selfspec.model.weights_read import bytes_read, share_read
+from selfspec.placement.plan import GROUP_SIZE, LONGEST, Plan
+
+# What a further token adds to a pass that streams, and all else to a round, in plain steps.
+_WIDENING, _OVERHEAD = 0.005, 0.01
+
+
+class _StandIn(LowPrecision):
+    """Low precision whose substitutes were made while the weights were there."""
+
+    def __repr__(self) -> str:
+        left = "" if self.exit is None else f"+exit:{self.exit}"
+        return f"int{self.bits}{left}"
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a model was placed in memory. The model keeps it, so that whoever wraps it drafts within the budget.
+
+    Attributes:
+        plan: by which it was loaded.
+        depth: layers of the model.
+        head: whether the head is streamed.
+        context: tokens that the cache may hold, of all rows together.
+        substitutes: of what is streamed.
+    """
+
+    plan: Plan
+    depth: int
+    head: bool
+    context: int
+    substitutes: Substitutes
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Placement:
+        # A copy of the model streams what the model streams.
+        return self
+
+    def choice(self, asked: DraftChoice, model: PreTrainedModel, adapter: Adapter) -> DraftChoice:
+        """Return what drafts here: in fewer bits where weights are streamed, exactly where they stay.
+
+        A target pass that streams costs a transfer, so drafts may be long.
+
+        Args:
+            asked: what shall draft.
+            model: that was placed.
+            adapter: where its layers are.
+
+        Raises:
+            DraftConfigError: it needs rounded copies that were not made, or rows of a head that is streamed.
+        """
+        if asked.draft is None:
+            return asked
+        if not self.plan.streamed:
+            bits = bits_of(asked.draft)
+            if bits is not None and bits != self.plan.bits:
+                raise DraftConfigError(f"no memory was set aside for copies in {bits} bits; {_anew(asked.draft)}")
+            return asked
+        draft = self._fitted(asked.draft)
+        costs = Costs(self._step(draft, model, adapter), verify=1.0, widening=_WIDENING, overhead=_OVERHEAD)
+        return DraftChoice(draft, CostAware(LONGEST), costs)
+
+    def _fitted(self, draft: Drafter) -> Drafter:
+        if isinstance(draft, Cascade):
+            return replace(draft, then=self._fitted(draft.then))
+        if isinstance(draft, ReducedVocabulary):
+            if self.head:
+                raise DraftConfigError(
+                    f"{draft_name(draft)} reads rows of a head that is streamed; draft with the whole vocabulary"
+                )
+            fitted = self._fitted(draft.draft_with)
+            assert isinstance(fitted, LayerPathDrafter)
+            return replace(draft, draft_with=fitted)
+        return self._stand_in(draft) if isinstance(draft, LowPrecision) else draft
+
+    def _stand_in(self, draft: LowPrecision) -> LayerPathDrafter:
+        draft.check(self.depth)
+        if bits_of(draft) != self.plan.bits:
+            made = "no rounded copies" if self.plan.bits is None else f"copies in {self.plan.bits} bits"
+            raise DraftConfigError(f"{draft_name(draft)} needs rounded copies; here are {made}; {_anew(draft)}")
+        kept = [layer for layer in draft.layers or () if layer < self.plan.resident]
+        if kept:
+            raise DraftConfigError(
+                f"layers={list(draft.layers or ())}: {kept} stay in memory as they are, and the budget has no room for "
+                "copies of them; leave layers out, and those that are streamed have copies"
+            )
+        end = self.depth if draft.exit is None else draft.exit
+        if end <= self.plan.resident:
+            # Nothing before the exit is streamed.
+            return EarlyExit(end)
+        layers = range(self.plan.resident, end) if draft.layers is None else draft.layers
+        return _StandIn(draft.bits, draft.group_size, layers, draft.exit, head=draft.head_too and self.head)
+
+    def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
+        """c, predicted."""
+        last = draft.sources[-1] if isinstance(draft, Cascade) else draft
+        bandwidth = self.plan.bandwidth
+        if bits_of(last) is not None and self.plan.draft_step is not None:
+            return self.plan.draft_step
+        if isinstance(last, LayerPathDrafter):
+            path = last.path(self.depth)
+
+            def seconds(weight: Tensor) -> float:
+                return weight.nbytes / (bandwidth.stream if weight.is_meta else bandwidth.memory)
+
+            return share_read(model, adapter, path, last.head, seconds)
+        cost = last.cost(model, adapter)
+        # An assistant stays in memory.
+        in_memory = bytes_read(model, adapter) / bandwidth.memory * self.plan.plain
+        return cost * in_memory if isinstance(last, Assistant) else cost
+
+
+def bits_of(draft: Drafter) -> int | None:
+    """Bits of the rounded copies that a draft needs; None: it needs none.
+
+    Raises:
+        DraftConfigError: it reads them from a file, or in other groups than a budget's.
+    """
+    if isinstance(draft, Cascade):
+        return bits_of(draft.then)
+    if isinstance(draft, ReducedVocabulary):
+        return bits_of(draft.draft_with)
+    if not isinstance(draft, LowPrecision):
+        return None
+    if draft.saved is not None:
+        raise DraftConfigError(
+            f"{draft_name(draft)}: within a budget copies are made when the model is loaded; write int{draft.bits}"
+        )
+    if draft.bits == 4 and draft.group_size != GROUP_SIZE:
+        raise DraftConfigError(f"group_size={draft.group_size}: within a budget groups are of {GROUP_SIZE} weights")
+    return draft.bits
+
+
+def _anew(draft: Drafter) -> str:
+    name = draft_name(draft)
+    return f"name it when the model is loaded: selfspec.load(..., draft={name!r}), --draft {name}"
+
+
+def placement_of(model: PreTrainedModel) -> Placement | None:
+    """How a model was placed; None: `selfspec.load` did not load it."""
+    found = model.__dict__.get("placement")
+    return found if isinstance(found, Placement) else None
