@@ -137,7 +137,8 @@ def load(
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
         UnsupportedModelError: there is no adapter for the architecture.
-        UnsupportedOptionError: the budget cannot be read, or is too small; the message says what would do.
+        UnsupportedOptionError: the budget cannot be read, is too small (the message says what would do), or more than
+            there is.
         DraftConfigError: the draft does not fit the model or a budget.
         StorageError: the disk does not give what it should.
     """

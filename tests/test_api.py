@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria, TextStreamer
 
 import selfspec
@@ -484,6 +484,33 @@ def test_accelerate_hooks_keep_working_and_stay(
         assert module.__dict__.get("_hf_hook") is before[name].get("_hf_hook"), name
         assert module.__dict__.get("_old_forward") is before[name].get("_old_forward"), name
     assert model.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist() == wanted
+
+
+@pytest.mark.parametrize("draft", [None, "exit:2", "lookup", "recycle"])
+def test_a_model_that_accelerate_keeps_on_the_disk_gives_its_own_tokens(tmp_path: Path, draft: str | None) -> None:
+    model = _on_the_disk(tmp_path)
+    wanted = tiny.llama().generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False).tolist()
+    out = selfspec.wrap(model, draft).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12, do_sample=False)
+    assert out.sequences.tolist() == wanted
+
+
+@pytest.mark.parametrize("draft", ["int8", "lookup+int4", "int8+exit:3"])
+def test_copies_in_fewer_bits_of_what_accelerate_keeps_elsewhere_are_refused(tmp_path: Path, draft: str) -> None:
+    with pytest.raises(DraftConfigError, match=r"selfspec.load\(path, memory="):
+        selfspec.wrap(_on_the_disk(tmp_path), draft)
+
+
+def _on_the_disk(folder: Path) -> PreTrainedModel:
+    """A model that `device_map` dispatched: layers 1 and 3 and the head are on the disk."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    tiny.llama().save_pretrained(folder / "model")
+    places: dict[str, str] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(4)} | {"lm_head": "disk"}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder / "model", device_map=places, offload_folder=str(folder / "away")
+    )
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+    return model.eval()
 
 
 def test_a_skipped_layer_is_not_loaded_by_accelerate(llama: PreTrainedModel) -> None:

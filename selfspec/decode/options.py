@@ -74,7 +74,8 @@ _REMEDIES = {
     "assistant_early_exit": "write selfspec.wrap(model, draft=selfspec.EarlyExit(layer=...)) instead",
     "assistant_model": "write selfspec.wrap(model, draft=selfspec.Assistant(...)) instead, or drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
-    "cache_implementation": "selfspec keeps its own cache; drop it",
+    "cache_implementation": "selfspec keeps keys and values exact and beside the weights; drop it, and within a memory "
+    "budget say by context how many tokens need room",
     "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",
     "position_ids": "positions follow from the attention mask, and these do not; drop it",
     "output_hidden_states": "call model.generate for hidden states",

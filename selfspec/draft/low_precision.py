@@ -174,11 +174,17 @@ class LowPrecision(LayerPathDrafter):
         layers = adapter.decoder_layers(model)
         path = self.path(len(layers))
         assert path.precision is not None
-        weights = [
-            weight
+        modules = [
+            layers[sublayer.layer].get_submodule(name)
             for sublayer in path.substituted
             for name in adapter.modules_of(layers[sublayer.layer], sublayer.part)
-            for weight in substituted_weights(layers[sublayer.layer].get_submodule(name), path.precision)
         ]
-        if not weights:
+        head = [model.get_output_embeddings()] if self.head_too else []
+        if any(weight.is_meta for module in [*modules, *head] for weight in module.parameters()):
+            raise DraftConfigError(
+                f"weights of {type(model).__name__} are offloaded, so they have no copies in fewer bits, and each "
+                'draft step would fetch them; load it with selfspec.load(path, memory="6GiB"), which makes copies, or '
+                "draft with PromptLookup()"
+            )
+        if not any(True for module in modules for _ in substituted_weights(module, path.precision)):
             raise no_substitutes(model, path.precision)

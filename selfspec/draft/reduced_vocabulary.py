@@ -66,7 +66,12 @@ class ReducedVocabulary(LayerPathDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.draft_with.check_model(model, adapter)
-        rows = model.get_output_embeddings().weight.shape[0]
+        head = model.get_output_embeddings().weight
+        if head.is_meta:
+            raise DraftConfigError(
+                "a reduced vocabulary reads rows of a head that is not in memory; draft with the whole vocabulary"
+            )
+        rows = head.shape[0]
         if max(self.tokens) >= rows:
             raise DraftConfigError(
                 f"the reduced vocabulary names token {max(self.tokens)}, but this model has {rows}; count one on its "

@@ -67,7 +67,7 @@ class Placement:
             adapter: where its layers are.
 
         Raises:
-            DraftConfigError: it needs rounded copies that were not made, or rows of a head that is streamed.
+            DraftConfigError: it needs rounded copies that were not made.
         """
         if asked.draft is None:
             return asked
@@ -84,10 +84,6 @@ class Placement:
         if isinstance(draft, Cascade):
             return replace(draft, then=self._fitted(draft.then))
         if isinstance(draft, ReducedVocabulary):
-            if self.head:
-                raise DraftConfigError(
-                    f"{draft_name(draft)} reads rows of a head that is streamed; draft with the whole vocabulary"
-                )
             fitted = self._fitted(draft.draft_with)
             assert isinstance(fitted, LayerPathDrafter)
             return replace(draft, draft_with=fitted)

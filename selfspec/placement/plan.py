@@ -119,6 +119,7 @@ def plan_memory(
         raise UnsupportedOptionError(
             f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least)} "
             f"({parts}); raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none)"
+            + ("" if sum(memory.layers) else "; none of its layers can be streamed, so that all stay in memory")
         )
     return max(plans, key=lambda plan: plan.drafting or plan.plain)
 

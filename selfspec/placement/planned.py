@@ -8,9 +8,10 @@ import torch
 
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.placement.byte_size import parse_bytes
+from selfspec.placement.byte_size import parse_bytes, shown_bytes
 from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
+from selfspec.placement.resident import machine_bytes
 from selfspec.placement.survey import Survey, survey
 
 
@@ -37,4 +38,11 @@ def plan_checkpoint(
     beside = bits_of(draft) if isinstance(draft, Drafter) else None
     bits = [8, 4] if draft is True else [] if beside is None else [beside]
     surveyed = survey(path, dtype, context)
-    return PlannedCheckpoint(surveyed, plan_memory(surveyed.memory, budget, surveyed.bandwidth(), bits, beside))
+    plan = plan_memory(surveyed.memory, budget, surveyed.bandwidth(), bits, beside)
+    there = machine_bytes()
+    if there is not None and plan.total > there:
+        raise UnsupportedOptionError(
+            f"memory={shown_bytes(budget)} is more than there is: the plan takes {shown_bytes(plan.total)}, and the "
+            f"machine, or the control group of the process, has {shown_bytes(there)}; ask for less"
+        )
+    return PlannedCheckpoint(surveyed, plan)

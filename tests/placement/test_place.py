@@ -242,7 +242,7 @@ def test_what_cannot_be_done_with_weights_elsewhere_is_refused(tmp_path: Path) -
         spec.to("cpu")
     with pytest.raises(ProfileError, match="name a draft"):
         spec.drafting("auto")
-    with pytest.raises(selfspec.DraftConfigError, match="rows of a head that is streamed"):
+    with pytest.raises(selfspec.DraftConfigError, match="rows of a head that is not in memory"):
         spec.drafting(ReducedVocabulary(selfspec.EarlyExit(1), (3, 4)))
     assert spec.drafting("lookup").generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
     assert selfspec.wrap(spec.model).generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
@@ -262,7 +262,15 @@ def test_load_takes_all_of_a_model_that_fits(tmp_path: Path) -> None:
         assert torch.equal(buffer, wanted)
 
 
-@pytest.mark.parametrize(("options", "problem"), [({"memory": "1MiB"}, "too little"), ({"context": 0}, "context=0")])
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"memory": "1MiB"}, "takes at least"),
+        ({"memory": "-1GiB"}, "is no size"),
+        ({"memory": 0}, "is no size"),
+        ({"context": 0}, "context=0"),
+    ],
+)
 def test_bad_input(tmp_path: Path, options: dict[str, object], problem: str) -> None:
     MODELS["llama"]().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedOptionError, match=problem):
@@ -393,3 +401,44 @@ def test_a_file_that_is_cut_while_it_runs_is_a_typed_error_and_a_whole_one_serve
     file.write_bytes(content)
     wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
     assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted.sequences)
+
+
+def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    monkeypatch.setattr("selfspec.placement.planned.machine_bytes", lambda: 2**20)
+    with pytest.raises(UnsupportedOptionError, match=r"more than there is.*has 1.00 MiB; ask for less"):
+        selfspec.load(tmp_path, "8GiB")
+
+
+def test_folders_that_cannot_be_streamed_are_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReadBuffer, "read", lambda *_: pytest.fail("a weight was read"))
+    model = MODELS["llama"]()
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        selfspec.load(tmp_path, "8GiB")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"as pickles only.*save_pretrained"):
+        selfspec.load(tmp_path, "8GiB")
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"no-such-type"'))
+    with pytest.raises(UnsupportedModelError, match="no adapter for architecture 'no-such-type'"):
+        selfspec.load(tmp_path, "8GiB")
+
+
+def test_models_none_of_whose_layers_can_be_streamed_say_so(tmp_path: Path) -> None:
+    # No group of 32 weights divides these.
+    tiny.llama(dtype=torch.float32, hidden_size=24, num_attention_heads=2, intermediate_size=40).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UnsupportedOptionError, match="none of its layers can be streamed"):
+        selfspec.load(tmp_path, "1MiB")
+
+
+@pytest.mark.parametrize("name", ["quantized", "offloaded", "static"])
+def test_caches_of_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
+    spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
+    with pytest.raises(UnsupportedOptionError, match=r"keys and values exact.*context"):
+        spec.generate(PROMPTS, MASK, max_new_tokens=4, cache_implementation=name)
