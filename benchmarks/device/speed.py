@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from device.arms import drafting, plain, ready
@@ -21,6 +22,8 @@ _RATE = "tokens/s"
 _REFERENCE = ArmSpec("generate")
 _EXITS = (1 / 3, 3 / 4)
 _ASSISTED = 3
+# Of trees: levels along a path of the model, and nodes. A tree of recycled candidates is as large as pays.
+_LEVELS, _NODES = 4, (16, 32, 64)
 # Larger models take longer: fewer tokens, and texts.
 _TOKENS = {"1B": 96, "8B": 64}
 _TEXTS = {"1B": 2, "8B": 1}
@@ -32,7 +35,28 @@ def speed_cases(shape: str, bench: Bench) -> Iterator[Case]:
     context, tokens = (8, 6) if bench.miniature else (_CONTEXT, _TOKENS[shape])
     rows = 2 if bench.miniature else 8
     for name, temperature, batch in (("greedy", 0.0, 1), ("temperature 0.8", 0.8, 1), (f"batch {rows}", 0.0, rows)):
-        yield Case(name, partial(_measured, shape, bench, Cell("code", temperature, batch, context, tokens)))
+        cell = Cell("code", temperature, batch, context, tokens)
+        yield Case(name, partial(_measured, shape, bench, cell, _specs(shape, bench, cell)))
+
+
+def tree_cases(shape: str, bench: Bench) -> Iterator[Case]:
+    """Trees of several sizes beside chains along the same paths and beside plain decoding, greedily and sampled."""
+    context, tokens = (8, 6) if bench.miniature else (_CONTEXT, _TOKENS[shape])
+    for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
+        cell = Cell("code", temperature, 1, context, tokens)
+        yield Case(name, partial(_measured, shape, bench, cell, _tree_specs(shape, bench)))
+
+
+def _tree_specs(shape: str, bench: Bench) -> list[ArmSpec]:
+    paths = (f"exit:{bench.models.exit_layer(shape, _EXITS[1])}", "int4")
+    chains = drafting([*paths, "recycle"], RuntimeName.GRAPHS)
+    trees = [
+        replace(chain, length=_LEVELS if chain.draft in paths else None, nodes=nodes)
+        for chain in chains
+        for nodes in _NODES
+    ]
+    levels = [replace(chain, length=_LEVELS) for chain in chains if chain.draft in paths]
+    return [_REFERENCE, *plain(RuntimeName.GRAPHS), *chains, *levels, *trees]
 
 
 def _specs(shape: str, bench: Bench, cell: Cell) -> list[ArmSpec]:
@@ -47,14 +71,14 @@ def _specs(shape: str, bench: Bench, cell: Cell) -> list[ArmSpec]:
     return list(dict.fromkeys([*stock, *own]))
 
 
-def _measured(shape: str, bench: Bench, cell: Cell) -> Rows:
+def _measured(shape: str, bench: Bench, cell: Cell, specs: Sequence[ArmSpec]) -> Rows:
     checkpoint = bench.models.trained(shape)
     model = checkpoint.model
     number = max(_TEXTS[shape], cell.batch)
     prompts = [
         each.to(model.device) for each in built_in().prompts(checkpoint.tokenizer, number, cell.batch, cell.context)
     ]
-    found = ready(_specs(shape, bench, cell), model, cell, prompts[0])
+    found = ready(specs, model, cell, prompts[0])
     if _REFERENCE.name in found.others:
         raise RuntimeError(f"nothing to compare with: {found.others[_REFERENCE.name]}")
     repeats, warm_up = (2, 1) if bench.miniature else (_REPEATS, _WARM_UP)

@@ -20,6 +20,8 @@ _DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers
 _WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
 _FIGURES = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
 
+_SHAPES = ("draft_length", "nodes", "rule", "measured_mean_accepted_length", "measured_speedup_median", "exact")
+
 _Texts = list[str] | None
 _Numbers = list[int] | None
 _Count = int | None
@@ -50,6 +52,9 @@ class Lists:
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="0: greedy decoding.")] = None
     accept: Annotated[_Texts, typer.Option(metavar="RULE", help="Acceptance rule of the drafts to confirm.")] = None
     draft_lengths: DraftLengths = None
+    nodes: Annotated[
+        _Numbers, typer.Option(help="Confirm trees of N tokens too, of each draft length; may be repeated.")
+    ] = None
     seeds: Annotated[_Numbers, typer.Option("--seed", help="Seed of sampled texts.")] = None
 
 
@@ -111,6 +116,8 @@ def ablate(
         return
     for panel in panels(finding):
         print_rows(panel.title, panel.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
+        if panel.shapes:
+            print_rows(f"{panel.title}: trees beside chains", panel.shapes, _SHAPES)
     for result in finding.failed:
         print(f"failed: {dict(result.point.place)}: {result.error}")
     print(f"{len(finding.results)} points, {len(finding.failed)} failed; the report is in {folder}")

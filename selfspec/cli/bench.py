@@ -83,6 +83,12 @@ class Arms:
         ),
     ] = None
     draft_length: DraftLength = None
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Trees of at most N tokens of each --draft, beside its chains; may be repeated. Default: none."
+        ),
+    ] = None
     accept: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts; may be repeated.")
     ] = None
@@ -104,6 +110,7 @@ class Arms:
 
         `model.generate` and selfspec's plain decoding are always among them.
         """
+        from selfspec.control.named import control_of
         from selfspec.draft import Drafter
         from selfspec.draft.named import ASSISTANT
         from selfspec.model.checkpoint import find_device
@@ -133,10 +140,11 @@ class Arms:
         if "draft" in kinds:
             drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else named
             drafting += [
-                replace(own, kind="draft", draft=draft, length=self.draft_length, accept=rule)
-                for draft, rule in product(drafts, self.accept or (None,))
+                replace(own, kind="draft", draft=draft, length=self.draft_length, nodes=nodes, accept=rule)
+                for draft, nodes, rule in product(drafts, (None, *(self.nodes or ())), self.accept or (None,))
             ]
         for spec in drafting:
+            control_of(spec.length, spec.nodes)
             drafter = read_draft(spec.draft or "")
             if isinstance(drafter, Drafter):
                 drafter.check(depth)

@@ -32,7 +32,7 @@ def calibrate(
         typer.Option(
             metavar="DRAFT",
             help="A path to consider: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. Default: every "
-            "exit. Look-ups, alone and before a path, and plain decoding are always considered.",
+            "exit. Look-ups, alone and before a path, trees along the best and plain decoding are always considered.",
         ),
     ] = None,
     prompt_file: PromptFile = None,
@@ -157,7 +157,8 @@ def _sentence(chosen: Chosen) -> str:
     if chosen.costs is None:
         return "No draft was faster than plain decoding."
     limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded without a draft."
-    return f"Chosen: {chosen.draft}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"
+    trees = "" if chosen.nodes is None else f" in trees of up to {chosen.nodes} nodes"
+    return f"Chosen: {chosen.draft}{trees}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"
 
 
 def _value(estimate: Mapping[str, float] | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import Budget, DraftLength, ModelOptions, Output, load_within, read_draft
+from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output, load_within, read_draft
 from selfspec.cli.outcome import FailedRunError, print_json
 from selfspec.cli.terminal import by_depth, console, require_colours, two_digits
 from selfspec.cli.text_stream import TextStream, continuation
@@ -131,6 +131,7 @@ def generate(
         ),
     ] = None,
     draft_length: DraftLength = None,
+    nodes: Nodes = None,
     accept: Annotated[
         str | None,
         typer.Option(
@@ -157,6 +158,7 @@ def generate(
     from selfspec.api import wrap
     from selfspec.cli.display import DraftDisplay, PlainDisplay
     from selfspec.control.draft_policy import DraftPolicy
+    from selfspec.control.named import control_of
     from selfspec.decode.option_values import Scope, check_values
     from selfspec.draft import Drafter
     from selfspec.draft.named import draft_name
@@ -167,6 +169,9 @@ def generate(
     sampling = sampling.seeded()
     options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}
     rule = None if accept is None else find_rule(accept)
+    if nodes is not None and drafter is None and (draft is not None or budget.memory is None):
+        raise UnsupportedOptionError("--nodes has no effect on plain decoding; name a draft, or drop it")
+    control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
     depth = model.prepare()
     check_values(options.get, Scope(vocabulary=0, rows=1))
     if isinstance(drafter, Drafter):
@@ -189,7 +194,7 @@ def generate(
         ids,
         mask,
         seed=sampling.seed,
-        draft_length=draft_length,
+        draft_length=control,
         accept=rule,
         tokenizer=checkpoint.tokenizer,
         **options,
@@ -216,6 +221,7 @@ def generate(
             "model": model.model,
             "draft": named,
             "draft_length": None if spec.draft is None else draft_length,
+            "nodes": nodes,
             "max_new_tokens": max_new_tokens,
             "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
             "device": str(checkpoint.model.device),

@@ -53,6 +53,10 @@ Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspe
 DraftLength = Annotated[
     int | None, typer.Option(min=1, help="Draft N tokens a round; by default as many as pay, or none.")
 ]
+Nodes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Draft trees of at most N tokens, siblings included; by default chains."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeat every timing N times.")]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]

@@ -20,7 +20,8 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape, largest_products
 from selfspec.errors import DraftConfigError
 
-_MOST_NODES = 1024
+MOST_NODES = 1024
+"""Of a tree: far more than pay anywhere."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,8 @@ def check_nodes(nodes: int, length: int) -> None:
     Raises:
         DraftConfigError: naming it.
     """
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or not length <= nodes <= max(length, _MOST_NODES):
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or not length <= nodes <= max(length, MOST_NODES):
         raise DraftConfigError(
-            f"nodes of a draft are an integer of at least its length, {length}, and at most {_MOST_NODES}, got "
+            f"nodes of a draft are an integer of at least its length, {length}, and at most {MOST_NODES}, got "
             f"{shown(nodes)}; leave them out for chains"
         )

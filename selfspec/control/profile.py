@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from transformers import PreTrainedModel
 
 from selfspec.control import CostAware
+from selfspec.control.controller import MOST_NODES
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.control.setting import Setting
@@ -39,11 +40,12 @@ class Chosen:
 
     Attributes:
         draft: its name, as on the command line; `none` where plain decoding was the fastest.
-        longest: the most tokens of a draft; how many it is each time follows from the costs.
+        longest: the most tokens of a draft, of a tree the most levels; how many it is each time follows from the costs.
         costs: of its rounds, measured in batches of some sizes; None for plain decoding.
         temperature: it was chosen at.
         speedup: over plain decoding, as confirmed: median, low, high.
         most_rows: of a batch in which it was faster than plain decoding; None: it was so in all that were tried.
+        nodes: the most tokens of a tree, siblings included; None: chains were as fast.
     """
 
     draft: str
@@ -52,13 +54,19 @@ class Chosen:
     temperature: FiniteFloat
     speedup: tuple[FiniteFloat, FiniteFloat, FiniteFloat]
     most_rows: PositiveInt | None = None
+    nodes: PositiveInt | None = None
+
+    @property
+    def control(self) -> CostAware:
+        """How long and how wide its drafts are."""
+        return CostAware(self.longest, nodes=self.nodes)
 
 
 @dataclass(frozen=True)
 class _Content:
     """What the file of a profile holds."""
 
-    format: Literal[5]
+    format: Literal[6]
     setting: Setting
     greedy: Chosen
     sampled: Chosen
@@ -98,6 +106,10 @@ class Profile(DraftPolicy):
                 drafts = parse_draft(chosen.draft) is not None
             except DraftConfigError as error:
                 raise ProfileError(f"{file}: {name}.draft is not understood ({error})") from error
+            if chosen.nodes is not None and not chosen.longest <= chosen.nodes <= MOST_NODES:
+                raise ProfileError(
+                    f"{file}: {name}.nodes are {chosen.nodes}, which no tree of its levels has; {remedy}"
+                )
             measured = raw[name]["costs"]["measured"] if chosen.costs else []
             # Costs have defaults, but those are for what nobody measured.
             if drafts != bool(measured) or any(Costs.__dataclass_fields__.keys() - each.keys() for each in measured):
@@ -110,11 +122,11 @@ class Profile(DraftPolicy):
         Raises:
             StorageError: it cannot be written there.
         """
-        write_json(file, asdict(_Content(5, self.setting, self.greedy, self.sampled, self.report)))
+        write_json(file, asdict(_Content(6, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
         chosen = self.greedy if greedy else self.sampled
-        return DraftChoice(parse_draft(chosen.draft), CostAware(chosen.longest), chosen.costs, chosen.most_rows)
+        return DraftChoice(parse_draft(chosen.draft), chosen.control, chosen.costs, chosen.most_rows)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.check_setting(Setting.of(model))

@@ -32,6 +32,14 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     assert {row["temperature"] for row in found["best"]} == {0.0}
 
 
+def test_trees_stand_beside_chains(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    words = ("ablate", "--model", folder, "--draft", "exit:4", "--confirm", "1", "--temperature", "0", *_QUICK)
+    ending = invoke(*words, "--draft-length", "2", "--nodes", "4", "--to", str(tmp_path / "study"))
+    assert ending.status == 0, ending.stderr
+    assert "trees beside chains" in ending.stdout
+    assert "Trees beside chains" in (tmp_path / "study" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

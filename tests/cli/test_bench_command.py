@@ -67,6 +67,13 @@ def test_the_arms_in_order(folder: str) -> None:
         "selfspec exit:1, length 4, token, stock modules",
         "selfspec exit:1, length 4, block, stock modules",
     ]
+    assert names(folder, arm=[ExtraArm.DRAFT], draft=["exit:1"], nodes=[4, 8])[2:] == [
+        "selfspec exit:1",
+        "selfspec exit:1, 4 nodes",
+        "selfspec exit:1, 8 nodes",
+    ]
+    with pytest.raises(selfspec.DraftConfigError, match="at least its length, 4"):
+        names(folder, draft=["exit:1"], draft_length=4, nodes=[3])
     assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
 
 

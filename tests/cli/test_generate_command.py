@@ -85,6 +85,31 @@ def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expecte
     assert "rounds" not in found
 
 
+def test_trees_give_the_same_text(invoke: Invoke, folder: str, expected: list[int]) -> None:
+    for length, levels in ((("--draft-length", "2"), 2), ((), 5)):
+        ending = invoke(*words(folder, "--draft", "exit:4", "--nodes", "5", *length, "--output", "json"))
+        found = result(ending.stdout)
+        assert (ending.status, found["sequence"], found["settings"]["nodes"]) == (0, expected, 5)
+        assert len(found["stats"]["accepted_per_depth"]) <= levels
+        assert found["stats"]["drafted"] <= 5 * found["stats"]["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--nodes", "8"), "no effect on plain decoding"),
+        (("--draft", "none", "--nodes", "8"), "no effect on plain decoding"),
+        (("--draft", "exit:4", "--nodes", "0"), "--nodes"),
+        (("--draft", "exit:4", "--nodes", "5000"), "at most 1024"),
+        (("--draft", "exit:4", "--draft-length", "4", "--nodes", "3"), "at least its length, 4"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(invoke: Invoke, folder: str, given: tuple[str, ...], said: str) -> None:
+    ending = invoke(*words(folder, *given))
+    assert ending.status == 2
+    assert said in ending.stderr
+
+
 def test_json_from_a_process_of_its_own_is_all_that_stdout_holds(folder: str, expected: list[int]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-m", "selfspec", *words(folder, "--draft", "exit:4", "--output", "json")]

@@ -45,6 +45,15 @@ def test_it_chooses_by_kind(file: Path) -> None:
     assert profile.choose_draft(greedy=False) == DraftChoice(EarlyExit(1), CostAware(3), SAMPLED.costs)
 
 
+def test_a_tree_has_nodes(tmp_path: Path, llama: PreTrainedModel) -> None:
+    profile_of(llama, greedy=replace(GREEDY, nodes=8)).save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").choose_draft(greedy=True).control == CostAware(5, nodes=8)
+    for nodes in (4, 5000):
+        profile_of(llama, greedy=replace(GREEDY, nodes=nodes)).save(tmp_path / "profile.json")
+        with pytest.raises(ProfileError, match=f"greedy.nodes are {nodes}"):
+            Profile.load(tmp_path / "profile.json")
+
+
 def test_plain_decoding_may_be_the_fastest(tmp_path: Path, llama: PreTrainedModel) -> None:
     plain = replace(GREEDY, draft="none", costs=None)
     profile_of(llama, greedy=plain).save(tmp_path / "profile.json")

@@ -12,6 +12,7 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
+from selfspec.control.named import control_of
 from selfspec.draft import Assistant, Drafter
 from selfspec.draft.named import ASSISTANT, parse_draft
 from selfspec.measure.stock import bare
@@ -41,7 +42,8 @@ class ArmSpec:
     Attributes:
         draft: of selfspec's drafting arms, and of `model.generate` with an assistant, by name.
         exit_layer: of `model.generate` with an early exit.
-        length: tokens drafted each round; None: as the arm itself decides.
+        length: tokens drafted each round, of a tree levels; None: as the arm itself decides.
+        nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         accept: acceptance rule, by name; None: selfspec's default.
         packed: whether it runs a model whose weights are packed.
     """
@@ -50,6 +52,7 @@ class ArmSpec:
     draft: str | None = None
     exit_layer: int | None = None
     length: int | None = None
+    nodes: int | None = None
     accept: str | None = None
     packed: bool = False
     runtime: RuntimeName = RuntimeName.TRACED
@@ -58,6 +61,7 @@ class ArmSpec:
     def name(self) -> str:
         """What reports call it."""
         length = "" if self.length is None else f", length {self.length}"
+        nodes = "" if self.nodes is None else f", {self.nodes} nodes"
         rule = "" if self.accept is None else f", {self.accept}"
         how = (", packed" if self.packed else "") + _RUNTIMES[self.runtime]
         names: dict[ArmKind, str] = {
@@ -67,7 +71,7 @@ class ArmSpec:
             "early-exit": f"model.generate, assistant_early_exit={self.exit_layer}{length}",
             "assistant": f"model.generate, assistant_model={(self.draft or '').removeprefix(ASSISTANT)}",
             "plain": f"selfspec plain{how}",
-            "draft": f"selfspec {self.draft}{length}{rule}{how}",
+            "draft": f"selfspec {self.draft}{length}{nodes}{rule}{how}",
         }
         return names[self.kind]
 
@@ -82,7 +86,10 @@ class OwnArm:
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         self.spec, runtime = spec, runtime_named(spec.runtime)
-        self.wrapped = wrap(bare(model), spec.draft, draft_length=spec.length, accept=spec.accept, runtime=runtime)
+        # A profile has its own control.
+        own_control = spec.length is None and spec.nodes is None
+        control = None if own_control else control_of(spec.length, spec.nodes)
+        self.wrapped = wrap(bare(model), spec.draft, draft_length=control, accept=spec.accept, runtime=runtime)
 
     def drafter(self, cell: Cell) -> Drafter | None:
         """What drafts under the conditions of a cell."""

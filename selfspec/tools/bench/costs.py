@@ -53,9 +53,10 @@ class PassCosts:
 def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[PassCosts | None]:
     """The costs of each arm's draft under the conditions of a cell, in the middle of its texts.
 
-    None for arms that do not draft, or in a way that has no known parts. All of selfspec's arms run passes alike.
+    None for arms that do not draft, that draft trees, whose steps read several nodes at once, or in a way that has no
+    known parts. All of selfspec's arms run passes alike.
     """
-    drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) else None for arm in arms]
+    drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) and arm.spec.nodes is None else None for arm in arms]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
     runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.TRACED)
     lengths = sorted({*_LENGTHS, max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])})

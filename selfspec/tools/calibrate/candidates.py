@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -21,6 +22,28 @@ from selfspec.model.adapter import Adapter
 _WORTH_CONFIRMING = 0.9
 _MOST_PATHS = 2
 _MOST_MEASURED = 6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft worth confirming.
+
+    Attributes:
+        draft: proposes tokens.
+        nodes: the most tokens of its trees, siblings included; None: it drafts chains.
+    """
+
+    draft: Drafter
+    nodes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return draft_name(self.draft) + ("" if self.nodes is None else f", {self.nodes} nodes")
+
+    def levels(self, longest: int) -> int:
+        """The most tokens on one path of a draft, where chains have at most `longest`."""
+        return longest if self.nodes is None else min(longest, self.nodes)
 
 
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
@@ -85,14 +108,24 @@ def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) ->
     return dict(sorted(found.items(), key=lambda each: each[1].speedup, reverse=True))
 
 
-def to_confirm(predictions: Mapping[str, Forecast], drafters: Mapping[str, LayerPathDrafter]) -> dict[str, Drafter]:
-    """Look-ups alone, and the best paths alone and behind look-ups, by name. The predictions are the best first."""
+def to_confirm(
+    predictions: Mapping[str, Forecast], drafters: Mapping[str, LayerPathDrafter], nodes: int = 0
+) -> dict[str, Candidate]:
+    """Look-ups alone, the best paths alone and behind look-ups, and trees along the very best, by name.
+
+    Args:
+        predictions: the best first.
+        drafters: by the same names.
+        nodes: of the largest trees to try; a smaller budget has half as many. 0: no trees.
+    """
     look_up = PromptLookup()
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
-    candidates: list[Drafter] = [look_up]
+    candidates = [Candidate(look_up)]
     for path in worth[:_MOST_PATHS]:
-        candidates += [path, Cascade(look_up, path)]
-    return {draft_name(draft): draft for draft in candidates}
+        candidates += [Candidate(path), Candidate(Cascade(look_up, path))]
+    budgets = [budget for budget in (nodes // 2, nodes) if budget > 1]
+    candidates += [Candidate(path, budget) for path in worth[:1] for budget in budgets]
+    return {each.name: each for each in candidates}
 
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:

@@ -14,12 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from selfspec.api import SelfSpeculative
 from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
-from selfspec.draft import Drafter
 from selfspec.draft.named import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.progress import Watch
-from selfspec.tools.calibrate.candidates import costs_of
+from selfspec.tools.calibrate.candidates import Candidate, costs_of
 from selfspec.tools.calibrate.measurements import Measurements
 
 # Arms that go on after the first timed turn, besides plain decoding.
@@ -75,7 +74,7 @@ class _Arm:
 
 def confirm(
     plain: SelfSpeculative,
-    candidates: Mapping[str, Drafter],
+    candidates: Mapping[str, Candidate],
     costs: MeasuredCosts,
     prompts: Sequence[Mapping[str, Any]],
     temperature: float,
@@ -93,8 +92,8 @@ def confirm(
     """
     reference = _Arm(PLAIN, plain, [[] for _ in prompts])
     arms = [
-        _Arm(name, plain.drafting(draft, CostAware(asked.longest_draft, costs_of(draft, costs))), [[] for _ in prompts])
-        for name, draft in candidates.items()
+        _Arm(name, plain.drafting(each.draft, _control(each, costs, asked)), [[] for _ in prompts])
+        for name, each in candidates.items()
     ]
     kept = min(len(arms), _KEPT)
     progress.begin(len(prompts) * ((_WARM_UPS + 1) * (1 + len(arms)) + (asked.repeats - 1) * (1 + kept)))
@@ -111,6 +110,10 @@ def confirm(
         if turn == 0:
             going = sorted(arms, key=lambda arm: sum(arm.seconds(1)))[:_KEPT]
     return sorted((arm.beside(reference) for arm in arms), key=lambda each: each.speedup.value, reverse=True)
+
+
+def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> CostAware:
+    return CostAware(candidate.levels(asked.longest_draft), costs_of(candidate.draft, costs), candidate.nodes)
 
 
 def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[str, Any]]:

@@ -10,6 +10,9 @@ import typer
 
 from selfspec.errors import DraftConfigError
 
+# Larger trees than pay on any machine that was looked at.
+_MOST_NODES = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
@@ -22,6 +25,9 @@ class Measurements:
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Generate N tokens a text.")] = 48
     temperature: Annotated[float, typer.Option(help="Temperature of sampling, above 0.")] = 0.8
     longest_draft: Annotated[int, typer.Option(min=1, help="Draft at most N tokens a round.")] = 7
+    nodes: Annotated[
+        int, typer.Option(min=0, help="Try trees of at most N tokens, siblings included, and of half as many; 0: none.")
+    ] = 16
     batch: Annotated[int, typer.Option(min=1, help="Generate N rows at once.")] = 1
     repeats: Annotated[int, typer.Option(min=1, help="Time each draft N times; slow ones drop out before.")] = 3
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
@@ -30,5 +36,7 @@ class Measurements:
         for name in ("max_new_tokens", "repeats", "batch", "longest_draft"):
             if getattr(self, name) < 1:
                 raise DraftConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.nodes <= _MOST_NODES:
+            raise DraftConfigError(f"nodes of trees to try are 0 to {_MOST_NODES}, got {self.nodes}")
         if not 0 < self.temperature < math.inf:
             raise DraftConfigError(f"a temperature to sample at is above 0, got {self.temperature}")

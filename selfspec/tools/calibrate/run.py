@@ -16,10 +16,9 @@ from selfspec.control.costs import BatchCosts
 from selfspec.control.forecast import Forecast
 from selfspec.control.profile import Chosen, Profile
 from selfspec.control.setting import Setting
-from selfspec.draft import Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
-from selfspec.errors import PromptError
+from selfspec.errors import PromptError, UnsupportedModelError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.own_text import continued
@@ -29,6 +28,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Traced
 from selfspec.tools.calibrate.candidates import (
+    Candidate,
     considered,
     costs_of,
     fitting,
@@ -79,8 +79,8 @@ def calibrate(
     """Find the draft that decodes fastest here, greedily and sampling.
 
     Considered are plain decoding, look-ups, every exit, the model in 8 and in 4 bits, exits in 8 bits (or the drafts
-    given), and look-ups before each. The formula narrows them down; what is chosen was the fastest in real generations
-    in turns with plain decoding, and surely faster than that.
+    given), look-ups before each, and trees along the best. The formula narrows them down; what is chosen was the
+    fastest in real generations in turns with plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
@@ -125,17 +125,19 @@ def calibrate(
     )
     costs = measure(to_measure(model, found, named, rates), range(1, asked.longest_draft + 2), batch=asked.batch)
     kinds: list[_Kind] = []
-    drafts: dict[str, Drafter] = {}
+    winners: list[Candidate | None] = []
+    nodes = asked.nodes if _reads_trees(model, found) else 0
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
-        candidates = to_confirm(predictions, named)
+        candidates = to_confirm(predictions, named, nodes)
         confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, progress)
-        chosen = choose(confirmed, temperature, asked.longest_draft)
+        best = fastest(confirmed)
+        winners.append(None if best is None else candidates[best.name])
+        chosen = _chosen(best, winners[-1], temperature, asked.longest_draft)
         figures = {name: each.to_dict() for name, each in acceptance.items()}
         kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
-        if chosen.draft in candidates:
-            drafts[chosen.draft] = candidates[chosen.draft]
-    paths = {draft_name(path): path for path in map(path_of, drafts.values()) if path is not None}
+    drafts = [winner.draft for winner in winners if winner is not None]
+    paths = {draft_name(path): path for path in map(path_of, drafts) if path is not None}
     in_batches: list[MeasuredCosts] = []
     # None of these where nothing drafts, or where rows of several lengths cannot be run.
     for rows in _BATCHES if drafts and found.ragged != "none" else ():
@@ -149,10 +151,8 @@ def calibrate(
             break
     by_rows = sorted([costs, *in_batches], key=lambda each: each.batch)
     greedy, sampled = (
-        _in_batches(kind, drafts[kind.chosen.draft], by_rows, plain, prompts, asked, progress)
-        if kind.chosen.draft in drafts
-        else kind
-        for kind in kinds
+        kind if winner is None else _in_batches(kind, winner, by_rows, plain, prompts, asked, progress)
+        for kind, winner in zip(kinds, winners, strict=True)
     )
     report = {
         "settings": {**asdict(asked), "prompts": len(prompts)},
@@ -164,18 +164,30 @@ def calibrate(
     return Profile(setting, greedy.chosen, sampled.chosen, report)
 
 
-def choose(confirmed: Sequence[Confirmed], temperature: float, longest: int) -> Chosen:
-    """The fastest of those that are surely faster than plain decoding; plain decoding where none is."""
+def fastest(confirmed: Sequence[Confirmed]) -> Confirmed | None:
+    """The fastest of those that are surely faster than plain decoding; None where none is."""
     faster = [each for each in confirmed if each.speedup.low > 1]
-    best = max(faster, key=lambda each: each.speedup.value, default=None)
-    if best is None:
+    return max(faster, key=lambda each: each.speedup.value, default=None)
+
+
+def _chosen(best: Confirmed | None, winner: Candidate | None, temperature: float, longest: int) -> Chosen:
+    if best is None or winner is None:
         return Chosen(PLAIN, longest, None, temperature, (1.0, 1.0, 1.0))
-    return Chosen(best.name, longest, None, temperature, (best.speedup.value, best.speedup.low, best.speedup.high))
+    speedup = (best.speedup.value, best.speedup.low, best.speedup.high)
+    return Chosen(draft_name(winner.draft), winner.levels(longest), None, temperature, speedup, nodes=winner.nodes)
+
+
+def _reads_trees(model: PreTrainedModel, adapter: Adapter) -> bool:
+    try:
+        adapter.check_trees(model)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def _in_batches(
     kind: _Kind,
-    draft: Drafter,
+    winner: Candidate,
     by_rows: Sequence[MeasuredCosts],
     plain: SelfSpeculative,
     prompts: Sequence[Tensor],
@@ -189,12 +201,12 @@ def _in_batches(
         rows = measured.batch
         if rows > asked.batch and most_rows is None:
             grouped = batches(prompts, rows, _TEXTS)
-            candidates = {kind.chosen.draft: draft}
+            candidates = {winner.name: winner}
             (found,) = confirm(plain, candidates, measured, grouped, kind.temperature, asked, progress)
             tried[str(rows)] = found
             # Where a gain is not sure, plain decoding is.
             most_rows = rows - 1 if found.speedup.low <= 1 else None
-    costs = BatchCosts(tuple(costs_of(draft, each) for each in by_rows))
+    costs = BatchCosts(tuple(costs_of(winner.draft, each) for each in by_rows))
     return replace(kind, in_batches=tried, chosen=replace(kind.chosen, costs=costs, most_rows=most_rows))
 
 

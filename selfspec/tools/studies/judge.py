@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.api import wrap
+from selfspec.control import FixedLength
 from selfspec.decode.stats import Stats
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.peak_memory import peak_memory
@@ -40,10 +41,11 @@ def estimate_point(draft: str, digest: str, texts: Point, study: Study) -> Point
     return Point("estimate", content, {**texts.place, "draft": draft})
 
 
-def measure_point(estimated: Point, draft_length: int, rule: str) -> Point:
-    """Return the point of confirming an estimated draft at one draft length."""
+def measure_point(estimated: Point, draft_length: int, rule: str, nodes: int | None = None) -> Point:
+    """Return the point of confirming an estimated draft at one draft length, in trees of `nodes` tokens or chains."""
     same = {name: estimated.content[name] for name in ("draft", "draft_content", "texts")}
-    return Point("measure", {**same, "draft_length": draft_length, "rule": rule, "runtime": "eager"}, estimated.place)
+    shape = {"draft_length": draft_length, "nodes": nodes}
+    return Point("measure", {**same, **shape, "rule": rule, "runtime": "eager"}, estimated.place)
 
 
 def estimate(studied: StudiedModel, texts: WrittenTexts, points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -74,13 +76,15 @@ def _replay(figures: TeacherForcedFigures, length: int) -> dict[str, Any]:
 
 def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[str, Any]:
     """Generate from the same prompts by plain decoding and with the draft, in turns."""
-    length, rule = point.content["draft_length"], point.content["rule"]
+    control = FixedLength(point.content["draft_length"], point.content["nodes"])
     model = bare(studied.model)
     # Programs take longer to prove themselves than a point takes, and costs are timed without them too.
     eager = Eager()
     plain = wrap(model, adapter=studied.adapter, runtime=eager)
     drafter = draft_of(point.content["draft"])
-    spec = wrap(model, drafter, draft_length=length, accept=rule, adapter=studied.adapter, runtime=eager)
+    spec = wrap(
+        model, drafter, draft_length=control, accept=point.content["rule"], adapter=studied.adapter, runtime=eager
+    )
     prompts = texts.ids[:, : texts.first].split(1)
     sampled = {"temperature": texts.temperature, "top_k": 0, "top_p": 1.0} if texts.temperature else {}
     new_tokens = texts.ids.shape[1] - texts.first

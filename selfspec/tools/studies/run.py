@@ -138,6 +138,9 @@ def _confirmed(study: Study, texts: Point, costs: Result, estimates: Sequence[Re
         # Greedily all lossless rules are one.
         if texts.content["temperature"] or rule == study.accept[0]:
             yield measure_point(judged[key].point, max(promised[key], key=promised[key].__getitem__), rule)
+            for nodes, length in product(study.nodes, study.draft_lengths):
+                if length <= nodes:
+                    yield measure_point(judged[key].point, length, rule, nodes)
 
 
 def _units(points: Sequence[Point]) -> Iterator[Sequence[Point]]:

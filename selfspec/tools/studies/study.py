@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass
 
 from selfspec.accept import find_rule
+from selfspec.control.controller import MOST_NODES
 from selfspec.errors import SelfSpecError, StudyError
 from selfspec.files.json_text import first_error
 from selfspec.model.checkpoint import DtypeName
@@ -31,12 +32,16 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not values:
-        raise ValueError("this is empty; name at least one")
+def _unequal(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) < len(values):
         raise ValueError("this names something twice")
     return values
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("this is empty; name at least one")
+    return _unequal(values)
 
 
 def _rule(name: str) -> str:
@@ -48,6 +53,7 @@ def _rule(name: str) -> str:
 
 
 _Item = TypeVar("_Item")
+_Any = Annotated[tuple[_Item, ...], BeforeValidator(_listed), AfterValidator(_unequal)]
 _Several = Annotated[tuple[_Item, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
 _Count = Annotated[int, Field(ge=1, lt=_LARGE)]
 
@@ -62,6 +68,8 @@ class Study:
         workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model writes on from.
         temperatures: 0 decodes greedily.
         accept: acceptance rules, for points confirmed by generation; estimates are of rejection sampling by tokens.
+        nodes: trees of so many tokens, siblings included, are confirmed as well, of as many levels as each of
+            `draft_lengths`; none: chains alone.
         texts: of a workload, each with `prompt_tokens` tokens, to which the model adds `max_new_tokens`.
         reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
         confirm: drafts of each model, workload, temperature and seed that are confirmed by real generation: half of
@@ -74,6 +82,7 @@ class Study:
     temperatures: _Several[Annotated[float, Field(ge=0, lt=_LARGE)]] = (0.0, 1.0)
     accept: _Several[Annotated[str, AfterValidator(_rule)]] = ("token",)
     draft_lengths: _Several[_Count] = (1, 2, 3, 4, 6, 8)
+    nodes: _Any[Annotated[int, Field(ge=1, le=MOST_NODES)]] = ()
     seeds: _Several[Annotated[int, Field(ge=-_LARGE, lt=_LARGE)]] = (0,)
     texts: _Count = 8
     prompt_tokens: _Count = 32

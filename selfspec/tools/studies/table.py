@@ -1,4 +1,4 @@
-"""A study as a table: one row for each draft, workload, temperature, seed, draft length and rule."""
+"""A study as a table: one row for each draft, workload, temperature, seed, draft length, nodes and rule."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Row = dict[str, Any]
 SPEEDS = ("predicted_speedup", "measured_speedup_median")
 """What a draft promises, and what a generation made of it."""
 
+# What is confirmed, besides the draft and its text.
+_SHAPE = ("draft_length", "nodes", "rule")
 _ENDS = {"": "value", "_low": "low", "_high": "high"}
 
 
@@ -73,13 +75,14 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
         return
     promised = {} if prices is None else speedups(estimated, prices)
     best = max(promised, key=promised.__getitem__, default=None)
-    by_rule = {(each.point.content["draft_length"], each.point.content["rule"]): each for each in confirmed}
+    by_rule = {tuple(each.point.content[name] for name in _SHAPE): each for each in confirmed}
     for length, replay in ((int(length), each) for length, each in found["lengths"].items()):
         # Estimates are of rejection sampling token by token, which greedily all lossless rules are.
-        own = by_rule.pop((length, "token"), None)
+        own = by_rule.pop((length, None, "token"), None)
         yield {
             **place,
             "draft_length": length,
+            "nodes": None,
             "best_length": None if best is None else length == best,
             "rule": "token",
             **_spread("agreement", Estimate.of_share(found["agreement"] * found["tokens"], found["tokens"])),
@@ -88,8 +91,8 @@ def _rows_of(estimated: Result, prices: Prices | None, confirmed: Sequence[Resul
             **({} if prices is None else _priced(draft, length, found["alpha"], promised[length], prices)),
             **({} if own is None else _measured(own)),
         }
-    for (length, rule), each in by_rule.items():
-        yield {**place, "draft_length": length, "rule": rule, **_measured(each)}
+    for shape, each in by_rule.items():
+        yield {**place, **dict(zip(_SHAPE, shape, strict=True)), **_measured(each)}
 
 
 def _priced(draft: str, length: int, alpha: float, promised: float, prices: Prices) -> Row:

@@ -24,6 +24,7 @@ SPECS = [
     ArmSpec("draft", "exit:2", length=3),
     ArmSpec("draft", "exit:1"),
     ArmSpec("draft", "lookup+exit:2"),
+    ArmSpec("draft", "exit:2", length=2, nodes=5),
 ]
 
 

@@ -12,10 +12,11 @@ from selfspec.tools.bench.costs import costs_of
 def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
     drafts = ("exit:2", "lookup", "lookup+exit:2")
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts)]
-    stock, plain, leaving, looking_up, both = costs_of(
+    specs.append(ArmSpec("draft", "exit:2", nodes=8))
+    stock, plain, leaving, looking_up, both, tree = costs_of(
         llama, Cell("w", 0.0, 2, 6, 16), [make_arm(spec, llama) for spec in specs]
     )
-    assert stock is plain is None
+    assert stock is plain is tree is None
     assert leaving is not None
     assert looking_up is not None
     assert leaving == both

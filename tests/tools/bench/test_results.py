@@ -63,7 +63,7 @@ def test_results_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Pa
 def test_whatever_may_be_kept_is_read_back(tmp_path: Path) -> None:
     file = ResultsFile(tmp_path)
     costs = PassCosts(0.1, 0.2, {2: 1.0, 4: 1.2}, {1: 1.0, 4: 1.6}, 0.1)
-    specs = [ArmSpec("draft", "exit:1", None, 4, "token", packed=True, runtime=name) for name in RuntimeName]
+    specs = [ArmSpec("draft", "exit:1", None, 4, 8, "token", packed=True, runtime=name) for name in RuntimeName]
     assert len({spec.name for spec in specs}) == len(specs)
     about: dict[str, Any] = {
         "agreement": TextAgreement(2, 1, 0.5, 0.25),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from selfspec import DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
@@ -23,7 +24,7 @@ from selfspec.tools.calibrate import run as running
 from selfspec.tools.calibrate.candidates import considered, costs_of, fitting, predicted, to_confirm, to_measure
 from selfspec.tools.calibrate.confirm import Confirmed, batches
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.calibrate.run import calibrate, choose
+from selfspec.tools.calibrate.run import calibrate, fastest
 
 SETTINGS = Measurements(max_new_tokens=8, repeats=1, longest_draft=1)
 
@@ -91,9 +92,19 @@ def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
     rates = {"exit:1": 0.9, "exit:2": 0.5, "exit:3": 0.95}
     found = to_confirm(predicted(rates, costs, 4), drafters)
     assert list(found) == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
-    assert [costs_of(draft, costs).draft for draft in found.values()] == [0.0, 0.2, 0.2, 0.4, 0.4]
+    assert [costs_of(each.draft, costs).draft for each in found.values()] == [0.0, 0.2, 0.2, 0.4, 0.4]
     useless = dict.fromkeys(rates, 0.0)
     assert list(to_confirm(predicted(useless, costs, 4), drafters)) == ["lookup"]
+
+
+def test_trees_of_two_sizes_are_tried_along_the_best_path() -> None:
+    rates = {"exit:1": 0.9, "exit:3": 0.95}
+    predictions = predicted(rates, _costs(exit_1=0.2, exit_3=0.4), 4)
+    found = to_confirm(predictions, considered(4, None), nodes=6)
+    assert list(found)[-2:] == ["exit:1, 3 nodes", "exit:1, 6 nodes"]
+    assert [(each.nodes, each.levels(4)) for each in found.values()][-2:] == [(3, 3), (6, 4)]
+    assert found["exit:1"].levels(4) == 4
+    assert len(to_confirm(predictions, considered(4, None), nodes=1)) == len(found) - 2
 
 
 def _confirmed(**speedups: float) -> list[Confirmed]:
@@ -115,19 +126,20 @@ def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[i
 
 
 def test_the_fastest_is_chosen() -> None:
-    chosen = choose(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2), 0.8, 1)
-    assert (chosen.draft, chosen.speedup[0], chosen.temperature, chosen.longest) == ("exit:1", 1.3, 0.8, 1)
+    best = fastest(_confirmed(lookup=1.1, exit_1=1.3, exit_2=1.2))
+    assert best is not None
+    assert (best.name, best.speedup.value) == ("exit:1", 1.3)
 
 
 def test_plain_decoding_is_chosen_where_nothing_is_faster() -> None:
-    assert choose(_confirmed(lookup=0.99), 0.0, 1).draft == "none"
+    assert fastest(_confirmed(lookup=0.99)) is None
 
 
 def test_a_gain_that_may_be_none_is_no_winner() -> None:
     unsure, sure = _confirmed(exit_1=1.4, exit_2=1.2)
     unsure = replace(unsure, speedup=replace(unsure.speedup, low=0.95))
-    assert choose([unsure, sure], 0.8, 1).draft == "exit:2"
-    assert choose([unsure], 0.8, 1).draft == "none"
+    assert fastest([unsure, sure]) == sure
+    assert fastest([unsure]) is None
 
 
 def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
@@ -210,7 +222,8 @@ def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
         assert kind["acceptance"]["exit:3"]["positions"] == SETTINGS.max_new_tokens
         assert "lookup" in {each["name"] for each in kind["confirmed"]}
         sure = [each for each in kind["confirmed"] if each["speedup"]["low"] > 1]
-        assert chosen.draft == (sure[0]["name"] if sure else "none")
+        label = chosen.draft if chosen.nodes is None else f"{chosen.draft}, {chosen.nodes} nodes"
+        assert label == (sure[0]["name"] if sure else "none")
 
 
 def test_its_profile_can_be_written_read_and_drafted_with(
@@ -222,6 +235,17 @@ def test_its_profile_can_be_written_read_and_drafted_with(
     assert set(read.report) == {"settings", "costs", "in_batches", "greedy", "sampled"}
     out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
     assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
+
+
+def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wide = [replace(each, name="exit:3, 8 nodes") for each in _confirmed(exit_3=1.5)]
+    monkeypatch.setattr(running, "confirm", _confirming({0.0: wide, 0.8: _confirmed(lookup=0.9)}, {4: 1.1, 16: 1.1}))
+    monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], replace(SETTINGS, nodes=8, longest_draft=2))
+    assert (found.greedy.draft, found.greedy.nodes, found.greedy.longest) == ("exit:3", 8, 2)
+    assert list(found.report["greedy"]["in_batches"]) == ["4", "16"]
+    found.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").choose_draft(greedy=True).control == CostAware(2, nodes=8)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -314,7 +338,10 @@ def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel,
         calibrate(model, prompts, measurements=SETTINGS)
 
 
-@pytest.mark.parametrize("given", [{"repeats": 0}, {"temperature": 0.0}, {"batch": 0}, {"temperature": float("inf")}])
+@pytest.mark.parametrize(
+    "given",
+    [{"repeats": 0}, {"temperature": 0.0}, {"batch": 0}, {"nodes": -1}, {"nodes": 257}, {"temperature": float("inf")}],
+)
 def test_settings_out_of_range_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(DraftConfigError):
         Measurements(**given)

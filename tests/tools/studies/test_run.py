@@ -18,6 +18,7 @@ from selfspec.tools.studies import run
 from selfspec.tools.studies.judge import estimate
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.studies.report.panels import panels
 from selfspec.tools.studies.run import Finding, do, work_on
 
 pytest.importorskip("pandas")
@@ -63,6 +64,19 @@ def test_a_study_is_done_once_and_grows(alone: Finding, load: Load, tmp_path: Pa
     # A longer study takes over what a shorter one found out.
     work_on(declared(drafts=["exits", "sublayers", "layers"]), load, tmp_path)
     assert done.total() == count + 5 * 2
+
+
+def test_trees_are_confirmed_beside_chains(load: Load, tmp_path: Path) -> None:
+    asked = declared(drafts=["exit:4"], temperatures=[0.0], draft_lengths=[1, 3], nodes=[2, 5], confirm=1)
+    found = work_on(asked, load, tmp_path)
+    assert not found.failed
+    shapes = [row for panel in panels(found) for row in panel.shapes]
+    trees = {(row["draft_length"], row["nodes"]) for row in shapes if row["nodes"] is not None}
+    assert trees == {(1, 2), (1, 5), (3, 5)}
+    assert len(shapes) == len(trees) + 1
+    assert all(row["exact"] for row in shapes)
+    wide, chain = (next(row for row in shapes if row["nodes"] == nodes) for nodes in (5, None))
+    assert wide["measured_judged_by_position"] != chain["measured_judged_by_position"]
 
 
 @pytest.mark.tools

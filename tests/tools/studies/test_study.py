@@ -20,6 +20,7 @@ def test_a_file_declares_a_study(tmp_path: Path) -> None:
     one = read_study(tmp_path / "a.toml")
     assert one == Study(("demo",), temperatures=(0.0, 0.8), texts=4, name="a")
     assert Study.of(asdict(one)) == one
+    assert (one.nodes, read_study(tmp_path / "a.toml", {"nodes": 8}).nodes) == ((), (8,))
     assert read_study(tmp_path / "a.toml", {"texts": 2}).texts == 2
 
 
@@ -37,6 +38,9 @@ def test_a_file_declares_a_study(tmp_path: Path) -> None:
         ('models = "demo"\ndraft_lengths = []', "draft_lengths: this is empty"),
         ('models = "demo"\ndraft_lengths = [0]', "draft_lengths.0: Input should be greater"),
         ('models = "demo"\ndraft_lengths = [1, 1]', "draft_lengths: this names something twice"),
+        ('models = "demo"\nnodes = [0]', "nodes.0: Input should be greater"),
+        ('models = "demo"\nnodes = [2000]', "nodes.0: Input should be less"),
+        ('models = "demo"\nnodes = [4, 4]', "nodes: this names something twice"),
         ('models = "demo"\naccept = ["tokn"]', "accept.0: .*tokn"),
         ('models = "demo"\nseeds = [true]', "seeds.0: Input should be a valid integer"),
         ('models = "demo"\ntemperatures = [nan]', "temperatures.0: Input should be"),

@@ -13,12 +13,13 @@ from selfspec.tools.studies.report.files import KEPT, described, write_data
 from selfspec.tools.studies.report.panels import Panel, panels
 from selfspec.tools.studies.report.pictures import COLOURS, GREY, draw_all
 from selfspec.tools.studies.run import Finding
-from selfspec.tools.studies.table import SPEEDS
+from selfspec.tools.studies.table import SPEEDS, Row
 
 # Drafts that colour a text, texts of a panel, and drafts of a table.
 _DRAFTS, _TEXTS, _BEST = 6, 4, 10
 _FIGURES = ("draft_length", "alpha", "c", "measured_acceptance_rate", *SPEEDS)
 _COLUMNS = {name: name.replace("_", " ") for name in ("draft", *_FIGURES)}
+_SHAPES = ("draft", "draft_length", "nodes", "rule", "measured_mean_accepted_length", "measured_speedup_median")
 _NONE = "only the full model"
 _LINE_END = "↵"
 _STYLE = """
@@ -47,7 +48,7 @@ def write_page(finding: Finding, shown: Sequence[Panel], pictures: Sequence[Path
         data = base64.b64encode(picture.read_bytes()).decode()
         title = picture.stem.replace("_", " ").capitalize()
         parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
-    parts += [f"<h2>{escape(panel.title)}</h2>{_best(panel)}{_texts(panel)}" for panel in shown]
+    parts += [f"<h2>{escape(panel.title)}</h2>{_best(panel)}{_shapes(panel)}{_texts(panel)}" for panel in shown]
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title>"
         f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
@@ -99,9 +100,18 @@ def _all_drafts(shown: Sequence[Panel]) -> str:
 
 
 def _best(panel: Panel) -> str:
+    return _table(panel.best[:_BEST], list(_COLUMNS))
+
+
+def _shapes(panel: Panel) -> str:
+    return f"<h3>Trees beside chains</h3>{_table(panel.shapes, _SHAPES)}" if panel.shapes else ""
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     import pandas
 
-    table = pandas.DataFrame(panel.best[:_BEST]).reindex(columns=list(_COLUMNS)).rename(columns=_COLUMNS)
+    named = {name: name.replace("_", " ") for name in columns}
+    table = pandas.DataFrame(rows).reindex(columns=list(columns)).astype(object).rename(columns=named)
     with pandas.option_context("display.max_colwidth", None):
         return str(table.to_html(index=False, border=0, na_rep="", float_format="{:.2f}".format))
 

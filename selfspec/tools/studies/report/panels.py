@@ -58,6 +58,13 @@ class Panel:
         both = ("measured_acceptance_rate", "acceptance_rate")
         return [row for row in self.rows if all(row.get(name) is not None for name in both)]
 
+    @property
+    def shapes(self) -> list[Row]:
+        """Confirmed drafts that were also generated with in trees, each shape of them and of chains; fastest first."""
+        trees = {row["draft"] for row in self.rows if row.get("nodes") is not None}
+        rows = [row for row in self.rows if row["draft"] in trees and row.get("measured_speedup_median") is not None]
+        return sorted(rows, key=lambda row: -row["measured_speedup_median"])
+
     def promising(self, count: int) -> list[Row]:
         """Return the most promising drafts of each kind in turns, at their best draft lengths; cheapest first."""
         by_kind: dict[str, list[Row]] = {}
