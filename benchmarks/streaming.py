@@ -2,11 +2,14 @@
 
     python benchmarks/widen.py MODEL --size 1.3B --to WIDE
     python benchmarks/streaming.py WIDE --memory 2GiB --held-out FILE --threads 2
+    python benchmarks/streaming.py WIDE --memory 0.5GiB 1GiB 2GiB 3GiB 4GiB 5GiB --held-out FILE --threads 2 \
+        --arms plain drafts --name streaming_curve --picture
 
 Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
 before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. Tokens after
-the first round are timed.
+the first round are timed. Efficiency is what was reached of the formula: tokens a pass, by the bandwidths that were
+measured when the model was loaded, over one target pass and the draft steps that it took.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from selfspec.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_tokenizer
-from selfspec.placement.byte_size import shown_bytes
+from selfspec.placement.byte_size import parse_bytes, shown_bytes
 
 ARMS = {"accelerate": "accelerate, disk offload", "plain": "selfspec, plain", "drafts": "selfspec, default drafts"}
 
@@ -45,6 +48,9 @@ class Call:
         peak: resident memory, in bytes.
         plan: that the model was loaded by.
         stats: of the generation; None: accelerate's.
+        rounds: that were timed.
+        tokens: that they committed.
+        steps: draft steps of these.
     """
 
     text: list[int]
@@ -53,6 +59,16 @@ class Call:
     peak: int
     plan: dict[str, Any]
     stats: dict[str, Any] | None
+    rounds: int
+    tokens: int
+    steps: int
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens a second by those that the formula gives for what was accepted."""
+        cost = 1 + self.steps / self.rounds * (self.plan["draft_step"] or 0)
+        predicted: float = self.plan["plain"] * self.tokens / self.rounds / cost
+        return 1 / (self.seconds * predicted)
 
 
 def main() -> None:
@@ -69,6 +85,8 @@ def main() -> None:
             record["cells"].append(_measured(options, memory, temperature, prompt))
             (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
             (RESULTS / f"{options.name}.md").write_text(_report(record))
+    if options.picture:
+        _draw(record, RESULTS / f"{options.name}.png")
     print(_report(record))
 
 
@@ -83,22 +101,29 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plain-tokens", type=int, default=8, help="without")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--picture", action="store_true", help="draw tokens a second over budgets")
     parser.add_argument("--name", default="streaming", help="of the results")
     return parser.parse_args()
 
 
 def _measured(options: argparse.Namespace, memory: str, temperature: float, prompt: list[int]) -> dict[str, Any]:
-    calls: dict[str, list[Call]] = {arm: [] for arm in ARMS}
+    calls: dict[str, list[Call]] = {}
+    refused: dict[str, str] = {}
     for _ in track(range(options.repeats), f"{memory}, T {temperature:g}", transient=True):
-        for arm in ARMS:
-            calls[arm].append(_call(options, arm, memory, temperature, prompt))
+        for arm in options.arms:
+            if arm not in refused:
+                found = _call(options, arm, memory, temperature, prompt)
+                if isinstance(found, str):
+                    refused[arm] = found
+                else:
+                    calls.setdefault(arm, []).append(found)
     speeds = {arm: [1 / call.seconds for call in made] for arm, made in calls.items()}
-    reference = calls["accelerate"][0].text
+    reference = next(iter(calls.values()))[0].text if calls else []
     return {
         "memory": memory,
         "temperature": temperature,
-        "plan": calls["drafts"][-1].plan,
-        "stats": calls["drafts"][-1].stats,
+        "refused": refused,
         "arms": {
             arm: {
                 "tokens_per_second": Estimate.of_median(speeds[arm]).to_dict(),
@@ -107,10 +132,18 @@ def _measured(options: argparse.Namespace, memory: str, temperature: float, prom
                         [one / base for one, base in zip(speeds[arm], speeds[other], strict=True)]
                     ).to_dict()
                     for other in ("plain", "accelerate")
+                    if other in speeds
                 },
+                **(
+                    {}
+                    if arm == "accelerate"
+                    else {"efficiency": Estimate.of_median([call.efficiency for call in made]).to_dict()}
+                ),
                 "bytes_per_token": max(call.bytes for call in made),
                 "peak": max(call.peak for call in made),
                 "equal_tokens": min(_equal(call.text, reference) for call in made),
+                "plan": made[-1].plan,
+                "stats": made[-1].stats,
             }
             for arm, made in calls.items()
         },
@@ -122,7 +155,8 @@ def _equal(text: list[int], other: list[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))))
 
 
-def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Call:
+def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Call | str:
+    """Decode once in another process; why the budget is refused, where it is."""
     tokens = options.max_new_tokens if arm == "drafts" else options.plain_tokens
     context = options.context + options.max_new_tokens
     script = str(Path(__file__).with_name("streaming_worker.py"))
@@ -139,7 +173,8 @@ def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float
         time.sleep(0.05)
     if process.returncode:
         raise SystemExit(f"{arm} ended with status {process.returncode}; see above for why")
-    return Call(peak=peak, **json.loads(process.stdout.read()))
+    found = json.loads(process.stdout.read())
+    return str(found["refused"]) if "refused" in found else Call(peak=peak, **found)
 
 
 def _peak(pid: int) -> int:
@@ -158,29 +193,57 @@ def _report(record: dict[str, Any]) -> str:
         f"{machine['processor']}, {settings['threads']} threads, {settings['repeats']} repeats in turns, each in a",
         f"process of its own; a prompt of {settings['context']} tokens, {settings['max_new_tokens']} new with drafts",
         f"and {settings['plain_tokens']} without. Medians and their intervals. *Read*: by the disk's count. *Peak*:",
-        "resident memory, loading included, from outside. *Equal*: tokens before the first that is not accelerate's,",
-        "of those that both have.",
+        "resident memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's,",
+        "of those that both have. *Efficiency*: of the formula, for the tokens a pass that were accepted.",
     ]
     for cell in record["cells"]:
-        plan, stats = cell["plan"], cell["stats"]
         lines.append(f"\n## {cell['memory']}, temperature {cell['temperature']:g}\n")
-        lines.append(
-            f"With drafts {plan['resident']} layers stay, {shown_bytes(plan['streamed'])} are streamed, drafts have "
-            f"{plan['bits']} bits; predicted {plan['drafting'] or 0:.2f} tokens/s; "
-            f"{stats['mean_accepted_length']:.1f} tokens a pass.\n"
-        )
-        greedy = cell["temperature"] == 0
-        lines.append("| | tokens/s | against plain | against accelerate | read a token | peak |" + " equal |" * greedy)
-        lines.append("|---|---|---|---|---|---|" + "---|" * greedy)
-        for arm, found in cell["arms"].items():
-            rate, *ratios = (
-                Estimate(**found[key]) for key in ("tokens_per_second", "against plain", "against accelerate")
+        lines += [f"{ARMS[arm]}: {why}\n" for arm, why in cell["refused"].items()]
+        if not cell["arms"]:
+            continue
+        if (drafts := cell["arms"].get("drafts")) is not None and drafts["plan"]["draft_step"] is not None:
+            plan = drafts["plan"]
+            lines.append(
+                f"With drafts {plan['resident']} layers stay, {shown_bytes(plan['streamed'])} are streamed, drafts "
+                f"have {plan['bits']} bits; predicted {plan['drafting']:.2f} tokens/s; "
+                f"{drafts['stats']['mean_accepted_length']:.1f} tokens a pass.\n"
             )
-            cells = [ARMS[arm], rate.shown(2), *(ratio.shown(2) for ratio in ratios)]
+        greedy = cell["temperature"] == 0
+        columns = ["tokens/s", "against plain", "against accelerate", "efficiency", "read a token", "peak"]
+        lines.append("| | " + " | ".join(columns + ["equal"] * greedy) + " |")
+        lines.append("|---" * (1 + len(columns) + greedy) + "|")
+        for arm, found in cell["arms"].items():
+            keys = ("tokens_per_second", "against plain", "against accelerate", "efficiency")
+            cells = [ARMS[arm], *(Estimate(**found[key]).shown(2) if key in found else "" for key in keys)]
             cells += [shown_bytes(found["bytes_per_token"]), shown_bytes(found["peak"])]
             cells += [str(found["equal_tokens"])] * greedy
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _draw(record: dict[str, Any], file: Path) -> None:
+    """Draw tokens a second over budgets, a panel for each temperature."""
+    from matplotlib.figure import Figure
+
+    temperatures = list(dict.fromkeys(cell["temperature"] for cell in record["cells"]))
+    figure = Figure(figsize=(4.2 * len(temperatures), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    for panel, temperature in zip(panels, temperatures, strict=True):
+        cells = [cell for cell in record["cells"] if cell["temperature"] == temperature]
+        for arm, title in ARMS.items():
+            taken = [cell for cell in cells if arm in cell["arms"]]
+            if not taken:
+                continue
+            rates = [Estimate(**cell["arms"][arm]["tokens_per_second"]) for cell in taken]
+            low = [rate.value - rate.low for rate in rates]
+            high = [rate.high - rate.value for rate in rates]
+            budgets = [parse_bytes("memory", cell["memory"]) / 2**30 for cell in taken]
+            panel.errorbar(budgets, [rate.value for rate in rates], (low, high), marker="o", markersize=3, label=title)
+        panel.set(title=f"temperature {temperature:g}" if temperature else "greedy", xlabel="budget, GiB", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens a second")
+    panels[0].legend(fontsize=8)
+    figure.savefig(file, dpi=120)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/streaming_worker.py ARM FOLDER MEMORY TEMPERATURE TOKENS THREADS CONTEXT < ids.json
 
-Prints one line of JSON: the new tokens, when each came, the bytes that the disk gave for those after the first, and
-the plan.
+Prints one line of JSON: the new tokens, the seconds and the bytes from the disk for each of those after the first
+round, rounds and draft steps after it, and the plan; or why the budget is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from transformers.utils import logging
 
 import selfspec
+from selfspec.errors import UnsupportedOptionError
 from selfspec.model.checkpoint import read_config
+from selfspec.placement.drafts import placement_of
 from selfspec.placement.planned import plan_checkpoint
 
 
@@ -35,6 +37,11 @@ class _Clock:
 
     def note(self, tokens: int) -> None:
         self.times.append((time.perf_counter(), _bytes_read(), tokens))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens after those of the first round."""
+        return self.times[-1][2] - self.times[0][2]
 
     def seconds_and_bytes(self) -> tuple[float, float]:
         """For each token after those of the first round."""
@@ -60,25 +67,35 @@ def main() -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     prompt, clock = torch.tensor([json.load(sys.stdin)]), _Clock()
-    # Planned anew by `selfspec.load`, which measures the disk again.
-    planned = plan_checkpoint(folder, memory, None, draft=arm == "drafts", context=context)
-    plan = asdict(planned.plan)
-    del planned
     options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "do_sample": bool(temperature)}
     if temperature:
         options |= {"temperature": temperature, "top_k": 0}
-    if arm == "accelerate":
-        text, stats = _accelerate(folder, plan["resident"], prompt, clock, options), None
-    else:
-        spec = selfspec.load(folder, memory, draft=arm == "drafts", context=context)
-        text = []
-        generation = spec.stream(prompt, seed=0, **options)
-        for chunk in generation:
-            text += chunk.rows[0].tokens
-            clock.note(len(text))
-        stats = generation.stats.to_dict()
+    try:
+        if arm == "accelerate":
+            # Planned as plain streaming is.
+            plan = plan_checkpoint(folder, memory, None, draft=False, context=context).plan
+            text, stats = _accelerate(folder, plan.resident, prompt, clock, options), None
+            rounds = steps = 0
+        else:
+            spec = selfspec.load(folder, memory, draft=arm == "drafts", context=context)
+            placement = placement_of(spec.model)
+            assert placement is not None
+            plan, text = placement.plan, []
+            generation = spec.stream(prompt, seed=0, **options)
+            rounds, steps = -1, 0
+            for chunk in generation:
+                text += chunk.rows[0].tokens
+                clock.note(len(text))
+                rounds += 1
+                # Those of the first round are not timed.
+                steps += chunk.steps if rounds else 0
+            stats = generation.stats.to_dict()
+    except UnsupportedOptionError as error:
+        print(json.dumps({"refused": str(error)}))
+        return
     seconds, read = clock.seconds_and_bytes()
-    print(json.dumps({"text": text, "seconds": seconds, "bytes": read, "plan": plan, "stats": stats}))
+    found = {"text": text, "seconds": seconds, "bytes": read, "plan": asdict(plan), "stats": stats}
+    print(json.dumps({**found, "rounds": rounds, "tokens": clock.tokens, "steps": steps}))
 
 
 def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from selfspec.errors import CheckpointError
 from selfspec.kernels.rounded import Precision, RoundedWeight
@@ -15,7 +17,7 @@ from selfspec.model.checkpoint import local_folder, read_config, weight_files
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
-from selfspec.placement.plan import GROUP_SIZE, TOKENS_AT_ONCE, Bandwidth, Memory
+from selfspec.placement.plan import GROUP_SIZE, SLOTS, TOKENS_AT_ONCE, Bandwidth, Memory
 from selfspec.placement.resident import resident_bytes
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
@@ -107,6 +109,23 @@ def survey(name: str, dtype: torch.dtype | None, context: int) -> Survey:
     return Survey(made, dtype, files, layers, _memory(made, layers, before, context, dtype), context)
 
 
+def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
+    """Say what a checkpoint of a configuration would take, without one: its files keep every weight in this dtype.
+
+    Args:
+        config: of the model.
+        dtype: of its weights.
+        context: tokens that the cache has room for.
+        process: bytes in use before the model is loaded.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = model.named_parameters(remove_duplicate=False)
+    stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), dtype) for name, weight in weights}
+    made = Skeleton(model, stored)
+    return _memory(made, _streamable(made, find_adapter(model)), process, context, dtype)
+
+
 def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModule, ...], ...]:
     """The modules of each layer that can be streamed; those of the head are a layer after the last."""
     prefix = ".".join(adapter.path(made.model))
@@ -124,7 +143,17 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
         layers[number].append(
             StreamableModule(name, stored, {bits: _rounded(shapes.values(), bits) for bits in (8, 4)})
         )
+    *before, head = layers
+    wide, others = _largest([head]), _largest(before)
+    if SLOTS * (wide - others) > wide:
+        # It is read into slots of its size, which take more than the head itself.
+        layers[depth] = []
     return tuple(map(tuple, layers))
+
+
+def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
+    """Bytes of the largest weight of some layers."""
+    return max((weight.nbytes for layer in layers for module in layer for weight in module.weights.values()), default=0)
 
 
 def _rounded(shapes: Iterable[torch.Size], bits: int) -> int:
@@ -141,12 +170,13 @@ def _memory(
     sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
     # A module uses up to two weights at once, which are copied where the files have another dtype.
     copied = [_bytes_as(weight, dtype) for layer in of_layers for weight in layer if weight.dtype != dtype]
-    widest = max((sum(weight.shape[-2:]) for layer in of_layers for weight in layer), default=0)
+    # The head does not read prompts.
+    widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
     return Memory(
         process=before,
         kept=sum(weight.nbytes for weight in made.model.parameters()) - sum(sizes),
         layers=tuple(sizes),
-        largest=max((weight.nbytes for layer in of_layers for weight in layer), default=0),
+        largest=_largest(layers),
         substitutes={
             bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
         },

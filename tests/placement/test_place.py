@@ -442,3 +442,15 @@ def test_caches_of_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
     spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
     with pytest.raises(UnsupportedOptionError, match=r"keys and values exact.*context"):
         spec.generate(PROMPTS, MASK, max_new_tokens=4, cache_implementation=name)
+
+
+@pytest.mark.parametrize(("vocabulary", "streams"), [(50, True), (2000, False)])
+def test_a_head_that_is_larger_than_what_it_saves_stays(tmp_path: Path, vocabulary: int, streams: bool) -> None:
+    model = tiny.llama(dtype=torch.float32, intermediate_size=64, vocab_size=vocabulary)
+    model.save_pretrained(tmp_path)
+    surveyed = survey(str(tmp_path), None, 128)
+    assert bool(surveyed.layers[-1]) == streams
+    spec = wrapped(place(surveyed, plan(1, 4)))
+    assert spec.model.lm_head.weight.is_meta == streams
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted.sequences)

@@ -1,0 +1,68 @@
+"""What to expect of models that do not fit, by the plan of `selfspec.load` and stated bandwidths. Nothing is measured.
+
+    python benchmarks/memory_predictions.py
+
+Prints the table of docs/memory.md. Models are made from their configurations on the meta device.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.placement.byte_size import parse_bytes
+from selfspec.placement.plan import Bandwidth, Memory, plan_memory
+from selfspec.placement.survey import memory_of
+
+BUDGETS = ("6 GiB", "8 GiB", "12 GiB", "24 GiB")
+BANDWIDTH = Bandwidth(memory=40e9, stream=3.5e9)
+CONTEXT, PROCESS = 4096, 400 * 2**20
+
+
+def models() -> dict[str, PreTrainedConfig]:
+    """Configurations with the shapes of common models, by name."""
+    llama = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    qwen = {"vocab_size": 152_064, "num_key_value_heads": 8, "hidden_size": 5120, "num_attention_heads": 40}
+    return {
+        "3B, of Llama 3.2": LlamaConfig(
+            hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+            tie_word_embeddings=True, **llama,
+        ),
+        "8B, of Llama 3.1": LlamaConfig(
+            hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, **llama
+        ),
+        "14B, of Qwen 2.5": Qwen2Config(intermediate_size=13_824, num_hidden_layers=48, **qwen),
+        "32B, of Qwen 2.5": Qwen2Config(intermediate_size=27_648, num_hidden_layers=64, **qwen),
+    }  # fmt: skip
+
+
+def table() -> str:
+    """The table, as Markdown: a row for each model, a column for each budget."""
+    lines = ["| bfloat16 | " + " | ".join(BUDGETS) + " |", "|---" * (1 + len(BUDGETS)) + "|"]
+    for name, config in models().items():
+        memory = memory_of(config, torch.bfloat16, CONTEXT, PROCESS)
+        weights = (memory.kept + sum(memory.layers)) / 1e9
+        cells = [_cell(memory, parse_bytes("memory", budget)) for budget in BUDGETS]
+        lines.append(f"| {name}, {weights:.1f} GB | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(memory: Memory, budget: int) -> str:
+    depth = len(memory.layers) - 1
+    try:
+        plan = plan_memory(memory, budget, BANDWIDTH, (8, 4))
+    except UnsupportedOptionError as error:
+        least = str(error).partition("at least ")[2].partition(" (")[0]
+        try:
+            plain = plan_memory(memory, budget, BANDWIDTH, ())
+        except UnsupportedOptionError as still:
+            return "from " + str(still).partition("at least ")[2].partition(" (")[0]
+        return f"{plain.resident} of {depth} layers, no drafts: {plain.plain:.2f}; drafts from {least}"
+    if plan.drafting is None:
+        return f"all stays: {plan.plain:.1f}"
+    return f"{plan.resident} of {depth} layers, int{plan.bits}: {plan.plain:.2f}, **{plan.drafting:.1f}**"
+
+
+if __name__ == "__main__":
+    print(table())
