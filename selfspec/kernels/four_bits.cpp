@@ -178,15 +178,15 @@ struct Product {
   }
 };
 
-// `x` is [rows, in]; `weight` [out, in / 32 * 20] bytes, as `in_blocks` lays them out.
+// `x` is [..., in]; `weight` [out, in / 32 * 20] bytes, as `in_blocks` lays them out.
 at::Tensor few_rows_in_four_bits(const at::Tensor& x, const at::Tensor& weight) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) * kGroupBytes == weight.size(1) * kGroup,
+  TORCH_CHECK(x.dim() > 0 && weight.dim() == 2 && x.size(-1) * kGroupBytes == weight.size(1) * kGroup,
               "few_rows_in_four_bits: sizes do not match");
-  TORCH_CHECK(x.size(0) <= kMostRows, "few_rows_in_four_bits: at most ", kMostRows, " rows");
+  TORCH_CHECK(rows_of(x) <= kMostRows, "few_rows_in_four_bits: at most ", kMostRows, " rows");
   TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == at::kByte,
               "few_rows_in_four_bits: contiguous bytes alone");
   const at::Tensor states = x.to(at::kFloat).contiguous();
-  const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0), groups = in / kGroup;
+  const int64_t rows = rows_of(x), in = x.size(-1), out = weight.size(0), groups = in / kGroup;
   const int64_t blocks = (groups + kGroups - 1) / kGroups;
   std::vector<Inputs> inputs(rows * blocks);
   for (int64_t row = 0; row < rows; ++row) {
@@ -195,7 +195,7 @@ at::Tensor few_rows_in_four_bits(const at::Tensor& x, const at::Tensor& weight) 
       inputs[row * blocks + block] = rounded(from, std::min<int64_t>(kGroups, groups - block * kGroups));
     }
   }
-  at::Tensor y = at::empty({rows, out}, states.options());
+  at::Tensor y = at::empty(with_last(x, out), states.options());
   const Product work{inputs.data(), weight.const_data_ptr<uint8_t>(), y.mutable_data_ptr<float>(), groups, out};
   // Waking a thread for less than this takes longer than the work.
   const int64_t fewest = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, in * rows));

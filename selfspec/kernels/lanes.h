@@ -2,8 +2,11 @@
 
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -33,6 +36,16 @@ template <typename Number, int lanes>
 struct Lanes {
   typedef Number Vector __attribute__((vector_size(lanes * sizeof(Number))));
 };
+
+// Rows of states, [..., in].
+inline int64_t rows_of(const at::Tensor& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
+
+// The sizes of `x` with `last` numbers in each row.
+inline std::vector<int64_t> with_last(const at::Tensor& x, int64_t last) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = last;
+  return sizes;
+}
 
 template <typename Number, int lanes>
 inline typename Lanes<Number, lanes>::Vector read(const void* from) {

@@ -58,17 +58,14 @@ class LowBitsLinear(nn.Module, ABC):
 
     def forward(self, states: Tensor) -> Tensor:
         """Multiply, `[..., in]` to `[..., out]`."""
-        # Numbers, and no part of what a program may record.
-        shape = [int(size) for size in states.shape]
-        product = self._product(states.reshape(math.prod(shape[:-1]), shape[-1]))
+        product = self._product(states)
         if product.dtype != states.dtype:
             product = product.to(states.dtype)
-        product = product.view(*shape[:-1], int(product.shape[-1]))
         return product if self.bias is None else product + self.bias
 
     @abstractmethod
     def _product(self, states: Tensor) -> Tensor:
-        """Multiply states, `[rows, in]` to `[rows, out]`, in the dtype of the kernel."""
+        """Multiply states, `[..., in]` to `[..., out]`, in the dtype of the kernel."""
 
 
 class EightBitsLinear(LowBitsLinear):
@@ -90,8 +87,7 @@ class EightBitsLinear(LowBitsLinear):
     def _product(self, states: Tensor) -> Tensor:
         if self._natively:
             return _few_at_a_time(lambda some: native.few_rows(some, self.levels, None, self.scales), states)
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(states.to(torch.bfloat16), self.levels, self.scales)
-        return product
+        return _in_rows(lambda rows: torch.ops.aten._weight_int8pack_mm(rows, self.levels, self.scales), states)
 
 
 class FourBitsLinear(LowBitsLinear):
@@ -115,8 +111,7 @@ class FourBitsLinear(LowBitsLinear):
             return _few_at_a_time(lambda some: native.few_rows_in_four_bits(some, self.levels), states)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
-        product: Tensor = kernel(states.to(torch.bfloat16), self.levels, self.group_size, self.scales_and_zeros)
-        return product
+        return _in_rows(lambda rows: kernel(rows, self.levels, self.group_size, self.scales_and_zeros), states)
 
 
 class LowBitsExperts(nn.Module):
@@ -164,9 +159,20 @@ def _runs_natively(device: torch.device) -> bool:
 
 
 def _few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    if int(states.shape[0]) <= native.MOST_ROWS:
+    # Numbers, and no part of what a program may record.
+    shape = [int(size) for size in states.shape]
+    rows = math.prod(shape[:-1])
+    if rows <= native.MOST_ROWS:
         return product(states)
-    return torch.cat([product(some) for some in states.split(native.MOST_ROWS)])
+    parts = states.reshape(rows, shape[-1]).split(native.MOST_ROWS)
+    return torch.cat([product(some) for some in parts]).unflatten(0, shape[:-1])
+
+
+def _in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """What ATen's kernels take and give: `[rows, in]`, in bfloat16."""
+    shape = [int(size) for size in states.shape]
+    found = product(states.reshape(math.prod(shape[:-1]), shape[-1]).to(torch.bfloat16))
+    return found.view(*shape[:-1], int(found.shape[-1]))
 
 
 def _packed(pairs: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
   const at::Tensor states = in_sums(x);
   const at::Tensor factors = scales ? in_sums(*scales) : at::Tensor();
   const at::Tensor shifts = bias ? in_sums(*bias) : at::Tensor();
-  const int64_t rows = x.size(0), in = weight.size(1), out = weight.size(0);
-  at::Tensor y = at::empty({rows, out}, states.options());
+  const int64_t in = weight.size(1), out = weight.size(0), rows = rows_of(x);
+  at::Tensor y = at::empty(with_last(x, out), states.options());
   const Product<Weight> work{states.const_data_ptr<Sum>(),
                              static_cast<const typename Weight::Stored*>(weight.const_data_ptr()),
                              y.mutable_data_ptr<Sum>(),
@@ -133,11 +133,11 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
   return x.scalar_type() == y.scalar_type() ? y : y.to(x.scalar_type());
 }
 
-// `x` is [rows, in]; `weight` [out, in] in float32, float64, bfloat16 or int8; `scales` [out], of int8.
+// `x` is [..., in]; `weight` [out, in] in float32, float64, bfloat16 or int8; `scales` [out], of int8.
 at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                     const std::optional<at::Tensor>& scales) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "few_rows: sizes do not match");
-  TORCH_CHECK(x.size(0) <= kMostRows, "few_rows: at most ", kMostRows, " rows");
+  TORCH_CHECK(x.dim() > 0 && weight.dim() == 2 && x.size(-1) == weight.size(1), "few_rows: sizes do not match");
+  TORCH_CHECK(rows_of(x) <= kMostRows, "few_rows: at most ", kMostRows, " rows");
   TORCH_CHECK(weight.is_contiguous(), "few_rows: the weight is not contiguous");
   switch (weight.scalar_type()) {
     case at::kFloat: return product<Plain<float>>(x, weight, bias, scales);

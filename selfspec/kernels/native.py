@@ -103,7 +103,7 @@ def are_loaded() -> bool:
 
 
 def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """Multiply a few rows, `[rows, in]` to `[rows, out]`.
+    """Multiply a few rows, `[..., in]` to `[..., out]`.
 
     Each output is summed in the same order for any number of rows and threads.
 
@@ -118,7 +118,7 @@ def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor
 
 
 def few_rows_in_four_bits(states: Tensor, weight: Tensor) -> Tensor:
-    """Multiply a few rows, rounded to 8 bits, with weights in 4 bits, `[rows, in]` to `[rows, out]`.
+    """Multiply a few rows, rounded to 8 bits, with weights in 4 bits, `[..., in]` to `[..., out]`.
 
     Each output is summed in the same order for any number of rows and threads.
 
@@ -164,7 +164,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def _tell_compilers() -> None:
     """Say what sizes the kernels give."""
     for product in ("few_rows", "few_rows_in_four_bits"):
-        register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
+        register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
     register_fake("selfspec::rms_norm", lambda x, *_: x.new_empty(x.shape))
 
 

@@ -78,14 +78,11 @@ def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
 
 
 def _native(otherwise: Product, linear: nn.Linear, states: Tensor) -> Tensor:
-    # Numbers, and no part of what a program may record.
-    shape = [int(size) for size in states.shape]
-    rows = math.prod(shape[:-1])
+    rows = math.prod(int(size) for size in states.shape[:-1])
     # Autocast changes what torch's own products compute in.
     if rows > native.MOST_ROWS or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)
-    product = native.few_rows(states.reshape(rows, linear.in_features), linear.weight, linear.bias)
-    return product.view(*shape[:-1], linear.out_features)
+    return native.few_rows(states, linear.weight, linear.bias)
 
 
 def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
