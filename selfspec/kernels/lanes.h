@@ -19,6 +19,15 @@
 #define KEEP_IN_REGISTER(lanes)
 #endif
 
+// Keeps a product from being joined with a sum, which would round once where two operations round twice.
+#if defined(__x86_64__)
+#define ROUNDED(lanes) asm("" : "+v"(lanes))
+#elif defined(__aarch64__)
+#define ROUNDED(lanes) asm("" : "+w"(lanes))
+#else
+#define ROUNDED(lanes) asm("" : "+m"(lanes))
+#endif
+
 constexpr int kMostRows = 16;
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;

@@ -165,7 +165,7 @@ def _few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tenso
     if rows <= native.MOST_ROWS:
         return product(states)
     parts = states.reshape(rows, shape[-1]).split(native.MOST_ROWS)
-    return torch.cat([product(some) for some in parts]).unflatten(0, shape[:-1])
+    return torch.cat([product(some) for some in parts]).view(*shape[:-1], -1)
 
 
 def _in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.runtime import fusions
 from selfspec.runtime.layer_calls import LayerCall, alike
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import RECORDING, AnyLength, Function
@@ -88,11 +89,13 @@ def _graph(function: Function, example: tuple[Tensor, ...]) -> Any:
     graph, _ = torch._C._create_graph_by_tracing(
         lambda *tensors: function(tensors), example, lambda _: "", True, False, None, names
     )
+    fusions.drop_conversions(graph)
     torch._C._jit_pass_erase_shape_information(graph)
     # Numbers only: results computed from weights must follow when weights are overwritten.
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
     torch._C._jit_pass_cse(graph)
     torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]
+    fusions.fuse(graph)
     torch._C._jit_pass_dce(graph)
     # Source locations take more memory than the rest of a node.
     nowhere: Any = torch._C.Graph()
