@@ -64,6 +64,25 @@ class ClosedError(SelfSpecError, RuntimeError):
     """A wrapped model was used after `unwrap`."""
 
 
+class QueueFullError(SelfSpecError, RuntimeError):
+    """As many requests wait as may; this one was not taken."""
+
+
+class CannotFitError(PromptError):
+    """A request can never run: it needs more memory for keys and values than there may be."""
+
+
+class EngineStoppedError(SelfSpecError, RuntimeError):
+    """The engine takes no requests: it was not started, or is stopped, or stopped before the row had ended."""
+
+
+class RowError(SelfSpecError, RuntimeError):
+    """A row of the running batch ended early, and no other did.
+
+    Its cause (`__cause__`) says more, where a logits processor or stopping criterion of the row raised it.
+    """
+
+
 class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
     """The target's logits of one or more rows became NaN or infinite.
 

@@ -1,0 +1,65 @@
+"""What the engine reports of a row: what each round committed, and once how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from selfspec.errors import SelfSpecError
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+"""Why a row ended: at an end-of-sequence token or a stopping criterion, at its longest, by its caller, by an error."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one committed token's place, by the model's own logits, before processors and filters.
+
+    Attributes:
+        logprob: of the token.
+        top: the likeliest tokens and theirs, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a round committed: tokens are final.
+
+    Attributes:
+        tokens: at least one, an end-of-sequence token included.
+        logprobs: of each; None where the request asks for none.
+        drafted: draft tokens that were proposed to the row in this round.
+        accepted: how many of them are among `tokens`.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a row.
+
+    Attributes:
+        reason: why it ended.
+        error: what went wrong; None where nothing did.
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: tokens committed.
+        drafted: draft tokens that were proposed to it.
+        accepted: how many of them were committed.
+    """
+
+    reason: Reason
+    error: SelfSpecError | None
+    prompt_tokens: int
+    completion_tokens: int
+    drafted: int
+    accepted: int
+
+
+Event = Committed | Finished
