@@ -1,0 +1,85 @@
+"""The colours of every picture: one for each kind of draft, told apart by colour-blind readers too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# The qualitative palette of Okabe and Ito (2008), and two of Tol (2021) that go with it.
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BLACK, OLIVE, WINE = "#E69F00", "#56B4E9", "#000000", "#999933", "#882255"
+GREY, PALE = "#777777", "#BBBBBB"
+SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, OLIVE, WINE)
+"""For what is no kind of draft: in this order."""
+
+STYLE: dict[str, Any] = {
+    "text.parse_math": False,  # names may hold dollar signs
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "lines.markersize": 4.5,
+}
+"""Settings of matplotlib that every picture shares."""
+
+# By how the name of a draft begins; the last part of a cascade says its colour.
+_KINDS = {
+    "exit": (BLUE, "o"),
+    "skip": (ORANGE, "s"),
+    "head": (SKY, "^"),
+    "int": (GREEN, "D"),
+    "lookup": (PURPLE, "v"),
+    "recycle": (VERMILION, "P"),
+    "assistant": (WINE, "X"),
+    "auto": (OLIVE, "*"),
+}
+_DASHES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How something is drawn wherever it is drawn.
+
+    Attributes:
+        colour: as `#RRGGBB`.
+        marker: of matplotlib.
+        dashes: of a line, which tell apart what has the same colour.
+        filled: whether markers are; those of cascades are not.
+    """
+
+    colour: str
+    marker: str
+    dashes: str = "-"
+    filled: bool = True
+
+    @property
+    def of_line(self) -> dict[str, Any]:
+        """Arguments of `Axes.plot` and `Axes.errorbar`."""
+        face = self.colour if self.filled else "white"
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.dashes, "markerfacecolor": face}
+
+
+def mark_of(draft: str | None) -> Mark:
+    """The mark of a draft by its name, such as `lookup+exit:4`; None: plain decoding."""
+    if draft is None:
+        return Mark(BLACK, "o")
+    parts = [part for part in draft.split("+") if not part.startswith("vocab")]
+    for part in reversed(parts):
+        for kind, (colour, marker) in _KINDS.items():
+            if part.startswith(kind):
+                return Mark(colour, marker, filled=len(parts) == 1)
+    return Mark(GREY, "h")
+
+
+def marks_of(drafts: Iterable[str]) -> dict[str, Mark]:
+    """Marks of several drafts in one picture: those of one kind differ by their dashes."""
+    found: dict[str, Mark] = {}
+    for draft in drafts:
+        own = mark_of(draft)
+        alike = sum(each.colour == own.colour for name, each in found.items() if name != draft)
+        found[draft] = Mark(own.colour, own.marker, _DASHES[alike % len(_DASHES)], own.filled)
+    return found
