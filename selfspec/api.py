@@ -22,6 +22,7 @@ from transformers import (
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.arguments import check_kind, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
+from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation
@@ -29,6 +30,7 @@ from selfspec.decode.limits import Limits
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
+from selfspec.decode.rows.decoder import Drafting, RowDecoder
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.named import AUTO, draft_name, parse_draft
 from selfspec.errors import (
@@ -361,6 +363,54 @@ class SelfSpeculative:
         other.programs = self.programs
         return other
 
+    def row_decoder(self) -> RowDecoder:
+        """Return what runs rows that join and leave a batch; `selfspec.serve.engine.Engine` schedules them.
+
+        Raises:
+            UnsupportedModelError: rows of different lengths cannot run side by side.
+            DraftConfigError: the drafter cannot draft for rows that come and go.
+            UnsupportedOptionError: the rule is not lossless.
+            ClosedError: this wrapper was unwrapped.
+        """
+        self._check_open()
+        check_decodable(self.model)
+        self._check_rows_differ()
+        if self.rule is not None and not self.rule.lossless:
+            raise UnsupportedOptionError(
+                f"the rule {self.rule!r} is not lossless, and rows are served with the model's own distribution; wrap "
+                "the model without accept=..., or with a rule that is lossless"
+            )
+        return RowDecoder(
+            self.model,
+            self.adapter,
+            {greedy: self._drafting_by_load(choice) for greedy, choice in self._choices.items()},
+            self.rule,
+            self.programs,
+            self.substitutes,
+            self._memories,
+            self.limits,
+        )
+
+    def _drafting_by_load(self, choice: DraftChoice) -> Drafting:
+        control = choice.control if self._draft_length is None else _control(self._draft_length)
+        if choice.draft is None:
+            return Drafting(None, ControllerByLoad(Controller(Budget.chain(0))))
+        choice.draft.check_joining()
+        self._check_depth(choice.draft)
+        assert choice.costs is not None
+        controller = control.begin_by_load(choice.costs)
+        if controller.most.nodes > controller.most.depth:
+            self.adapter.check_trees(self.model)
+        gate = LoadGate() if control.yields_to_load else None
+        return Drafting(choice.draft, ControllerByLoad(controller, gate, choice.most_rows))
+
+    def _check_rows_differ(self) -> None:
+        if self.adapter.ragged == "none":
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts positions in a way that rows of different lengths cannot share; "
+                "pass one prompt at a time"
+            )
+
     def unwrap(self) -> PreTrainedModel:
         """Return the model and close this wrapper. The model was never changed, so nothing is restored.
 
@@ -396,11 +446,8 @@ class SelfSpeculative:
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
-        if self.adapter.ragged == "none" and request.input_ids.shape[0] > 1:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} counts positions in a way that rows of different lengths cannot share; "
-                "pass one prompt at a time"
-            )
+        if request.input_ids.shape[0] > 1:
+            self._check_rows_differ()
         check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(

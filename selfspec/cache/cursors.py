@@ -27,6 +27,7 @@ class Cursors:
         first: first node of the pass that runs.
         read: how many tokens of the block some pass has read.
         limit: the most tokens a row may come to hold, prompt included.
+        held: number of rows that there is storage for, or will be with the next pass; those of `seq_lens` come first.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
         aligned: on which side passes find the rows of a ragged batch aligned.
@@ -37,6 +38,7 @@ class Cursors:
         self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"], bucket: int
     ) -> None:
         self.seq_lens = [0] * batch
+        self.held = batch
         self.tree: Tree | None = None
         self.first = -1
         self.read = 0
@@ -76,6 +78,15 @@ class Cursors:
         """Double the room until it holds `committed` tokens, but never beyond the limit."""
         while self._room < min(committed, self.limit):
             self._room = min(2 * self._room, self.limit)
+
+    def hold(self, rows: int, committed: int) -> None:
+        """Let there be storage for `rows` rows of `committed` tokens each."""
+        self.held, self._room = rows, min(committed, self.limit)
+
+    @property
+    def room(self) -> int:
+        """Committed tokens that a row has slots for."""
+        return self._room
 
     def visible(self, width: int, first: int) -> int:
         """Number of slots, from the first, that a pass looks at."""

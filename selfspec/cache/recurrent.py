@@ -121,6 +121,29 @@ class RecurrentLayer(LinearAttentionLayer):
         if self._settled is not None:
             self._settled = self._settled.mapped(lambda state: state[torch.tensor(rows, device=state.device)])
 
+    def join_states(self, other: RecurrentLayer, own: int, others: int) -> None:
+        """Add the states of another cache's rows behind these. Rows that have read nothing have states of zeros.
+
+        Args:
+            other: the same layer of the other cache.
+            own: number of rows here.
+            others: number of rows there.
+        """
+        if self._settled is None and other._settled is None:
+            return
+        like = self._settled or other._settled
+        assert like is not None
+
+        def nothing(rows: int) -> Snapshot:
+            return like.mapped(lambda state: state.new_zeros(rows, *state.shape[1:]))
+
+        first, second = self._settled or nothing(own), other._settled or nothing(others)
+
+        def both(states: Callable[[Snapshot], dict[int, Tensor]]) -> dict[int, Tensor]:
+            return {index: torch.cat([states(first)[index], states(second)[index]]) for index in states(like)}
+
+        self._settled = Snapshot(both(lambda snapshot: snapshot.conv), both(lambda snapshot: snapshot.recurrent))
+
     def reset(self) -> None:
         super().reset()
         self._settled, self._after = None, {}

@@ -166,6 +166,67 @@ class SharedCache(Cache):
         self._cursors.make_room(committed)
 
     @property
+    def held(self) -> int:
+        """Rows that there is storage for."""
+        return self._cursors.held
+
+    @property
+    def room(self) -> int:
+        """Committed tokens that each row has slots for."""
+        return self._cursors.room
+
+    def hold(self, rows: int, committed: int) -> None:
+        """Make storage for `rows` rows of `committed` tokens each and a draft behind them, no more and no less.
+
+        Raises:
+            ValueError: it would not hold the rows that are there.
+        """
+        if rows < len(self.seq_lens) or min(committed, self._cursors.limit) < max(self.seq_lens):
+            raise ValueError(f"{rows} rows of {committed} tokens do not hold rows of {list(self.seq_lens)}")
+        self._cursors.hold(rows, committed)
+        for layer in self._slotted:
+            layer.hold()
+
+    def join(self, other: SharedCache) -> None:
+        """Add the rows of another cache of the same model behind these. The other is of no use afterwards.
+
+        Raises:
+            ValueError: there is no storage for them; see `hold`.
+        """
+        first, rows = len(self.seq_lens), len(other.seq_lens)
+        if first + rows > self.held or max(other.seq_lens) > self.room:
+            raise ValueError(f"storage for {self.held} rows of {self.room} tokens cannot take {list(other.seq_lens)}")
+        before = self.seq_lens
+        self._cursors.seq_lens = [*before, *other.seq_lens]
+        for own, theirs in zip(self._slotted, other._slotted, strict=True):
+            own.join_slots(theirs, first)
+        for states, others in zip(self._recurrent, other._recurrent, strict=True):
+            states.join_states(others, first, rows)
+
+    def cursors_of(self, rows: Sequence[int]) -> SharedCache:
+        """Return a cache without layers that has the cursors and the open block of some rows, to ask for positions."""
+        part = SharedCache(
+            0, len(rows), self._cursors.limit, self.slack, self.device, self._cursors.aligned, bucket=self.bucket
+        )
+        part._cursors.seq_lens, part._cursors.tree = [self.seq_lens[row] for row in rows], self.tree
+        return part
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, at least one, in the order given. Their storage stays for others.
+
+        Args:
+            rows: none of them before its own number: a row may move to the front alone.
+        """
+        lengths = [self.seq_lens[row] for row in rows]
+        for layer in self._slotted:
+            layer.move_slots(rows, lengths)
+        self._cursors.seq_lens = lengths
+        for layer in self._slotted:
+            layer.show()
+        for stateful in self._recurrent:
+            stateful.narrow_states(rows)
+
+    @property
     def tree(self) -> Tree | None:
         """The tree of the open block; None: it is a chain of any length."""
         return self._cursors.tree
@@ -264,6 +325,7 @@ class SharedCache(Cache):
         """Keep only some rows, in the order given. What the others hold is freed."""
         self._most_bytes = self.most_bytes
         self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
+        self._cursors.held = len(rows)
         for layer in self._slotted:
             layer.narrow_slots(rows)
         for stateful in self._recurrent:
@@ -393,22 +455,35 @@ def _layer_like(
 
 
 class _SharedLayer(CacheLayerMixin):
-    """One layer's slots, `[batch, heads, capacity, head_dim]`, allocated when its first tokens come."""
+    """One layer's slots, `[batch, heads, capacity, head_dim]`, allocated when its first tokens come.
+
+    They are the first rows of what is stored.
+    """
 
     is_sliding = False
 
     def __init__(self, cursors: Cursors) -> None:
         super().__init__()
         self._cursors = cursors
+        self._stored: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self._stored is None else sum(slots.nbytes for slots in self._stored)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._slots_like(key_states)
-        self.values = self._slots_like(value_states)
+        self._store(self._slots_like(key_states), self._slots_like(value_states))
         self.is_initialized = True
+
+    def _store(self, keys: Tensor, values: Tensor) -> None:
+        self._stored = keys, values
+        self.show()
+
+    def show(self) -> None:
+        """Let passes see the rows there are."""
+        if self._stored is not None:
+            rows = len(self._cursors.seq_lens)
+            self.keys, self.values = (slots[:rows] for slots in self._stored)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
@@ -422,8 +497,18 @@ class _SharedLayer(CacheLayerMixin):
     def grown(self) -> tuple[Tensor, Tensor]:
         """All slots, of keys and of values, as many as there are to be."""
         if self.keys.shape[2] < self._cursors.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+            self.hold()
         return self.keys, self.values
+
+    def hold(self) -> None:
+        """Store as many rows and slots as there are to be, with what lies in them."""
+        if self._stored is not None:
+            keys, values = self._stored
+            # One after the other, so that the old one is free before the next new one is made.
+            self._stored = None
+            del self.keys, self.values
+            keys = self._resized(keys)
+            self._store(keys, self._resized(values))
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a pass over `width` tokens may look at."""
@@ -432,7 +517,26 @@ class _SharedLayer(CacheLayerMixin):
     def narrow_slots(self, rows: Sequence[int]) -> None:
         if self.keys is not None:
             index = torch.tensor(rows, device=self.keys.device)
-            self.keys, self.values = self.keys[index], self.values[index]
+            self._store(self.keys[index], self.values[index])
+
+    def join_slots(self, other: _SharedLayer, first: int) -> None:
+        """Take over the rows of another cache's layer; the first of them becomes row `first`."""
+        if self._stored is None and other._stored is not None:
+            self._store(*(self._slots_like(slots) for slots in other._stored))
+        self.show()
+        if self._stored is None:
+            return
+        for index, length in enumerate(other._cursors.seq_lens):
+            sources = (None, None) if other._stored is None else tuple(slots[index] for slots in other._stored)
+            for slots, source in zip(self._stored, sources, strict=True):
+                _fill(slots[first + index], source, length)
+
+    def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Move some rows to the front, in the order given; none lies before its new place."""
+        for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if row != target and self._stored is not None:
+                for slots in self._stored:
+                    _fill(slots[target], slots[row], length)
 
     def scrub(self, row: int) -> None:
         if self.keys is not None:
@@ -459,12 +563,13 @@ class _SharedLayer(CacheLayerMixin):
 
     def _slots_like(self, states: Tensor) -> Tensor:
         # Zeros, because a masked slot still meets the attention's weighted sum, where 0 * NaN would be NaN.
-        batch, heads, _, head_dim = states.shape
-        return states.new_zeros(batch, heads, self._cursors.capacity, head_dim)
+        _, heads, _, head_dim = states.shape
+        return states.new_zeros(self._cursors.held, heads, self._cursors.capacity, head_dim)
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _resized(self, old: Tensor) -> Tensor:
         new = self._slots_like(old)
-        new[:, :, : old.shape[2]] = old
+        rows, slots = min(len(old), len(new)), min(old.shape[2], new.shape[2])
+        new[:rows, :, :slots] = old[:rows, :, :slots]
         return new
 
     def _write(self, slots: Tensor, states: Tensor) -> None:
@@ -483,6 +588,13 @@ class _SharedLayer(CacheLayerMixin):
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         index = self._cursors.right_aligned(width, first).clamp(min=0)
         return slots[rows, :, index.to(slots.device)].transpose(1, 2)
+
+
+def _fill(row: Tensor, source: Tensor | None, length: int) -> None:
+    """Copy the first slots of a row, `[heads, slots, head_dim]`, and zero the others: NaN may have been left there."""
+    if source is not None:
+        row[:, :length] = source[:, :length]
+    row[:, 0 if source is None else length :] = 0
 
 
 class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):

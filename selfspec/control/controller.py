@@ -132,7 +132,14 @@ class Controller:
 
 
 class Control(ABC):
-    """How draft lengths are chosen."""
+    """How draft lengths are chosen.
+
+    Attributes:
+        yields_to_load: whether it leaves it to the clock to stop drafts where rows come and go: see
+            `selfspec.control.by_load`.
+    """
+
+    yields_to_load = False
 
     @abstractmethod
     def begin(self, costs: CostsByRows) -> Controller:
@@ -141,6 +148,14 @@ class Control(ABC):
         Args:
             costs: measured or estimated for model and draft.
         """
+
+    def begin_by_load(self, costs: CostsByRows) -> Controller:
+        """Make the controller of a batch whose rows come and go, and are never kept in lockstep.
+
+        Args:
+            costs: as in `begin`.
+        """
+        return self.begin(costs)
 
 
 def check_length(length: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,9 +12,9 @@ from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
 from selfspec.control.confidence import confidences_of
 from selfspec.control.controller import Control, Controller, Evidence, check_length, check_nodes
-from selfspec.control.costs import Costs, CostsByRows
+from selfspec.control.costs import Costs, CostsByRows, RaggedCosts
 from selfspec.control.forecast import Prospects
-from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, may_lose
+from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, Progress, may_lose
 from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape, largest_products, sizes_within
@@ -55,6 +55,8 @@ class CostAware(Control):
             estimate from the weights a draft step reads.
     """
 
+    yields_to_load = True
+
     longest: int = 7
     costs: CostsByRows | None = None
     nodes: int | None = None
@@ -66,15 +68,28 @@ class CostAware(Control):
         check_kind("costs", self.costs, CostsByRows, "write Costs(draft=0.3), or leave them out")
 
     def begin(self, costs: CostsByRows) -> Controller:
-        return CostAwareController(Budget(self.longest, self.nodes or self.longest), self.costs or costs)
+        return CostAwareController(self._most, self.costs or costs, BatchProgress)
+
+    def begin_by_load(self, costs: CostsByRows) -> Controller:
+        return CostAwareController(self._most, RaggedCosts(self.costs or costs), Progress)
+
+    @property
+    def _most(self) -> Budget:
+        return Budget(self.longest, self.nodes or self.longest)
 
 
 class CostAwareController(Controller):
-    """Decides for `CostAware`."""
+    """Decides for `CostAware`.
+
+    Args:
+        most: the largest budget that it gives.
+        costs: of a round.
+        progress: makes what says how far a round advances the rows.
+    """
 
     judges_prompt = True
 
-    def __init__(self, most: Budget, costs: CostsByRows) -> None:
+    def __init__(self, most: Budget, costs: CostsByRows, progress: Callable[[], Progress]) -> None:
         super().__init__(most)
         self._by_rows, self._costs = costs, costs.in_batch(1)
         self._prospects = Prospects(self._costs, most.depth)
@@ -82,7 +97,7 @@ class CostAwareController(Controller):
         self._model = LossBudget()
         self._look_ups: dict[int, LossBudget] = {}
         self._in_step = True
-        self._committed, self._with_dropped = BatchProgress(), BatchProgress()
+        self._committed, self._with_dropped = progress(), progress()
         self._rounds = 0
         self._at_once = self._model_at_once = 0.0
         self._on_prompt: float | None = None

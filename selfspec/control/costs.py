@@ -102,6 +102,21 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class RaggedCosts:
+    """The costs of batches whose rows stand at different places anyhow, with drafts or without.
+
+    Attributes:
+        costs: of batches that may be in step.
+    """
+
+    costs: CostsByRows
+
+    def in_batch(self, rows: int) -> Costs:
+        """The same costs, without a price for being out of step."""
+        return replace(self.costs.in_batch(rows), out_of_step=1.0)
+
+
+@dataclass(frozen=True)
 class BatchCosts:
     """The costs of rounds as they were measured in batches of different sizes.
 

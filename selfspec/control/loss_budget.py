@@ -70,7 +70,20 @@ class LossBudget:
         self._rounds += 1
 
 
-class BatchProgress:
+class Progress:
+    """How far drafts advance rows that come and go: each by what it gains."""
+
+    def after(self, tokens: Sequence[int | None]) -> float:
+        """Count a round with a draft; returns the tokens by which rows have advanced, on average.
+
+        Args:
+            tokens: that each row gained; None for a finished row. At least one row is unfinished.
+        """
+        gained = [count for count in tokens if count is not None]
+        return sum(gained) / len(gained)
+
+
+class BatchProgress(Progress):
     """How far drafts advance a batch, which ends when its slowest row ends.
 
     Rows may be alike, and the slowest of a few rounds catches up; or one row loops and another does not and falls

@@ -105,6 +105,16 @@ class Batch:
         """The largest committed length of any row, prompt included."""
         return max(self.cache.seq_lens) + 1
 
+    def remaining(self, row: int) -> int:
+        """The most tokens that a row may still grow by."""
+        return self.stopping.max_new_tokens - len(self.committed[row])
+
+    @property
+    def pacing(self) -> set[int]:
+        """Numbers of the rows whose progress decides how fast the batch is: its slowest ones, which end last."""
+        slowest = min(len(self.committed[row]) for row in self.unfinished)
+        return {row for row in self.unfinished if len(self.committed[row]) == slowest}
+
     def no_draft(self) -> Draft:
         """Return a draft of no tokens."""
         return Draft.chain(self.last_tokens[:, :0])

@@ -11,7 +11,7 @@ min(p, q), is the best acceptance rate of any rule. It is a diagnostic, of coupl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,8 +49,8 @@ def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: 
     sampling = batch.sampling
     decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
     if not sampling.decided:
-        return Effective(draft, decided, p.new_empty(len(p), 0))
+        return Effective(sampling.judged(draft), decided, p.new_empty(len(p), 0))
     overlap = p.new_empty(len(p), 0)
     if draft.probs is not None and draft.tree.is_chain:
         overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
-    return Effective(draft if draft.probs is None else replace(draft, probs=None), decided, overlap)
+    return Effective(sampling.judged(draft), decided, overlap)

@@ -107,8 +107,9 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # A draft token may be the cause of logits that are not finite; processors may mend them in a round without a draft.
-    if draft.length or not sampling.mends:
-        finite &= logits.amax(-1).isfinite()
+    legible = logits.amax(-1).isfinite() if draft.length else sampling.legible(logits)
+    if legible is not None:
+        finite &= legible
     seen = effective(batch, draft, p, finite, batch.cache.positions(p.shape[1]) + 1)
     judged = within(draft, lengths)
     if judged is not None:

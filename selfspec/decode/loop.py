@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+
+from torch import Tensor
 
 from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
@@ -14,8 +16,12 @@ from selfspec.decode.prefill import prefill
 from selfspec.decode.propose import propose
 from selfspec.decode.request import Request
 from selfspec.decode.stats import PhaseClock, Stats
+from selfspec.decode.verdict import Verdict
 from selfspec.decode.verify import verify
-from selfspec.draft import Drafter
+from selfspec.draft import Draft, Drafter
+
+Judge = Callable[[Batch, Draft, Tensor, Rule], Verdict]
+"""Judges a draft by the target's logits: `judge_together` and its like."""
 
 
 def rounds(
@@ -26,16 +32,23 @@ def rounds(
     with clock.phase("prefill"):
         prefill(batch, request, drafter)
     while batch.unfinished:
-        with clock.phase("draft"):
-            draft = propose(batch, drafter)
-        with clock.phase("verify"):
-            logits = verify(batch, draft)
-        with clock.phase("accept"):  # ends with the one synchronisation of the round
-            verdict = judge(batch, draft, logits, rule)
-        with clock.phase("commit"):
-            if drafter is not None:
-                drafter.learn(batch, draft, logits, verdict)
-            committed = commit(batch, draft, verdict)
-            batch.controller.learn(draft, verdict.outcomes())
-            stats.count(len(draft.tree), draft.length, verdict)
-        yield committed
+        yield run_round(batch, drafter, rule, judge, stats, clock)
+
+
+def run_round(
+    batch: Batch, drafter: Drafter | None, rule: Rule, judge: Judge, stats: Stats, clock: PhaseClock
+) -> Round:
+    """Run one round, and return what it committed. Arguments as in `rounds`; `judge` makes the verdict."""
+    with clock.phase("draft"):
+        draft = propose(batch, drafter)
+    with clock.phase("verify"):
+        logits = verify(batch, draft)
+    with clock.phase("accept"):  # ends with the one synchronisation of the round
+        verdict = judge(batch, draft, logits, rule)
+    with clock.phase("commit"):
+        if drafter is not None:
+            drafter.learn(batch, draft, logits, verdict)
+        committed = commit(batch, draft, verdict)
+        batch.controller.learn(draft, verdict.outcomes())
+        stats.count(len(draft.tree), draft.length, verdict)
+    return committed

@@ -48,7 +48,7 @@ class Noise:
     def __init__(self, seed: int, rows: Sequence[int], device: torch.device) -> None:
         key = _mixed(np.array([seed]))
         self._keys: NDArray[np.int64] = _mixed(key + _GOLDEN * (np.array(rows, dtype=np.int64) + 1))
-        self._round = 0
+        self._rounds: NDArray[np.int64] = np.zeros(len(rows), dtype=np.int64)
         self._device = device
         self._on_host = device.type == "cpu"
         self._numbers: Sequence[Tensor] = ()
@@ -56,13 +56,22 @@ class Noise:
 
     def begin_round(self) -> None:
         """Move each row on to its next round, whether or not the last one committed anything."""
-        self._round += 1
+        # A new array: parts of this noise share the old one.
+        self._rounds = self._rounds + 1
         self._numbers = self._ahead.pop().unbind() if self._ahead else ()
 
     def narrowed(self, kept: Sequence[int]) -> Noise:
         """The noise of the rows at these indices, each with its own key."""
+        return self._of_rows(self._keys[list(kept)], self._rounds[list(kept)])
+
+    def joined(self, other: Noise) -> Noise:
+        """The noise of these rows and then those of another, each with its own key and in its own round."""
+        keys, rounds = (self._keys, other._keys), (self._rounds, other._rounds)
+        return self._of_rows(np.concatenate(keys), np.concatenate(rounds))
+
+    def _of_rows(self, keys: NDArray[np.int64], rounds: NDArray[np.int64]) -> Noise:
         noise = copy(self)
-        noise._keys = self._keys[list(kept)]
+        noise._keys, noise._rounds = keys, rounds
         noise._numbers, noise._ahead = (), []
         return noise
 
@@ -150,7 +159,7 @@ class Noise:
         self, rounds: NDArray[np.int64], purposes: NDArray[np.int64], places: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """64 random bits for each round from this one on, purpose and place, `[..., rows, places]`."""
-        counters = ((((rounds + self._round) << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
+        counters = ((((rounds + self._rounds[:, None]) << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
         return _mixed(self._keys[:, None] + _GOLDEN * counters)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, generation
 
 from selfspec.arguments import check_scores
+from selfspec.decode.occurrences import LogitBias
 from selfspec.decode.sequences import Prefixes, first_end
 from selfspec.errors import UnsupportedOptionError
 
@@ -210,6 +211,7 @@ _WARPERS = frozenset(
         generation.TopKLogitsWarper,
         generation.TopPLogitsWarper,
         generation.TypicalLogitsWarper,
+        LogitBias,
     }
 )
 # Those that depend on the prefix too, and remember nothing.

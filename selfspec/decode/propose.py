@@ -18,6 +18,6 @@ def propose(batch: Batch, drafter: Drafter | None) -> Draft:
     scrub_nonfinite_rows(batch)
     if drafter is None or batch.nonfinite_rows or batch.first_embeddings is not None:
         return batch.no_draft()
-    wanted = max(batch.stopping.max_new_tokens - len(batch.committed[row]) for row in batch.unfinished)
+    wanted = max(map(batch.remaining, batch.unfinished))
     budget = batch.controller.budget(wanted, [row in batch.unfinished for row in batch.running])
     return drafter.propose(batch, budget) if budget.depth else batch.no_draft()

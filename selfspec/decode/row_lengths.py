@@ -30,7 +30,7 @@ def row_lengths(batch: Batch, draft: Draft) -> list[int]:
     if batch.sampling.decided:
         return whole
     # One token of every round is the target's own.
-    left = [batch.stopping.max_new_tokens - len(batch.committed[row]) - 1 for row in batch.running]
+    left = [batch.remaining(row) - 1 for row in batch.running]
     each = zip(batch.running, draft.row_lengths or whole, left, strict=True)
     return [min(length, rest) if row in batch.unfinished else draft.tree.depth for row, length, rest in each]
 

@@ -5,6 +5,8 @@ Temperature, top-k, top-p and other processors are in `selfspec.decode.processor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers.generation import InfNanRemoveLogitsProcessor
@@ -12,6 +14,7 @@ from transformers.generation import InfNanRemoveLogitsProcessor
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.processors import Processing, SequentialProcessing, Warping
 from selfspec.decode.sequences import Prefixes
+from selfspec.draft import Draft
 
 
 class Sampling:
@@ -51,6 +54,17 @@ class Sampling:
     def reads_prefixes(self) -> bool:
         """Whether some processor looks at more than the scores of a place."""
         return not isinstance(self._processing, Warping)
+
+    def legible(self, logits: Tensor) -> Tensor | None:
+        """Whether tokens can be chosen by the logits of each place of a round without a draft, `[rows, places]`.
+
+        None: by all of them, since processors mend what is not finite.
+        """
+        return None if self.mends else logits.amax(-1).isfinite()
+
+    def judged(self, draft: Draft) -> Draft:
+        """The draft with the distributions that its tokens are judged by: one-hot where all is decided."""
+        return draft if draft.probs is None or not self.decided else replace(draft, probs=None)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """See `SequentialProcessing.next_scores`."""

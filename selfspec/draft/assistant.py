@@ -83,6 +83,12 @@ class Assistant(GrowingDrafter):
         if self.source is not None and device.type != "meta":
             self.model.to(device=device, dtype=model.dtype)
 
+    def check_joining(self) -> None:
+        raise DraftConfigError(
+            "an assistant's keys and values are those of one batch, and rows cannot join it; serve with a draft of the "
+            "model itself, such as 'lookup' or 'exit:4'"
+        )
+
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return bytes_read(self.model, self.adapter) / bytes_read(model, adapter)
 

@@ -69,6 +69,10 @@ class Cascade(Drafter):
         for source in self.sources:
             source.check_model(model, adapter)
 
+    def check_joining(self) -> None:
+        for source in self.sources:
+            source.check_joining()
+
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         self.then.prepare(model, substitutes)
 

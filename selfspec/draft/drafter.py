@@ -81,6 +81,13 @@ class Drafter(ABC):
             batch.draft_states[id(self)] = self.begin(batch)
         return batch.draft_states[id(self)]
 
+    def check_joining(self) -> None:  # noqa: B027 - most can
+        """Refuse to draft for rows that join a running batch and leave it.
+
+        Raises:
+            DraftConfigError: what it keeps belongs to the batch as a whole.
+        """
+
     def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
         """Learn from a round, before it is committed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,15 +59,15 @@ class PromptLookup(Drafter):
         """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
         state = self.state(batch)
         assert isinstance(state, LookUpState)
-        slowest = min(len(batch.committed[row]) for row in batch.running if row in batch.unfinished)
+        pacing = batch.pacing
         rows: list[list[int]] = []
-        # Matches of the slowest rows: what the others gain does not end the batch sooner.
+        # Matches of the rows that matter: in one generation, what others gain does not end the batch sooner.
         behind: list[int] = []
         for row in batch.running:
             index = state.indexes[row]
             index.extend(batch.sequences.tokens_from(row, len(index)))
             match = index.find() if row in batch.unfinished else None
-            if row in batch.unfinished and len(batch.committed[row]) == slowest:
+            if row in pacing:
                 behind.append(0 if match is None else match.length)
             rows.append([] if match is None else list(index.after(match, budget.depth)))
         if not any(rows):
@@ -90,3 +91,10 @@ class LookUpState(DraftState):
     """Where suffixes of each row's text were, by the number of the row."""
 
     indexes: list[SuffixIndex]
+
+    def join(self, other: DraftState | None) -> None:
+        assert isinstance(other, LookUpState)
+        self.indexes.extend(other.indexes)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.indexes[:] = [self.indexes[row] for row in rows]

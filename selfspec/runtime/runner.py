@@ -6,6 +6,7 @@ This one runs the stock modules. `selfspec.runtime.recorded` has the other, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,12 @@ class ModelRunner:
         self._takes_positions = takes(model, "position_ids")
         self._cache_name = next(name for name in ("past_key_values", "cache_params") if takes(model, name))
         self._gated: dict[tuple[LayerPath, DraftHead | None], GatedModel] = {}
+
+    def over(self, cache: SharedCache) -> ModelRunner:
+        """Return a runner of the same model, with the same views, over another cache for it."""
+        other = copy(self)
+        other._cache = cache
+        return other
 
     def logits(
         self,

@@ -5,23 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from selfspec.decode.rows.logprobs import TokenLogprobs
 from selfspec.errors import SelfSpecError
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a row ended: at an end-of-sequence token or a stopping criterion, at its longest, by its caller, by an error."""
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one committed token's place, by the model's own logits, before processors and filters.
-
-    Attributes:
-        logprob: of the token.
-        top: the likeliest tokens and theirs, the likeliest first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)

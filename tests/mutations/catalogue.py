@@ -431,8 +431,8 @@ CATALOGUE = (
     ),
     Mutation(
         "a sampled draft judged as if q were one-hot: exact, and wasteful",
-        "effective",
-        "not sampling.decided",
+        "Sampling.judged",
+        "not self.decided",
         "False",
         ("test_along_layer_path.py",),
     ),
@@ -503,15 +503,15 @@ CATALOGUE = (
     Mutation(
         "a round reuses the noise of the one eight rounds before",
         "Noise._bits",
-        "rounds + self._round",
-        "rounds",
+        "rounds + self._rounds[:, None]",
+        "rounds + 0 * self._rounds[:, None]",
         ("test_noise.py",),
     ),
     Mutation(
         "rows that are left reuse the noise of their first rounds",
-        "Noise.narrowed",
-        "noise._numbers, noise._ahead = (), []",
-        "noise._numbers, noise._ahead, noise._round = (), [], 0",
+        "Noise._of_rows",
+        "noise._keys, noise._rounds = keys, rounds",
+        "noise._keys, noise._rounds = keys, 0 * rounds",
         ("test_noise.py", _DROPPED),
     ),
     Mutation(
@@ -609,7 +609,7 @@ CATALOGUE = (
     Mutation(
         "logits that are NaN are drawn from",
         "_accept",
-        "finite &= logits.amax(-1).isfinite()",
+        "finite &= legible",
         "finite = torch.ones_like(finite)",
         ("test_generate.py", "-k", "not_finite"),
     ),
@@ -915,9 +915,9 @@ CATALOGUE = (
     ),
     Mutation(
         "growing the cache loses what it held",
-        "_SharedLayer._grown",
-        "new[:, :, :old.shape[2]] = old",
-        "new[:, :, :old.shape[2]] = 0",
+        "_SharedLayer._resized",
+        "new[:rows, :, :slots] = old[:rows, :, :slots]",
+        "new[:rows, :, :slots] = 0",
         (_CACHE,),
     ),
     Mutation(

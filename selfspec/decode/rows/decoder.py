@@ -1,0 +1,224 @@
+"""What runs rows that join and leave, of one wrapped model: makes them, begins their batches, and runs rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.accept import Rule, default_rule
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.control.by_load import ControllerByLoad
+from selfspec.decode.limits import Limits
+from selfspec.decode.loop import run_round
+from selfspec.decode.noise import Noise
+from selfspec.decode.output import Round
+from selfspec.decode.request import read_request
+from selfspec.decode.rows.batch import RowsBatch, records_of
+from selfspec.decode.rows.judge import judge_rows
+from selfspec.decode.rows.logprobs import LogprobRecord
+from selfspec.decode.rows.prefill import RowPrefill
+from selfspec.decode.rows.row import Row
+from selfspec.decode.rows.sampling import JoinedSampling
+from selfspec.decode.rows.sequences import JoinedSequences
+from selfspec.decode.rows.stopping import JoinedStopping
+from selfspec.decode.sequences import Sequences
+from selfspec.decode.stats import PhaseClock, Stats
+from selfspec.draft import Drafter
+from selfspec.model.adapter import Adapter
+from selfspec.model.rope import check_rotary
+from selfspec.model.substitutes import Substitutes
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.runner import ModelRunner
+
+_NO_CONTEXT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What drafts for a batch.
+
+    Attributes:
+        drafter: proposes tokens; None: nothing does.
+        controller: says how many.
+    """
+
+    drafter: Drafter | None
+    controller: ControllerByLoad
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Bytes that the cache of this model takes.
+
+    Attributes:
+        slot: keys and values of one token, in all layers.
+        row: states of one row, those of a round's nodes included; 0 where layers have none.
+        slack: slots of each row behind its committed tokens, for drafts.
+    """
+
+    slot: int
+    row: int
+    slack: int
+
+    def of(self, rows: int, tokens: int) -> int:
+        """Bytes of so many rows, with room for so many committed tokens in each."""
+        return rows * ((tokens + self.slack) * self.slot + self.row)
+
+
+class RowDecoder:
+    """Runs rows of one wrapped model. Used by one thread at a time, but for `row`.
+
+    Args:
+        model: the stock model.
+        adapter: where its layers are.
+        drafting: by whether decoding is greedy: what most rows do decides.
+        rule: judges drafts of rows that are sampled and not coupled; None: see `default_rule`.
+        programs: recorded passes.
+        substitutes: weights in fewer bits.
+        memories: what drafters keep as long as the wrapper.
+        limits: where memory has a budget.
+
+    Attributes:
+        stats: counts of all rounds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        drafting: Mapping[bool, Drafting],
+        rule: Rule | None,
+        programs: GraphCache,
+        substitutes: Substitutes,
+        memories: dict[Hashable, object],
+        limits: Limits | None,
+    ) -> None:
+        self._model = model
+        self._adapter = adapter
+        self._drafting = drafting
+        self._rule = rule
+        self._programs = programs
+        self._substitutes = substitutes
+        self._memories = memories
+        self._config = model.config.get_text_config(decoder=True)
+        self._limit: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
+        self._slack = max(each.controller.most.nodes for each in drafting.values())
+        self._runner: ModelRunner | None = None
+        self.limits = limits
+        self.stats = Stats()
+        # Of the host: events of a device would pile up as long as the engine runs.
+        self._clock = PhaseClock(torch.device("cpu"))
+        self.plain_rounds = 0
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a row, prompt included."""
+        return self._limit
+
+    def row(
+        self, input_ids: tuple[int, ...], options: Mapping[str, Any], seed: int | None, kind: Hashable, top: int | None
+    ) -> Row:
+        """Check a request as `generate` does, and make its row. May be called from any thread.
+
+        Args:
+            input_ids: the prompt.
+            options: keywords of `generate`.
+            seed: of its noise, and then its tokens are those of plain decoding; None: one is drawn.
+            kind: see `Row`.
+            top: how many of the likeliest tokens have their log-probabilities reported; None: nothing is.
+
+        Raises:
+            PromptError, UnsupportedOptionError: as `generate`.
+        """
+        ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
+        request = read_request(self._model, ids, torch.ones_like(ids), None, options)
+        # Rows of different lengths run side by side, so none may have other rotary tables than the others.
+        check_rotary(self._config, (1,), request.lengths[0] + request.stopping.max_new_tokens - 1)
+        couples = seed is not None or (self._rule is not None and self._rule.couples)
+        noise = Noise(int(torch.randint(2**62, ()).item()) if seed is None else seed, [0], self._device)
+        return Row(
+            sequences=Sequences(request.input_ids, request.pad, request.text_mask),
+            sampling=request.sampling.coupled() if couples else request.sampling,
+            stopping=request.stopping,
+            noise=noise,
+            kind=(kind, couples),
+            record=None if top is None else LogprobRecord(top),
+        )
+
+    def begin(self, row: Row) -> RowPrefill:
+        """Begin to read a row's text, into a cache that has room for it alone."""
+        cache = self._cache()
+        cache.hold(1, row.length)
+        if self._runner is None:
+            self._runner = runner_for(self._model, self._adapter, cache, self._programs, self._substitutes)
+        row.error = None
+        batch = RowsBatch(
+            runner=self._runner.over(cache),
+            cache=cache,
+            sampling=JoinedSampling([row]),
+            noise=row.noise,
+            controller=self._drafting[row.sampling.greedy].controller,
+            last_tokens=torch.tensor([row.text[-1:]], dtype=torch.long, device=self._device),
+            sequences=JoinedSequences([row.sequences]),
+            stopping=JoinedStopping([row]),
+            records=records_of([row]),
+            memories=self._memories,
+            programs=self._programs,
+            rows=[row],
+        )
+        for each in self._drafting.values():
+            if each.drafter is not None:
+                each.drafter.state(batch)
+        return RowPrefill(batch)
+
+    def rest(self) -> None:
+        """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""
+        self._runner = None
+
+    @torch.no_grad()
+    def round(self, batch: RowsBatch) -> Round:
+        """Run a round of a batch whose storage has room for it, and return what each row committed."""
+        greedy = sum(row.sampling.greedy for row in batch.rows)
+        drafting = self._drafting[2 * greedy >= len(batch.rows)]
+        batch.controller = drafting.controller
+        rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
+        drafted, began = self.stats.drafted, time.perf_counter()
+        committed = run_round(batch, drafting.drafter, rule, judge_rows, self.stats, self._clock)
+        tokens = sum(len(row.tokens) for row in committed.rows)
+        self.plain_rounds += self.stats.drafted == drafted
+        drafting.controller.timed(len(committed.rows), tokens, time.perf_counter() - began)
+        return committed
+
+    @torch.no_grad()
+    def measured(self) -> CacheSizes:
+        """Measure what a token and a row take in the cache, by a pass over one token."""
+        cache = self._cache()
+        runner = runner_for(self._model, self._adapter, cache, None, self._substitutes)
+        cache.hold(1, 1)
+        runner.prefill(torch.zeros(1, 1, dtype=torch.long, device=self._device), [1])
+        slots = cache.nbytes - cache.state_bytes
+        cache.commit([1])
+        states = cache.state_bytes * (self._slack + 2)
+        return CacheSizes(slots // cache.capacity, states, self._slack)
+
+    @property
+    def _device(self) -> torch.device:
+        weights: torch.device = self._model.get_input_embeddings().weight.device
+        return torch.device("cpu") if weights.type == "meta" else weights
+
+    def _cache(self) -> SharedCache:
+        return SharedCache.of_model(
+            self._model,
+            self._adapter,
+            1,
+            self._limit,
+            self._slack,
+            device=self._device,
+            bucket=self._programs.bucket,
+        )

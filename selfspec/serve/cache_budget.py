@@ -1,0 +1,79 @@
+"""The memory of the cache: what rows take, and how much storage they are given within a bound in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfspec.decode.rows.decoder import CacheSizes
+
+_MARGIN = 64
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Storage of the running batch.
+
+    Attributes:
+        rows: that it holds.
+        tokens: committed tokens that each of them may have.
+    """
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """How much the cache may take.
+
+    All rows of the running batch have as many slots as the longest needs; a row that is being read has its own.
+
+    Attributes:
+        sizes: what tokens and rows take.
+        bound: in bytes.
+        most_rows: of the running batch.
+    """
+
+    sizes: CacheSizes
+    bound: int
+    most_rows: int
+
+    def fits_alone(self, tokens: int) -> bool:
+        """Whether a row may come to have so many tokens when no other runs."""
+        return self.sizes.of(1, tokens) <= self.bound
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row may come to have."""
+        return (self.bound - self.sizes.row) // self.sizes.slot - self.sizes.slack
+
+    def admits(self, rows: int, longest: int, tokens: int, remaining: int) -> bool:
+        """Whether another row may be read, and then join.
+
+        Args:
+            rows: that run.
+            longest: tokens of the longest of them; 0 without any.
+            tokens: of the row that waits.
+            remaining: the most tokens that it may grow by.
+        """
+        if rows == 0:
+            return True
+        together = max(longest, tokens) + min(remaining, _MARGIN)
+        return self.sizes.of(rows + 1, together) + self.sizes.of(1, tokens) <= self.bound
+
+    def storage(self, now: Storage, rows: int, longest: int, most: int, beside: int) -> Storage | None:
+        """Choose storage for some rows, roomy where there is room; None: they do not fit.
+
+        Args:
+            now: what there is.
+            rows: that it must hold.
+            longest: tokens that one of them has.
+            most: tokens that one of them may come to have.
+            beside: bytes that other rows take.
+        """
+        many = now.rows if now.rows >= rows else min(2 * rows, self.most_rows)
+        long = now.tokens if now.tokens >= longest else min(2 * longest, most)
+        for choice in (Storage(many, long), Storage(rows, long), Storage(many, longest), Storage(rows, longest)):
+            if self.sizes.of(choice.rows, choice.tokens) + beside <= self.bound:
+                return choice
+        return None

@@ -1,0 +1,212 @@
+"""The engine: a thread that runs requests which come and go, many at a time, on one wrapped model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from selfspec.api import SelfSpeculative
+from selfspec.arguments import check_kind, shown
+from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
+from selfspec.serve.cache_budget import CacheBudget
+from selfspec.serve.engine_stats import EngineStats
+from selfspec.serve.events import Event
+from selfspec.serve.read_request import read_row
+from selfspec.serve.row_request import RowRequest
+from selfspec.serve.scheduler import Entry, Scheduler
+from selfspec.serve.ticket import Ticket
+
+
+class Engine:
+    """Serves requests on a wrapped model: rows join a running batch, and leave it when they end.
+
+    A row's answer is what `spec.generate` gives of it alone: greedily token for token, with a seed that of
+    `spec.generate(..., seed=seed, accept="coupled")`, and otherwise in distribution, whatever runs beside it. While the
+    engine runs, nobody else should change the model.
+
+    `submit`, `stats` and the methods of tickets may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        spec: SelfSpeculative,
+        *,
+        max_rows: int = 32,
+        cache_bytes: int | None = None,
+        prefill_tokens: int = 512,
+        max_waiting: int = 256,
+    ) -> None:
+        """Make an engine, which runs once it is started.
+
+        Args:
+            spec: the wrapped model.
+            max_rows: that run at once.
+            cache_bytes: bound of keys, values and states; None: `max_rows` rows of the model's context, or of 4096
+                tokens where it is longer.
+            prefill_tokens: of prompts that are read before each round of the rows that run. Layers with states read a
+                prompt as a whole.
+            max_waiting: requests that may wait, besides those that run.
+
+        Raises:
+            UnsupportedModelError, DraftConfigError, UnsupportedOptionError: the model, its draft or its rule cannot be
+                served, or a number is out of range, by name.
+            ClosedError: `spec` was unwrapped.
+        """
+        check_kind("spec", spec, SelfSpeculative, "write Engine(selfspec.wrap(model))")
+        for name, value in (
+            ("max_rows", max_rows),
+            ("prefill_tokens", prefill_tokens),
+            ("max_waiting", max_waiting),
+            ("cache_bytes", 1 if cache_bytes is None else cache_bytes),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        self._decoder = spec.row_decoder()
+        self._vocabulary: int = spec.model.get_input_embeddings().weight.shape[0]
+        sizes = self._decoder.measured()
+        limits = self._decoder.limits
+        if cache_bytes is None:
+            cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096))
+        if limits is not None:
+            cache_bytes = min(cache_bytes, sizes.of(1, limits.context))
+            prefill_tokens = min(prefill_tokens, limits.at_once)
+        self._budget = CacheBudget(sizes, cache_bytes, max_rows)
+        if self._budget.longest < 1:
+            raise UnsupportedOptionError(
+                f"cache_bytes={cache_bytes} has no room for one token; this model takes {sizes.of(1, 1)} for it and "
+                f"{sizes.slot} for each further one"
+            )
+        self._scheduler = Scheduler(self._decoder, self._budget, prefill_tokens)
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        self._incoming: list[Entry] = []
+        self._arrivals = 0
+        self._thread: threading.Thread | None = None
+        self._stopping = self._draining = False
+        self._broken: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            EngineStoppedError: it was started before; make another engine.
+        """
+        with self._changed:
+            if self._thread is not None:
+                raise EngineStoppedError("this engine was started before; make another one")
+            self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
+            self._thread.start()
+
+    def stop(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests, and end the thread. Every ticket has its last event when this returns.
+
+        Args:
+            drain: whether what was submitted runs to its end.
+            timeout: seconds to wait for that; then it is ended as without `drain`. None: any time.
+        """
+        with self._changed:
+            thread, self._stopping = self._thread, True
+            self._draining = drain
+            self._changed.notify_all()
+        if thread is None:
+            self._end_all()
+            return
+        thread.join(timeout if drain else None)
+        if thread.is_alive():
+            with self._changed:
+                self._draining = False
+            thread.join()
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(drain=error is None)
+
+    def submit(self, request: RowRequest, on_event: Callable[[Event], None] | None = None) -> Ticket:
+        """Take a request; returns at once.
+
+        Args:
+            request: what is asked for.
+            on_event: see `Ticket`.
+
+        Raises:
+            PromptError, UnsupportedOptionError: the request cannot be honoured, by name.
+            CannotFitError: it can never run within the bound of the cache.
+            QueueFullError: too many wait.
+            EngineStoppedError: the engine does not run.
+        """
+        self._check_running()
+        row = read_row(self._decoder, request, self._vocabulary)
+        if not self._budget.fits_alone(row.longest):
+            raise CannotFitError(
+                f"the prompt ({row.length} tokens) plus max_new_tokens ({request.max_new_tokens}) takes "
+                f"{self._budget.sizes.of(1, row.longest)} bytes of the cache, which may have {self._budget.bound}: "
+                f"{self._budget.longest} tokens; ask for fewer, or raise cache_bytes"
+            )
+        ticket = Ticket(on_event)
+        with self._changed:
+            self._check_running()
+            waiting = len(self._incoming) + self._scheduler.waiting
+            if waiting >= self._max_waiting:
+                raise QueueFullError(f"{waiting} requests wait, the most that may; try again later")
+            self._incoming.append(Entry(self._arrivals, ticket, row, row.length))
+            self._arrivals += 1
+            self._changed.notify_all()
+        return ticket
+
+    def stats(self) -> EngineStats:
+        """Count what runs and what was done."""
+        with self._changed:
+            return self._scheduler.stats(len(self._incoming))
+
+    @property
+    def running(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and not self._stopping and self._broken is None
+
+    def _check_running(self) -> None:
+        if not self.running:
+            broken = self._broken
+            why = "was not started" if self._thread is None else "is stopped"
+            raise EngineStoppedError(f"the engine {why if broken is None else f'broke: {broken}'}") from broken
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        """Run steps until it is stopped."""
+        try:
+            while self._wait():
+                self._scheduler.step()
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._end_all()
+
+    def _wait(self) -> bool:
+        """Wait for work, and take what was submitted; whether to go on."""
+        with self._changed:
+            while not (self._incoming or self._scheduler.busy or self._stopping):
+                self._changed.wait()
+            for entry in self._incoming:
+                self._scheduler.add(entry)
+            self._incoming.clear()
+            return self._scheduler.busy and (self._draining or not self._stopping)
+
+    def _end_all(self) -> None:
+        with self._changed:
+            self._stopping = True
+            for entry in self._incoming:
+                self._scheduler.add(entry)
+            self._incoming.clear()
+
+        def error() -> SelfSpecError:
+            return EngineStoppedError("the engine was stopped before the row had ended")
+
+        self._scheduler.end_all("error", error)

@@ -1,0 +1,322 @@
+"""Which rows run, which are read and which wait; one step reads some tokens of prompts and runs one round."""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from selfspec.decode.output import Round
+from selfspec.decode.rows.batch import RowsBatch
+from selfspec.decode.rows.decoder import RowDecoder
+from selfspec.decode.rows.prefill import RowPrefill
+from selfspec.decode.rows.row import Row
+from selfspec.errors import RowError, SelfSpecError
+from selfspec.serve.cache_budget import CacheBudget, Storage
+from selfspec.serve.engine_stats import EngineStats
+from selfspec.serve.events import Committed, Event, Finished, Reason
+from selfspec.serve.ticket import Ticket
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request on its way.
+
+    Attributes:
+        number: of its arrival: the lower, the longer it has waited.
+        ticket: whom it belongs to.
+        row: its text.
+        prompt_tokens: of its prompt.
+        drafted: draft tokens that were proposed to it.
+        accepted: how many of them were committed.
+    """
+
+    number: int
+    ticket: Ticket
+    row: Row
+    prompt_tokens: int
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A request whose prompt is being read, into a cache of its own."""
+
+    entry: Entry
+    prefill: RowPrefill
+
+
+class Scheduler:
+    """Runs requests, the longest-waiting first. Used by one thread at a time, but for `stats`.
+
+    Where the running rows outgrow the cache, the one that came last gives its own back and waits again, before all that
+    came after it. It is read again later, prompt and committed tokens, and goes on where it was.
+
+    Args:
+        decoder: of the model.
+        budget: of the cache.
+        prefill_tokens: of prompts that are read before each round.
+    """
+
+    def __init__(self, decoder: RowDecoder, budget: CacheBudget, prefill_tokens: int) -> None:
+        self._decoder = decoder
+        self._budget = budget
+        self._prefill_tokens = prefill_tokens
+        self._waiting: list[Entry] = []
+        self._reading: _Reading | None = None
+        # In the order in which the batch holds their rows.
+        self._running: list[Entry] = []
+        self._batch: RowsBatch | None = None
+        self._prompt_tokens = 0
+        self._preemptions = 0
+        self._accepted = 0
+        self._finished: Counter[str] = Counter()
+
+    def add(self, entry: Entry) -> None:
+        """Let a request wait for its turn."""
+        insort(self._waiting, entry, key=lambda each: each.number)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._running or self._reading)
+
+    def step(self) -> None:
+        """Read some tokens of prompts, and run one round of the rows that run."""
+        self._leave_cancelled()
+        try:
+            self._admit()
+            self._make_room()
+            committed = None if self._batch is None else self._decoder.round(self._batch)
+        except Exception as error:
+            # Whatever state the batch was left in, no row can go on from it.
+            self._fail_active(error)
+            committed = None
+        if committed is not None:
+            self._report(committed)
+        if not self.busy:
+            self._decoder.rest()
+
+    def end_all(self, reason: Reason, error: Callable[[], SelfSpecError] | None = None) -> None:
+        """End all that waits, is read or runs."""
+        entries = [*self._active, *self._waiting]
+        self._running, self._waiting, self._batch, self._reading = [], [], None, None
+        for entry in entries:
+            self._finish(entry, reason, None if error is None else error())
+        self._decoder.rest()
+
+    def stats(self, incoming: int = 0) -> EngineStats:
+        """Count what there is, and requests that are about to be added. Other threads may ask."""
+        counts, reading = self._decoder.stats, self._reading
+        return EngineStats(
+            running=len(self._running),
+            prefilling=int(reading is not None),
+            waiting=len(self._waiting) + incoming,
+            cache_bytes=self._batch_bytes + (0 if reading is None else reading.prefill.batch.cache.nbytes),
+            cache_bound=self._budget.bound,
+            rounds=counts.rounds,
+            plain_rounds=self._decoder.plain_rounds,
+            prompt_tokens=self._prompt_tokens,
+            committed=counts.new_tokens,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            preemptions=self._preemptions,
+            finished=dict(self._finished),
+        )
+
+    @property
+    def _active(self) -> list[Entry]:
+        """Requests that hold a cache, those that run first."""
+        return [*self._running, *([self._reading.entry] if self._reading else [])]
+
+    @property
+    def _batch_bytes(self) -> int:
+        batch = self._batch
+        return 0 if batch is None else batch.cache.nbytes
+
+    def _leave_cancelled(self) -> None:
+        for entry in [entry for entry in self._waiting if entry.ticket.cancelled]:
+            self._waiting.remove(entry)
+            self._finish(entry, "cancelled")
+        if self._reading is not None and self._reading.entry.ticket.cancelled:
+            entry, self._reading = self._reading.entry, None
+            self._finish(entry, "cancelled")
+        self._leave([(entry, "cancelled", None) for entry in self._running if entry.ticket.cancelled])
+
+    # Reading.
+
+    def _admit(self) -> None:
+        """Read prompts, the longest-waiting first, and let the rows that are read join."""
+        left = self._prefill_tokens
+        while left > 0:
+            reading = self._reading or self._begin_next()
+            if reading is None:
+                return
+            try:
+                read = reading.prefill.read(left)
+            except Exception as error:
+                self._reading = None
+                self._finish(reading.entry, "error", _failed("reading its prompt failed", error))
+                continue
+            self._prompt_tokens += read
+            left -= read
+            if reading.prefill.left <= 0:
+                self._join(reading)
+
+    def _begin_next(self) -> _Reading | None:
+        """Begin to read the request that has waited longest; None: there is none, or no room for it."""
+        if not self._waiting or len(self._running) >= self._budget.most_rows:
+            return None
+        entry = self._waiting[0]
+        longest = max((each.row.length for each in self._running), default=0)
+        if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining):
+            return None
+        del self._waiting[0]
+        try:
+            self._reading = _Reading(entry, self._decoder.begin(entry.row))
+        except Exception as error:
+            self._finish(entry, "error", _failed("it could not be begun", error))
+            return self._begin_next()
+        return self._reading
+
+    def _join(self, reading: _Reading) -> None:
+        """Let the row that was read run."""
+        while self._batch is not None and not self._hold(len(self._running) + 1):
+            self._preempt_last()
+            if self._reading is None:
+                return
+        if self._batch is None:
+            self._batch = reading.prefill.batch
+        else:
+            self._batch.join(reading.prefill.batch)
+        self._running.append(reading.entry)
+        self._reading = None
+
+    # Room.
+
+    def _hold(self, rows: int) -> bool:
+        """Give the running batch storage for so many of its rows and the one that is read; whether there is room."""
+        assert self._batch is not None
+        cache, held = self._batch.cache, [entry.row for entry in self._active[:rows]]
+        # What a row was read into is free once the row is copied: until then both count.
+        beside = 0 if self._reading is None else self._budget.sizes.of(1, self._reading.entry.row.length)
+        longest, most = max(row.length for row in held), max(row.longest for row in held)
+        now = Storage(cache.held, cache.room)
+        chosen = self._budget.storage(now, rows, longest, most, beside)
+        if chosen is None:
+            return False
+        if chosen != now:
+            cache.hold(chosen.rows, chosen.tokens)
+        return True
+
+    def _make_room(self) -> None:
+        """Make room for a round, if need be at the cost of the rows that came last."""
+        while self._batch is not None and not self._hold(len(self._running)):
+            self._preempt_last()
+
+    def _preempt_last(self) -> None:
+        """Take the cache of the row that came last, running or read, and let it wait."""
+        last = max(self._active, key=lambda entry: entry.number)
+        self._preemptions += 1
+        if self._reading is not None and last is self._reading.entry:
+            self._reading = None
+        else:
+            assert self._batch is not None
+            index = self._running.index(last)
+            last.row.noise = self._batch.noise.narrowed([index])
+            self._remove({index})
+        self.add(last)
+
+    # Rounds.
+
+    def _fail_active(self, error: Exception) -> None:
+        """End all rows that hold a cache."""
+        entries = self._active
+        self._running, self._batch, self._reading = [], None, None
+        for entry in entries:
+            self._finish(entry, "error", _failed("the running batch failed", error))
+
+    def _report(self, committed: Round) -> None:
+        """Tell callers what a round committed, and let rows leave that ended."""
+        batch, running = self._batch, list(self._running)
+        assert batch is not None
+        ended: list[tuple[Entry, Reason, SelfSpecError | None]] = []
+        failed = set(batch.failed)
+        for index, (entry, row) in enumerate(zip(running, committed.rows, strict=True)):
+            entry.drafted += len(row.draft)
+            entry.accepted += row.accepted
+            logprobs = None if entry.row.record is None else entry.row.record.take(row.tokens)
+            if row.tokens:
+                self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted))
+            if index not in batch.unfinished:
+                ended.append((entry, *_end_of(entry.row, index in failed)))
+        self._leave(ended)
+
+    def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:
+        """Free what rows hold that have ended, and then tell their callers."""
+        self._remove({self._running.index(entry) for entry, _, _ in ended})
+        for entry, reason, error in ended:
+            self._finish(entry, reason, error)
+
+    def _remove(self, indices: set[int]) -> None:
+        """Take rows out of the running batch."""
+        if not indices:
+            return
+        kept = kept_rows(len(self._running), indices)
+        self._running = [self._running[index] for index in kept]
+        if not kept:
+            self._batch = None
+        elif self._batch is not None:
+            self._batch.keep(kept)
+
+    def _finish(self, entry: Entry, reason: Reason, error: SelfSpecError | None = None) -> None:
+        self._finished[reason] += 1
+        self._deliver(
+            entry,
+            Finished(reason, error, entry.prompt_tokens, len(entry.row.committed), entry.drafted, entry.accepted),
+        )
+
+    def _deliver(self, entry: Entry, event: Event) -> None:
+        try:
+            entry.ticket.deliver(event)
+        except Exception:
+            # Nobody listens any more.
+            _LOG.exception("the callback of a request raised; the request is cancelled")
+            entry.ticket.cancel()
+
+
+def kept_rows(rows: int, gone: set[int]) -> list[int]:
+    """Return the rows that stay, as few as can be at another place: the last of them fill the gaps."""
+    stay = rows - len(gone)
+    last = iter([row for row in range(stay, rows) if row not in gone])
+    return [next(last) if place in gone else place for place in range(stay)]
+
+
+def _end_of(row: Row, failed: bool) -> tuple[Reason, SelfSpecError | None]:
+    """Why a row ended in the last round."""
+    if row.error is not None:
+        return "error", _failed("a logits processor or stopping criterion of it failed", row.error)
+    if failed:
+        return "error", RowError(
+            f"the full model's logits became NaN or infinite after {len(row.committed)} new tokens, or processors left "
+            "no token to choose. Check the weights and the dtype: fp16 overflows where bf16 or fp32 do not"
+        )
+    stopped = row.committed[-1] in row.stopping.eos or row.remaining > 0
+    return "stop" if stopped else "length", None
+
+
+def _failed(what: str, error: Exception) -> RowError:
+    """The error of a row, with its cause."""
+    found = RowError(f"the row ended because {what}: {type(error).__name__}: {' '.join(str(error).split())}")
+    found.__cause__ = error
+    return found
