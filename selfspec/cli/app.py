@@ -11,6 +11,7 @@ import typer
 from selfspec.cli.ablate import ablate
 from selfspec.cli.bench import bench
 from selfspec.cli.calibrate import calibrate
+from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
 from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.inspect import inspect
@@ -30,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
-    "Decode": [generate, demo, inspect, kernels],
+    "Decode": [generate, chat, demo, inspect, kernels],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [quantize, search, ablate],
 }

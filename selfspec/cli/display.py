@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from selfspec.cli.text_stream import TextStream
 from selfspec.decode.output import RowRound
+from selfspec.decode.text_stream import TextStream
 
 # Strokes and weight besides colours, so that NO_COLOR leaves the three apart.
 _ACCEPTED = Style(color="green")

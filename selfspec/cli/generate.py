@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output, load_within, read_draft
+from selfspec.cli.loading import NOTHING, check_draft, draft_option, load_drafting
+from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output
 from selfspec.cli.outcome import FailedRunError, print_json
 from selfspec.cli.terminal import by_depth, console, require_colours, two_digits
-from selfspec.cli.text_stream import TextStream, continuation
+from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def generate(
     Prints the new text alone. How to sample is what the options say; the sampling defaults of the checkpoint are not
     used.
     """
-    drafter = read_draft(draft or "none")
+    option = draft_option(draft, NOTHING)
     text = _read_prompt(prompt, prompt_file)
     if shown.show_drafts and shown.output == "text":
         require_colours(sys.stdout)
@@ -155,37 +156,23 @@ def generate(
     import torch
 
     from selfspec.accept import find_rule
-    from selfspec.api import wrap
     from selfspec.cli.display import DraftDisplay, PlainDisplay
     from selfspec.control.draft_policy import DraftPolicy
     from selfspec.control.named import control_of
     from selfspec.decode.option_values import Scope, check_values
-    from selfspec.draft import Drafter
     from selfspec.draft.named import draft_name
     from selfspec.environment import versions
-    from selfspec.measure.stock import bare
-    from selfspec.model.checkpoint import Checkpoint, load_tokenizer
+    from selfspec.model.checkpoint import Checkpoint
 
     sampling = sampling.seeded()
     options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}
     rule = None if accept is None else find_rule(accept)
-    if nodes is not None and drafter is None and (draft is not None or budget.memory is None):
-        raise UnsupportedOptionError("--nodes has no effect on plain decoding; name a draft, or drop it")
     control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
-    depth = model.prepare()
+    check_draft(model, option, budget, nodes)
     check_values(options.get, Scope(vocabulary=0, rows=1))
-    if isinstance(drafter, Drafter):
-        drafter.check(depth)
 
-    # The sampling defaults of the checkpoint are dropped: the options alone say how to sample.
-    if budget.memory is None:
-        checkpoint = model.load()
-        spec = wrap(bare(checkpoint.model), draft=drafter)
-    else:
-        tokenizer = load_tokenizer(model.place)
-        spec = load_within(model, budget, True if draft is None else drafter)
-        spec.model.generation_config = bare(spec.model).generation_config
-        checkpoint = Checkpoint(spec.model, tokenizer)
+    loaded = load_drafting(model, option, budget)
+    spec, checkpoint = loaded.spec, Checkpoint(loaded.spec.model, loaded.tokenizer)
     own = None if isinstance(spec.draft, DraftPolicy) else spec.draft
     named = draft_name(own) if draft is None else draft.strip()
     ids = checkpoint.encode(text)

@@ -26,7 +26,19 @@ def test_version(invoke: Invoke) -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("generate", "inspect", "verify", "calibrate", "demo", "bench", "ablate", "search", "quantize", "train")
+COMMANDS = (
+    "generate",
+    "chat",
+    "inspect",
+    "verify",
+    "calibrate",
+    "demo",
+    "bench",
+    "ablate",
+    "search",
+    "quantize",
+    "train",
+)
 TRAININGS = ("layerskip", "plain", "exit", "average", "vocabulary")
 
 

@@ -6,8 +6,8 @@ import io
 from typing import cast
 
 from selfspec.cli.display import DraftDisplay
-from selfspec.cli.text_stream import TextStream
 from selfspec.decode.output import RowRound
+from selfspec.decode.text_stream import TextStream
 
 
 class _Letters:

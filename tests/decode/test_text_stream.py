@@ -5,12 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers import tiny
-from selfspec.cli.text_stream import TextStream, continuation
+from helpers.stories import checkpoint_folder
+from selfspec.decode.text_stream import TextStream, continuation
 
 PROMPTS = ("", "Once upon", "é 日本 🎉", "a\n")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
+    return found
 
 
 @pytest.fixture(params=["byte fallback", "byte level"])

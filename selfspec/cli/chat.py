@@ -1,0 +1,235 @@
+"""`selfspec chat`: a conversation in the terminal, over one cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec.cli.generate import Sampling
+from selfspec.cli.loading import BEST, check_draft, draft_option, load_drafting
+from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output
+from selfspec.cli.outcome import print_json
+from selfspec.cli.terminal import console
+from selfspec.errors import NonFiniteLogitsError, PromptError, StorageError
+
+if TYPE_CHECKING:
+    from selfspec.serve.conversation import Conversation, Turn
+
+_HELP = """\
+/reset       forget the conversation; the system message stays
+/save FILE   write the conversation to a JSON file
+/help        show these lines
+/quit        leave, as Ctrl-D does
+Ctrl-C ends an answer and keeps what was said of it. A message that begins with a slash is written with two: //etc"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """Conversation."""
+
+    system: Annotated[str | None, typer.Option(help="Begin with this system message.")] = None
+    template: Annotated[
+        Path | None, typer.Option(help="File with a chat template in Jinja, in place of the checkpoint's own.")
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="End an answer after N tokens.")] = 1024
+
+
+def chat(
+    model: ModelOptions,
+    talk: Talk,
+    sampling: Sampling,
+    budget: Budget,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="What drafts; `selfspec generate --help` lists every kind. Default: `auto`, and with --memory "
+            "look-ups and rounded copies of what is streamed.",
+        ),
+    ] = None,
+    draft_length: DraftLength = None,
+    nodes: Nodes = None,
+    output: Output = "text",
+) -> None:
+    """Talk with a model. Each turn reads only what the cache does not hold yet.
+
+    Messages are read a line each, from the terminal or from standard input. `/help` lists the commands. Answers go to
+    stdout, figures to stderr; with json, the whole conversation is printed at its end.
+    """
+    named = draft_option(draft, BEST)
+    source = None
+    if talk.template is not None:
+        from selfspec.serve.chat_template import read_template
+
+        source = read_template(talk.template)
+    check_draft(model, named, budget, nodes)
+
+    from selfspec.control.named import control_of
+    from selfspec.decode.option_values import Scope, check_values
+    from selfspec.environment import versions
+    from selfspec.model.checkpoint import load_tokenizer
+    from selfspec.serve.chat_template import ChatTemplate
+    from selfspec.serve.conversation import Conversation
+
+    sampling = sampling.seeded()
+    options = sampling.generation_options()
+    check_values({**options, "max_new_tokens": talk.max_new_tokens}.get, Scope(vocabulary=0, rows=1))
+    control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
+    # A template that does not fit is told before the weights are read.
+    ChatTemplate(load_tokenizer(model.place), source)
+    loaded = load_drafting(model, named, budget)
+    conversation = Conversation(
+        loaded.spec,
+        loaded.tokenizer,
+        ChatTemplate(loaded.tokenizer, source),
+        talk.system,
+        talk.max_new_tokens,
+        {**options, "draft_length": control},
+    )
+    session = _Session(conversation, model.model, sampling.seed, quiet=output == "json")
+    session.run()
+    if output == "json":
+        settings = {"model": model.model, "draft": draft, "sampling": asdict(sampling), **asdict(talk)}
+        settings["template"] = None if talk.template is None else str(talk.template)
+        result = {"messages": conversation.messages, "turns": session.turns, "settings": settings}
+        print_json({**result, "versions": versions()})
+
+
+class _Session:
+    """Reads lines, says answers, and obeys commands.
+
+    Attributes:
+        turns: figures of each answer.
+    """
+
+    def __init__(self, conversation: Conversation, model: str, seed: int | None, quiet: bool) -> None:
+        self._conversation = conversation
+        self._model = model
+        self._seed = seed
+        self._quiet = quiet
+        self._saved: set[Path] = set()
+        self._aside = console(stderr=True)
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/reset": self._reset,
+            "/save": self._save,
+            "/help": self._help,
+        }
+        self.turns: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Answer until the input ends."""
+        if sys.stdin.isatty():
+            self._note("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat")
+        for line in _lines(self._note):
+            command, _, argument = line.partition(" ")
+            if command == "/quit":
+                return
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    self._commands.get(command, self._unknown)(argument.strip() or "")
+                elif line.strip():
+                    self._answer(line.removeprefix("/"))
+            except (PromptError, StorageError) as error:
+                if not sys.stdin.isatty():
+                    raise
+                self._note(f"error: {error}")
+
+    def _answer(self, text: str) -> None:
+        seed = None if self._seed is None else (self._seed + len(self.turns)) % 2**63
+        turn = self._conversation.ask(text, seed)
+        failed = None
+        try:
+            for piece in turn:
+                self._say(piece)
+        except KeyboardInterrupt:
+            failed = "ended here"
+        except NonFiniteLogitsError as error:
+            failed = str(error)
+        self._say(turn.close() + "\n")
+        self.turns.append(_figures(turn))
+        self._note(_in_words(self.turns[-1]) + (f"; {failed}" if failed else ""))
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        self._note("the conversation is forgotten")
+
+    def _save(self, name: str) -> None:
+        from selfspec.files.writing import write_json
+
+        if not name:
+            raise PromptError("/save needs a file: /save FILE")
+        file = Path(name).expanduser()
+        if file.exists() and file.absolute() not in self._saved:
+            raise StorageError(f"{file} is there already; name another file, or remove it first")
+        write_json(file, {"model": self._model, "messages": self._conversation.messages})
+        self._saved.add(file.absolute())
+        self._note(f"saved {len(self._conversation.messages)} messages to {file}")
+
+    def _help(self, _: str) -> None:
+        self._note(_HELP)
+
+    def _unknown(self, _: str) -> None:
+        raise PromptError("there is no such command; /help lists them, and a message may begin with two slashes")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _note(self, text: str) -> None:
+        if not self._quiet:
+            self._aside.print(text, style="dim", soft_wrap=True)
+
+
+def _lines(note: Callable[[str], None]) -> Iterator[str]:
+    """The lines of a terminal, with editing and history, or of standard input."""
+    if not sys.stdin.isatty():
+        yield from (_decoded(line) for line in sys.stdin.buffer)
+        return
+    # Lines can be edited once this is imported, where there is such a thing.
+    with suppress(ImportError):
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+            note("Ctrl-D or /quit leaves")
+        except EOFError:
+            print()
+            return
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text ({error}); convert it first") from error
+
+
+def _figures(turn: Turn) -> dict[str, Any]:
+    stats = turn.stats
+    return {
+        "prompt_tokens": len(turn.prompt),
+        "kept_tokens": turn.kept,
+        "new_tokens": len(turn.tokens),
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "rounds": stats.rounds,
+        "finished": turn.finished,
+        "seconds": stats.seconds,
+    }
+
+
+def _in_words(figures: dict[str, Any]) -> str:
+    decoding = sum(spent for phase, spent in figures["seconds"].items() if phase != "prefill")
+    rate = f", {figures['new_tokens'] / decoding:.0f} a second" if decoding else ""
+    accepted = f", {figures['accepted']} of {figures['drafted']} draft tokens accepted" if figures["drafted"] else ""
+    kept = f"; {figures['kept_tokens']} of {figures['prompt_tokens']} prompt tokens kept"
+    return f"{figures['new_tokens']} tokens{rate}{accepted}{kept}"

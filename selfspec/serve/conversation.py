@@ -1,0 +1,179 @@
+"""A conversation over one cache: a turn reads what it has not read before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from selfspec.api import SelfSpeculative
+from selfspec.cache.transfer import past_length
+from selfspec.decode.generation import Generation
+from selfspec.decode.stats import Stats
+from selfspec.decode.text_stream import TextStream
+from selfspec.errors import PromptError
+from selfspec.serve.chat_template import ChatTemplate
+
+
+class Conversation:
+    """Messages, and the keys and values of all that was read and written.
+
+    Each turn's prompt is the whole conversation as the template writes it; the cache keeps the tokens that it shares
+    with the turn before, so only the others are read. A template that leaves something of earlier turns out, or a text
+    that is cut into other tokens than the model wrote it in, costs no more than the tokens from there on.
+
+    Args:
+        spec: the wrapped model.
+        tokenizer: its own.
+        template: writes the messages.
+        system: the first message; None: there is none.
+        max_new_tokens: of an answer, unless the context has less room.
+        options: further keywords of `spec.stream`; without `seed`, `max_new_tokens` and caches.
+    """
+
+    def __init__(
+        self,
+        spec: SelfSpeculative,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        system: str | None,
+        max_new_tokens: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._template = template
+        self._system = system
+        self._max_new_tokens = max_new_tokens
+        self._options = dict(options)
+        self._context = _context(spec)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages: list[dict[str, str]] = []
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
+        self._cache = DynamicCache()
+        self._held: list[int] = []
+
+    def ask(self, text: str, seed: int | None = None) -> Turn:
+        """Begin the turn that answers a message.
+
+        Args:
+            text: of the user.
+            seed: as in `spec.generate`.
+
+        Returns:
+            The turn: iterate over it for the answer's text, then `close` it. One turn at a time.
+
+        Raises:
+            PromptError: the template refuses the message, or the context has no room for an answer.
+        """
+        question = {"role": "user", "content": text}
+        prompt = self._template.prompt([*self.messages, question])
+        room = self._max_new_tokens if self._context is None else self._context - len(prompt)
+        if room < 1:
+            raise PromptError(
+                f"the conversation with this message has {len(prompt)} tokens, and the context {self._context}; "
+                "begin anew with /reset, or say less"
+            )
+        kept = self._keep(prompt)
+        ids = torch.tensor([prompt], device=self._spec.device)
+        generation = self._spec.stream(
+            ids,
+            torch.ones_like(ids),
+            past_key_values=self._cache,
+            seed=seed,
+            max_new_tokens=min(self._max_new_tokens, room),
+            **self._options,
+        )
+        self.messages.append(question)
+        return Turn(self, generation, prompt, kept, TextStream(self._tokenizer, prompt))
+
+    def _keep(self, prompt: list[int]) -> int:
+        """Leave in the cache what the prompt begins with, less its last token; return how many tokens that is."""
+        # The last token is read in any case: the answer follows from it.
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._held, prompt[:-1], strict=False))
+        shared = sum(1 for _ in alike)
+        surplus = len(self._held) - shared
+        if surplus and all(type(layer) is DynamicLayer for layer in self._cache.layers):
+            self._cache.crop(-surplus)
+        elif surplus:
+            # States cannot go back to what they were some tokens ago.
+            self._cache, shared = DynamicCache(), 0
+        self._held = prompt[:shared]
+        return shared
+
+    def _ended(self, turn: Turn) -> None:
+        """Take an answer in."""
+        if turn.text:
+            self.messages.append({"role": "assistant", "content": turn.text})
+        else:
+            self.messages.pop()
+        filled, length = turn.prompt + turn.tokens[:-1], past_length(self._cache)
+        if length == len(filled):
+            self._held = filled
+        # A turn that was cut short leaves the cache as it found it; states alone do not say what they have read.
+        elif turn.finished or length != len(self._held):
+            self._cache, self._held = DynamicCache(), []
+
+
+class Turn(Iterator[str]):
+    """One answer: its text, piece by piece, as rounds are committed.
+
+    Attributes:
+        prompt: the tokens of the conversation up to the answer.
+        kept: how many of them were in the cache before.
+        tokens: of the answer, so far.
+        text: of the answer, so far.
+        finished: whether the answer came to its own end.
+    """
+
+    def __init__(
+        self, conversation: Conversation, generation: Generation, prompt: list[int], kept: int, stream: TextStream
+    ) -> None:
+        self._conversation = conversation
+        self._generation = generation
+        self._stream = stream
+        self.prompt = prompt
+        self.kept = kept
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finished = False
+
+    @property
+    def stats(self) -> Stats:
+        """Counts and, once closed, times."""
+        return self._generation.stats
+
+    def __next__(self) -> str:
+        """Run a round; return the text that is now certain, which may be empty."""
+        try:
+            committed = next(self._generation)
+        except StopIteration:
+            self.finished = True
+            raise
+        self.tokens += committed.tokens
+        piece = self._stream.push(committed.tokens)
+        self.text += piece
+        return piece
+
+    def close(self) -> str:
+        """End the turn here, wherever it is; return the rest of its text. The conversation goes on from it."""
+        self._generation.close()
+        rest = self._stream.finish()
+        self.text += rest
+        self._conversation._ended(self)
+        return rest
+
+
+def _context(spec: SelfSpeculative) -> int | None:
+    """The most tokens of a conversation and an answer."""
+    sizes = [getattr(spec.config.get_text_config(decoder=True), "max_position_embeddings", None)]
+    sizes += [] if spec.limits is None else [spec.limits.context]
+    return min((size for size in sizes if size is not None), default=None)

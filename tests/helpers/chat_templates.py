@@ -1,0 +1,22 @@
+"""Chat templates for checkpoints that have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' and not tools %}{{ raise_exception('no tools were given') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}"
+    "{% if tools %}tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Each message on a line, after its role; names of tools on another."""
+
+
+def written(folder: Path, source: str = PLAIN) -> str:
+    """The path of a file with a template."""
+    file = folder / "template.jinja"
+    file.write_text(source, encoding="utf-8")
+    return str(file)

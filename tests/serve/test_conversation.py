@@ -1,0 +1,167 @@
+"""A conversation reads what it has not read, and says what a call with the whole of it would."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+import selfspec
+from helpers import tiny
+from helpers.chat_templates import PLAIN
+from helpers.stories import checkpoint_folder
+from selfspec.errors import CheckpointError, PromptError
+from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.conversation import Conversation
+
+TEXTS = ("Tell me of Lily.", "And then?", "What did Tom say?")
+# Only the last message: what was read before is no beginning of the next prompt.
+FORGETFUL = "{{ messages[-1].content }}{% if add_generation_prompt %} so{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
+    return found
+
+
+@pytest.fixture(scope="module")
+def spec() -> selfspec.SelfSpeculative:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
+    return selfspec.wrap(model, draft="lookup+exit:3")
+
+
+def begun(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, source: str = PLAIN, new: int = 12
+) -> Conversation:
+    return Conversation(spec, tokenizer, ChatTemplate(tokenizer, source), "Be kind.", new, {"do_sample": False})
+
+
+def whole(spec: selfspec.SelfSpeculative, prompt: list[int], new: int = 12) -> list[int]:
+    """What the model answers to a prompt that it reads from its beginning."""
+    return (
+        spec.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False).sequences[0].tolist()[len(prompt) :]
+    )
+
+
+@pytest.mark.parametrize("source", [PLAIN, FORGETFUL])
+def test_answers_are_those_of_the_whole_conversation(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, source: str
+) -> None:
+    conversation, kept = begun(spec, tokenizer, source), []
+    for text in TEXTS:
+        turn = conversation.ask(text)
+        said = "".join(turn) + turn.close()
+        assert turn.finished
+        assert turn.tokens == whole(spec, turn.prompt)
+        assert said == turn.text == conversation.messages[-1]["content"]
+        kept.append((turn.kept, len(turn.prompt)))
+    if source == PLAIN:
+        # What was read before; a text of this model is cut into other tokens than it was written in.
+        assert all(now[0] >= before[1] for before, now in pairwise(kept))
+
+
+def test_a_turn_that_is_cut_short_leaves_the_next_one_right(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    conversation = begun(spec, tokenizer)
+    first = conversation.ask(TEXTS[0])
+    for _ in first:
+        pass
+    first.close()
+    second = conversation.ask(TEXTS[1])
+    next(second)
+    second.close()
+    assert not second.finished
+    third = conversation.ask(TEXTS[2])
+    for _ in third:
+        pass
+    third.close()
+    assert third.kept >= len(first.prompt)
+    assert third.tokens == whole(spec, third.prompt)
+
+
+def test_a_turn_without_any_text_is_not_remembered(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    conversation = begun(spec, tokenizer)
+    conversation.ask(TEXTS[0]).close()
+    assert [message["role"] for message in conversation.messages] == ["system"]
+
+
+def test_reset_leaves_the_system_message(spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase) -> None:
+    conversation = begun(spec, tokenizer)
+    turn = conversation.ask(TEXTS[0])
+    "".join(turn)
+    turn.close()
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
+    assert conversation.ask(TEXTS[0]).kept == 0
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2"])
+def test_other_caches(name: str) -> None:
+    """Windows are cut like others."""
+    tokenizer = tiny.tokenizer()
+    spec = selfspec.wrap(getattr(tiny, name)(vocab_size=256), draft="exit:2")
+    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, PLAIN), None, 5, {"do_sample": False})
+    for text in ("ab", "c"):
+        turn = conversation.ask(text)
+        "".join(turn)
+        turn.close()
+        assert turn.tokens == whole(spec, turn.prompt, 5)
+
+
+def test_states_that_cannot_go_back_are_read_anew() -> None:
+    from helpers.shrunken import shrunken
+
+    tokenizer = tiny.tokenizer()
+    spec = selfspec.wrap(shrunken("qwen3_next", vocab_size=256), draft=None)
+    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, FORGETFUL), None, 5, {"do_sample": False})
+    for text in ("ab", "c"):
+        turn = conversation.ask(text)
+        "".join(turn)
+        turn.close()
+        assert turn.tokens == whole(spec, turn.prompt, 5)
+
+
+def test_a_full_context_is_refused(spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase) -> None:
+    conversation = begun(spec, tokenizer)
+    before = list(conversation.messages)
+    with pytest.raises(PromptError, match="/reset"):
+        conversation.ask("Lily " * 600)
+    assert conversation.messages == before
+
+
+def test_an_answer_takes_what_the_context_has_room_for(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    conversation = begun(spec, tokenizer, new=100_000)
+    turn = conversation.ask(TEXTS[0])
+    "".join(turn)
+    turn.close()
+    assert len(turn.prompt) + len(turn.tokens) <= 512
+
+
+def test_a_checkpoint_without_a_template_names_the_remedy(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(CheckpointError, match=r"--template FILE.*selfspec generate"):
+        ChatTemplate(tokenizer)
+
+
+@pytest.mark.parametrize("source", ["{% for", "{{ raise_exception('no') }}", "{{ messages[7].content }}"])
+def test_a_template_that_writes_no_message_is_refused(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    with pytest.raises(CheckpointError, match="does not write one message"):
+        ChatTemplate(tokenizer, source)
+
+
+def test_messages_that_a_template_refuses(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(PromptError, match="no tools were given"):
+        ChatTemplate(tokenizer, PLAIN).prompt([{"role": "tool", "content": "4"}])
+
+
+def test_tools_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    ids = ChatTemplate(tokenizer, PLAIN).prompt([{"role": "user", "content": "Hi"}], [tool])
+    assert "tools: weather" in tokenizer.decode(ids)
