@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "saved",
     },
-    "serve": {"api", "arguments", "decode", "errors"},
+    "serve": {"api", "cache", "decode", "errors"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")
@@ -54,8 +54,6 @@ FOR_TYPES = {"errors": {"decode"}, "cache": {"model"}, "draft": {"decode"}}
 ENGINE = set(MAY_IMPORT)
 # What tools are made of. It imports no tool.
 MEASURE = "measure"
-# What serves a model stands on the engine alone.
-SERVE = "serve"
 # What the command line is made of, and what lets Python run it.
 FRONT = {"cli", "__main__"}
 
@@ -135,7 +133,7 @@ def _allowed(room: str, other: str, for_types: bool) -> bool:
         return True
     if room in ENGINE:
         return other in MAY_IMPORT[room] or (for_types and other in FOR_TYPES.get(room, ()))
-    if room in (MEASURE, SERVE):
+    if room == MEASURE:
         return other in ENGINE
     return other in ENGINE | {MEASURE, "tools"}
 
@@ -177,7 +175,7 @@ def test_the_search_finds_the_package() -> None:
 
 def test_the_top_of_the_package_shows_the_rooms_and_nothing_else() -> None:
     rooms = {_room(module).partition(".")[0] for module in MODULES} - {"selfspec"}
-    assert rooms == {*ENGINE, MEASURE, SERVE, "tools", *FRONT}
+    assert rooms == {*ENGINE, MEASURE, "tools", *FRONT}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
