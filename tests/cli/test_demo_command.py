@@ -1,4 +1,4 @@
-"""`selfspec demo`: three ways to decode agree, and where they do not, it fails."""
+"""`selfspec demo`: it shows texts and scores of all ways to decode, and fails where tokens differ."""
 
 from __future__ import annotations
 
@@ -8,56 +8,72 @@ import pytest
 import torch
 
 from helpers.running import Invoke
+from selfspec.cli.demo_screen import Standing, headline
 from selfspec.measure.embedded import PROMPTS
+from selfspec.measure.estimate import Estimate
 from selfspec.measure.peak_memory import peak_memory
-from selfspec.tools.bench import measure
+from selfspec.tools.bench import race
 from selfspec.tools.bench.agreement import TextAgreement
+from selfspec.tools.bench.race import Score
 
-QUICK = ["demo", "--max-new-tokens", "8", "--repeats", "1"]
+QUICK = ["demo", "--max-new-tokens", "8", "--seconds", "0", "--threads", "1"]
 
 
 def test_json(invoke: Invoke) -> None:
-    ending = invoke(*QUICK, "--draft", "exit:3", "--draft-length", "2", "--output", "json")
+    ending = invoke(*QUICK, "--draft", "exit:3", "--output", "json")
     found = json.loads(ending.stdout)
-    assert ending.status == 0
+    assert (ending.status, ending.stderr) == (0, "")
     assert found["identical"]
-    assert [text["prompt"] for text in found["texts"]] == list(PROMPTS)
+    assert [text["prompt"] for text in found["texts"]] == list(PROMPTS[:1])
     assert all(text["text"].startswith(text["prompt"]) for text in found["texts"])
-    assert [cell["cell"]["temperature"] for cell in found["cells"]] == [0.0, 0.8]
-    names = ["model.generate", "selfspec plain", "selfspec exit:3, length 2"]
-    for cell in found["cells"]:
-        assert [arm["name"] for arm in cell["arms"]] == names
-        assert all(arm["decoding_tokens_per_second"]["value"] > 0 for arm in cell["arms"])
-    assert (found["settings"]["draft"], found["settings"]["repeats"]) == ("exit:3", 1)
+    names = ["model.generate", "plain", "lookup", "recycle", "exit:4", "int8", "exit:3"]
+    assert [arm["name"] for arm in found["arms"]] == names
+    for arm in found["arms"]:
+        assert all(arm[kind]["tokens_per_second"] > 0 for kind in ("greedy", "sampled"))
+    assert found["arms"][0]["greedy"]["speedup"]["value"] == 1
+    assert "model.generate" in found["headline"]
+    assert (found["settings"]["draft"], found["settings"]["max_new_tokens"], found["turns"]) == ("exit:3", 8, 1)
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_text(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
-    monkeypatch.setattr(measure, "compare", lambda *_: TextAgreement(4, 4 if same else 3))
+def test_text(invoke: Invoke) -> None:
     ending = invoke(*QUICK)
-    assert ending.status == (0 if same else 1)
-    for said in ("def get_db():", "decoding, against", "model.generate", "selfspec plain", "selfspec lookup+exit:4"):
-        assert said in ending.stdout
-    assert ("All tokens are identical." in ending.stdout) == same
-    assert ending.stderr.startswith("" if same else "error: greedy tokens of model.generate, selfspec plain")
-    assert ending.stderr.count("\n") == (0 if same else 1)
+    assert (ending.status, ending.stderr) == (0, "")
+    assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
+    first, _, last = ending.stdout.partition("Now 7 ways to decode")
+    assert "def get_db():" in first
+    assert first.count("|") > 1
+    headed, table = last.split("\n\n")[1:3]
+    assert "model.generate" in headed.splitlines()[0]
+    assert "identical text" in headed.splitlines()[0]
+    assert len(table.splitlines()) == 8
+    assert "selfspec generate MODEL --draft lookup+int8" in last
 
 
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "compare", lambda *_: TextAgreement(4, 3))
+    monkeypatch.setattr(race, "compare", lambda *_: TextAgreement(4, 3))
     ending = invoke(*QUICK, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
     assert not found["identical"]
+    assert "TEXT DIFFERS" in found["headline"]
     assert found["error"]["type"] == "TokensDifferError"
+    assert ending.stderr.startswith("error: greedy tokens of model.generate, plain")
+
+
+@pytest.mark.parametrize(("speed", "said"), [(2.14, "2.1x faster than"), (0.97, "0.97x the speed of")])
+def test_the_headline_claims_no_more_than_was_measured(speed: float, said: str) -> None:
+    score = Score(Estimate(speed, speed, speed), 1.0, 3.12)
+    line = f"{said} model.generate, 3.1 tokens per pass, identical text"
+    assert headline(Standing("exit:4", score, score), identical=True) == line
 
 
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (["--draft", "none"], "give --draft exit:E"),
+        (["--draft", "none"], "give --draft exit:4"),
         (["--draft", "exit:12"], "choose 1..11"),
-        (["--repeats", "0"], "--repeats"),
+        (["--seconds", "-1"], "--seconds"),
+        (["--seconds", "inf"], "--seconds inf never ends"),
         (["--temperature", "0"], "give one above 0"),
         (["--max-new-tokens", "1"], "--max-new-tokens"),
         (["--max-new-tokens", "2100"], "context of 2048"),
