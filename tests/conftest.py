@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import random
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import pytest
 import torch
 from hypothesis import settings
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from helpers import own_kernels, tiny
 from helpers.process_state import changed, process_state
+from helpers.running import Ending, Invoke
+from selfspec.cli.app import main
 from selfspec.kernels import native
 
 # The models are too small to share among threads, which on busy cores wait for each other.
@@ -106,3 +111,25 @@ def checkpoints() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no folder of checkpoints: set SELFSPEC_CHECKPOINTS (looked for {folder.name})")
     return folder
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
+    """The command line. What commands set for their whole process is undone."""
+    verbosity = logging.get_verbosity()
+
+    def run(*words: str, stdin: bytes = b"") -> Ending:
+        # Nothing that was printed before is the command's.
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as ending:
+            main(words)
+        printed = capsys.readouterr()
+        assert isinstance(ending.value.code, int)
+        return Ending(ending.value.code, printed.out, printed.err)
+
+    yield run
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
