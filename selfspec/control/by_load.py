@@ -18,8 +18,11 @@ from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
 
-# Rounds that are remembered of either kind, and those that are enough to judge by.
-_WINDOW, _ENOUGH = 32, 6
+# Rounds that are remembered of either kind.
+_WINDOW = 16
+# Rounds of either kind before they are compared, in turns of so many: passes get faster once they are recorded, which
+# takes some passes of each kind.
+_FIRST, _TURN = 32, 8
 # A round this many times longer than usual says something about the machine, not about drafts.
 _OUTLIER = 3.0
 # Rounds after which the slower kind is tried again: at first, and at most.
@@ -53,15 +56,15 @@ class _Load:
 
     def __init__(self) -> None:
         self._drafting, self._plain = _Rounds(), _Rounds()
+        self._begun = 0
         self._pause = _FIRST_PAUSE
         self._until_trial = _FIRST_PAUSE
         self._trial = 0
 
     def drafts(self) -> bool:
         """Whether the next round may draft. Ask once a round."""
-        for rounds, drafts in ((self._drafting, True), (self._plain, False)):
-            if len(rounds) < _ENOUGH:
-                return drafts
+        if not self._judged:
+            return self._begun // _TURN % 2 == 0
         better = self._drafting.rate >= self._plain.rate
         if self._trial:
             self._trial -= 1
@@ -75,21 +78,24 @@ class _Load:
         return better
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> None:
-        better = self._judged and self._drafting.rate >= self._plain.rate
+        self._begun += 1
+        judged = self._judged
+        before = judged and self._drafting.rate >= self._plain.rate
         (self._drafting if drafted else self._plain).count(tokens, seconds)
-        if self._judged and better != (self._drafting.rate >= self._plain.rate):
+        if judged and before != (self._drafting.rate >= self._plain.rate):
             self._pause = self._until_trial = _FIRST_PAUSE
 
     @property
     def _judged(self) -> bool:
-        return min(len(self._drafting), len(self._plain)) >= _ENOUGH
+        return self._begun > 2 * _FIRST
 
 
 class LoadGate:
     """Compares rounds that draft with plain ones, at each load apart, and lets the faster kind run.
 
     Loads are numbers of rows, from one power of two to the next. The slower kind is tried again now and then, less and
-    less often while it stays the slower one: about two rounds of a thousand in the end.
+    less often while it stays the slower one: about two rounds of a thousand in the end. A single row is left to the
+    control, which is made for it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +103,7 @@ class LoadGate:
 
     def opens(self, rows: int) -> bool:
         """Whether the next round, of so many rows, may draft. Ask once a round."""
-        return self._load(rows).drafts()
+        return rows == 1 or self._load(rows).drafts()
 
     def count(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:
         """Count a round.
@@ -108,7 +114,8 @@ class LoadGate:
             tokens: that all rows committed.
             seconds: that it took.
         """
-        self._load(rows).count(drafted, tokens / rows, seconds)
+        if rows > 1:
+            self._load(rows).count(drafted, tokens / rows, seconds)
 
     def _load(self, rows: int) -> _Load:
         return self._loads.setdefault((rows - 1).bit_length(), _Load())

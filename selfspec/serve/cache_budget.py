@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from selfspec.decode.rows.decoder import CacheSizes
 
-_MARGIN = 64
-
 
 @dataclass(frozen=True)
 class Storage:
@@ -32,11 +30,14 @@ class CacheBudget:
         sizes: what tokens and rows take.
         bound: in bytes.
         most_rows: of the running batch.
+        margin: tokens by which rows must be able to grow before another one may be read: else it might have to give
+            its cache back at once.
     """
 
     sizes: CacheSizes
     bound: int
     most_rows: int
+    margin: int = 64
 
     def fits_alone(self, tokens: int) -> bool:
         """Whether a row may come to have so many tokens when no other runs."""
@@ -58,7 +59,7 @@ class CacheBudget:
         """
         if rows == 0:
             return True
-        together = max(longest, tokens) + min(remaining, _MARGIN)
+        together = max(longest, tokens) + min(remaining, self.margin)
         return self.sizes.of(rows + 1, together) + self.sizes.of(1, tokens) <= self.bound
 
     def storage(self, now: Storage, rows: int, longest: int, most: int, beside: int) -> Storage | None:

@@ -1,0 +1,298 @@
+"""Requests that come, go, are cancelled and fail, run step by step without a thread; and what each is alone."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
+from selfspec.serve.cache_budget import CacheBudget
+from selfspec.serve.events import Committed, Event, Finished
+from selfspec.serve.read_request import read_row
+from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.scheduler import Entry, Scheduler
+from selfspec.serve.ticket import Ticket
+
+PLAIN = "plain"
+
+
+class Stepped:
+    """An engine without its thread.
+
+    Args:
+        spec: the wrapped model.
+        max_rows, prefill_tokens: as of the engine.
+        tokens: committed tokens that the cache has room for in all, if one row had them; None: plenty.
+        margin: see `CacheBudget`.
+    """
+
+    def __init__(
+        self,
+        spec: selfspec.SelfSpeculative,
+        max_rows: int = 4,
+        prefill_tokens: int = 16,
+        tokens: int | None = None,
+        margin: int = 0,
+    ) -> None:
+        decoder = spec.row_decoder()
+        sizes = decoder.measured()
+        bound = sizes.of(1, tokens) if tokens else sizes.of(max_rows + 1, 256)
+        self.budget = CacheBudget(sizes, bound, max_rows, margin)
+        self.scheduler = Scheduler(decoder, self.budget, prefill_tokens)
+        self.vocabulary = spec.model.get_input_embeddings().weight.shape[0]
+        self.most_bytes = 0
+        self._decoder = decoder
+        self._arrivals = 0
+
+    def submit(self, request: RowRequest) -> Seen:
+        """Let a request wait."""
+        seen = Seen()
+        row = read_row(self._decoder, request, self.vocabulary)
+        assert self.budget.fits_alone(row.longest)
+        self.scheduler.add(Entry(self._arrivals, seen.ticket, row, row.length))
+        self._arrivals += 1
+        return seen
+
+    def step(self) -> None:
+        self.scheduler.step()
+        self.most_bytes = max(self.most_bytes, self.scheduler.stats().cache_bytes)
+
+    def run(self) -> None:
+        """Run until nothing is left."""
+        for _ in range(5000):
+            if not self.scheduler.busy:
+                return
+            self.step()
+        raise AssertionError("rows do not come to their end")
+
+
+class Seen:
+    """What the caller of a request has seen."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ticket = Ticket(self.events.append)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events if isinstance(event, Committed) for token in event.tokens]
+
+    @property
+    def end(self) -> Finished:
+        last = self.events[-1]
+        assert isinstance(last, Finished)
+        assert not any(isinstance(event, Finished) for event in self.events[:-1])
+        return last
+
+
+class Alternating(LogitsProcessor):
+    """Has memory: bans even tokens at every other call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls % 2 :: 2] -= 3.0
+        return scores
+
+
+class Repelled(LogitsProcessor):
+    """Remembers nothing: lowers the two tokens before."""
+
+    stateless = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter_add(1, input_ids[:, -2:], torch.full_like(scores[:, : min(2, input_ids.shape[1])], -2.0))
+
+
+class Breaking(LogitsProcessor):
+    """Raises where a text has reached a length. With memory it is called for committed tokens alone."""
+
+    def __init__(self, length: int, stateless: bool) -> None:
+        self.length = length
+        self.stateless = stateless
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise ArithmeticError("this processor breaks here")
+        return scores
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request and what becomes of it.
+
+    Attributes:
+        request: as it is submitted; `made` makes its processors anew for each run.
+        made: its processors.
+        breaks: new tokens after which a processor of it raises; None: none does.
+        arrives: the step before which it is submitted.
+        cancelled: the step before which it is cancelled; None: it is not.
+    """
+
+    request: RowRequest
+    made: tuple[Callable[[], LogitsProcessor], ...] = ()
+    breaks: int | None = None
+    arrives: int = 0
+    cancelled: int | None = None
+
+    def fresh(self) -> RowRequest:
+        """The request with processors that nobody has called."""
+        sampling = replace(self.request.sampling, processors=tuple(make() for make in self.made))
+        return replace(self.request, sampling=sampling)
+
+
+def alone(model: PreTrainedModel, asked: Asked) -> list[int]:
+    """What `generate` gives for a request alone, plain and with the seed of the request; nothing of it breaks."""
+    request, sampling = asked.request, asked.request.sampling
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        options = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
+        options |= {name: getattr(sampling, name) for name in ("top_p", "min_p") if getattr(sampling, name) is not None}
+    if sampling.repetition_penalty is not None:
+        options["repetition_penalty"] = sampling.repetition_penalty
+    processors: list[LogitsProcessor] = []
+    if sampling.logit_bias:
+        processors.append(LogitBias(sampling.logit_bias))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = (len(request.input_ids), sampling.presence_penalty, sampling.frequency_penalty)
+        processors.append(OccurrencePenalty(*counts))
+    made = [make() for make in asked.made]
+    processors += [each for each in made if not isinstance(each, Breaking)]
+    prompt = torch.tensor([request.input_ids])
+    out = selfspec.wrap(model, runtime=selfspec.Eager()).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=request.max_new_tokens,
+        seed=sampling.seed,
+        accept="coupled",
+        pad_token_id=0,
+        logits_processor=processors,
+        eos_token_id=sorted(request.eos or ()) or None,
+        **options,
+    )
+    tokens: list[int] = out.sequences[0, prompt.shape[1] : prompt.shape[1] + out.lengths[0]].tolist()
+    return tokens if asked.breaks is None else tokens[: asked.breaks]
+
+
+def random_requests(rng: random.Random, count: int, vocabulary: int, most: int) -> list[Asked]:
+    """Requests of every kind; prompt and new tokens of each are at most `most`."""
+    return [_random_request(rng, vocabulary, most) for _ in range(count)]
+
+
+def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
+    prompt = tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, most // 2)))
+    new = rng.randint(1, most - len(prompt))
+    made: list[Callable[[], LogitsProcessor]] = []
+    if rng.random() < 0.15:
+        made.append(Alternating)
+    if rng.random() < 0.15:
+        made.append(Repelled)
+    breaks = rng.randint(0, new) if rng.random() < 0.12 else None
+    if breaks is not None:
+        length, stateless = len(prompt) + breaks, rng.random() < 0.5
+        made.append(lambda: Breaking(length, stateless))
+    greedy = rng.random() < 0.5
+    sampling = RowSampling(
+        temperature=0.0 if greedy else rng.choice([0.7, 1.0, 1.3]),
+        top_k=0 if rng.random() < 0.6 else rng.randint(2, 9),
+        top_p=None if rng.random() < 0.7 else 0.8,
+        min_p=None if rng.random() < 0.8 else 0.05,
+        seed=rng.randrange(1000),
+        logit_bias={rng.randrange(vocabulary): 4.0} if rng.random() < 0.2 else {},
+        presence_penalty=0.7 if rng.random() < 0.2 else 0.0,
+        frequency_penalty=0.4 if rng.random() < 0.2 else 0.0,
+        repetition_penalty=1.3 if rng.random() < 0.15 else None,
+    )
+    eos = frozenset(rng.sample(range(vocabulary), 3)) if rng.random() < 0.5 else None
+    arrives = rng.choice([0, 0, rng.randint(0, 20)])
+    cancelled = arrives + rng.randint(0, 12) if rng.random() < 0.12 else None
+    logprobs = 2 if rng.random() < 0.1 else None
+    return Asked(RowRequest(prompt, new, sampling, eos, logprobs), tuple(made), breaks, arrives, cancelled)
+
+
+@dataclass
+class Mix:
+    """A run of many requests.
+
+    Attributes:
+        engine: that ran them.
+        seen: what the caller of each has seen.
+    """
+
+    engine: Stepped
+    seen: list[Seen] = field(default_factory=list)
+
+    def run(self, asked: list[Asked]) -> None:
+        """Submit, cancel and step until nothing is left."""
+        self.seen = []
+        seen: dict[int, Seen] = {}
+        for step in range(5000):
+            for number, each in enumerate(asked):
+                if each.arrives == step:
+                    seen[number] = self.engine.submit(each.fresh())
+                if each.cancelled == step and number in seen:
+                    seen[number].ticket.cancel()
+            if len(seen) == len(asked) and not self.engine.scheduler.busy:
+                break
+            self.engine.step()
+        self.seen = [seen[number] for number in range(len(asked))]
+
+
+def check_mix(model: PreTrainedModel, mix: Mix, asked: list[Asked], references: list[list[int]]) -> None:
+    """Every row is what it is alone, up to where it was cancelled or broke; nothing is left over."""
+    engine = mix.engine
+    for each, seen, expected in zip(asked, mix.seen, references, strict=True):
+        end = seen.end
+        assert (end.prompt_tokens, end.completion_tokens) == (len(each.request.input_ids), len(seen.tokens))
+        assert end.accepted <= end.drafted
+        broke = each.breaks is not None and len(expected) == each.breaks and _goes_on(each, expected)
+        if end.reason == "cancelled":
+            assert each.cancelled is not None
+            assert seen.tokens == expected[: len(seen.tokens)]
+        elif end.reason == "error":
+            assert broke
+            assert isinstance(end.error, selfspec.errors.RowError)
+            assert isinstance(end.error.__cause__, ArithmeticError)
+            # Tokens of the round that broke are not committed where the processor has memory.
+            assert seen.tokens == expected[: len(seen.tokens)]
+        else:
+            assert not broke
+            assert seen.tokens == expected
+            stopped = bool(expected) and expected[-1] in (each.request.eos or ())
+            assert end.reason == ("stop" if stopped else "length")
+        logprobs = [event.logprobs for event in seen.events if isinstance(event, Committed)]
+        assert all((found is None) == (each.request.logprobs is None) for found in logprobs)
+    stats = engine.scheduler.stats()
+    assert (stats.running, stats.prefilling, stats.waiting, stats.cache_bytes) == (0, 0, 0, 0)
+    assert engine.most_bytes <= engine.budget.bound
+    assert sum(stats.finished.values()) == len(asked)
+    assert stats.committed == sum(len(seen.tokens) for seen in mix.seen)
+
+
+def _goes_on(asked: Asked, tokens: list[int]) -> bool:
+    """Whether a text of these new tokens would have another one."""
+    ended = bool(tokens) and tokens[-1] in (asked.request.eos or ())
+    return len(tokens) < asked.request.max_new_tokens and not ended
+
+
+def caches_alive() -> int:
+    """Caches that something still holds."""
+    return sum(isinstance(each, SharedCache) for each in gc.get_objects())
+
+
+def small(**options: Any) -> PreTrainedModel:
+    """A model for mixes."""
+    return tiny.llama(vocab_size=24, num_hidden_layers=3, hidden_size=16, intermediate_size=16, **options)

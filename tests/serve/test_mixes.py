@@ -1,0 +1,101 @@
+"""Random mixes of requests that come, go, are cancelled and fail: each row is what it is alone, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.serving import Mix, Stepped, alone, caches_alive, check_mix, random_requests, small
+from helpers.shrunken import shrunken
+from selfspec.control import FixedLength
+
+DRAFTS: dict[str, tuple[str | None, object]] = {
+    "exit": ("exit:1", 3),
+    "tree": ("exit:1", FixedLength(3, nodes=6)),
+    "lookup": ("lookup", 4),
+    "int8": ("int8", 3),
+    "cascade": ("lookup+exit:1", 4),
+    "recycle": ("recycle", FixedLength(3, nodes=6)),
+    "cost aware": ("lookup+exit:2", None),
+    "none": (None, None),
+}
+MOST = 26
+
+
+def run_mix(model: PreTrainedModel, number: int, requests: int, draft: str) -> Stepped:
+    """One mix, on an engine of random size."""
+    rng = random.Random(number)
+    name, length = DRAFTS[draft]
+    spec = selfspec.wrap(model, name, draft_length=length)
+    tokens = rng.choice([MOST, 2 * MOST, 5 * MOST, None])
+    engine = Stepped(spec, rng.randint(1, 9), rng.choice([1, 3, 16, 200]), tokens, rng.choice([0, 4, 64]))
+    asked = random_requests(rng, requests, engine.vocabulary, MOST)
+    mix = Mix(engine)
+    mix.run(asked)
+    check_mix(model, mix, asked, [alone(model, each) for each in asked])
+    return engine
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_rows_of_a_mix_are_what_they_are_alone(draft: str) -> None:
+    run_mix(small(), sum(map(ord, draft)), 10, draft)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("number", range(200))
+def test_rows_of_200_mixes_are_what_they_are_alone(number: int) -> None:
+    run_mix(small(), number, 32, list(DRAFTS)[number % len(DRAFTS)])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("number", range(8))
+def test_rows_of_mixes_in_single_precision(number: int) -> None:
+    run_mix(small(dtype=torch.float32), 500 + number, 32, list(DRAFTS)[number % len(DRAFTS)])
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gpt2"])
+def test_other_architectures(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture](vocab_size=24, num_hidden_layers=3)
+    run_mix(model, len(architecture), 6, "exit")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "draft"),
+    [
+        pytest.param("jamba", "exit", marks=pytest.mark.contract),
+        pytest.param("bloom", "exit", marks=pytest.mark.contract),
+        pytest.param("mixtral", "exit", marks=pytest.mark.contract),
+        pytest.param("gemma2", "tree", marks=pytest.mark.contract),
+        pytest.param("mamba2", "lookup", marks=pytest.mark.contract),
+        ("lfm2", "exit"),
+        pytest.param("qwen3_next", "lookup", marks=pytest.mark.contract),
+    ],
+)
+def test_layers_with_states_and_other_kinds_of_positions(architecture: str, draft: str) -> None:
+    run_mix(shrunken(architecture).double(), 7, 5, draft)
+
+
+def test_rows_are_read_again_where_the_cache_is_small() -> None:
+    """A seed in which rows are preempted, with drafts that remember texts by row."""
+    preempted = 0
+    for number in range(3):
+        rng = random.Random(number)
+        engine = Stepped(selfspec.wrap(small(), "lookup+exit:1", draft_length=3), 6, 64, 2 * MOST)
+        asked = random_requests(rng, 8, engine.vocabulary, MOST)
+        mix = Mix(engine)
+        mix.run(asked)
+        check_mix(small(), mix, asked, [alone(small(), each) for each in asked])
+        preempted += engine.scheduler.stats().preemptions
+    assert preempted > 0
+
+
+def test_no_cache_outlives_its_rows() -> None:
+    before = caches_alive()
+    engine = run_mix(small(), 3, 6, "cascade")
+    assert caches_alive() == before
+    assert not engine.scheduler.busy
