@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         Recycling,
         ReducedVocabulary,
         SkipFile,
+        Suffixes,
+        Union,
     )
     from selfspec.errors import (
         BenchError,
@@ -92,8 +94,10 @@ __all__ = [
     "Stats",
     "StorageError",
     "StudyError",
+    "Suffixes",
     "Traced",
     "TrainingError",
+    "Union",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
@@ -126,6 +130,8 @@ _HOMES = {
         "Recycling",
         "ReducedVocabulary",
         "SkipFile",
+        "Suffixes",
+        "Union",
     ],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "decode.generation": ["Generation"],

@@ -32,7 +32,9 @@ from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.rows.decoder import Drafting, RowDecoder
 from selfspec.draft import Budget, Drafter
+from selfspec.draft.draft_state import Memory
 from selfspec.draft.named import AUTO, draft_name, parse_draft
+from selfspec.draft.recycling import RecyclingMemory
 from selfspec.errors import (
     ClosedError,
     DraftConfigError,
@@ -47,6 +49,7 @@ from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import check_saved_whole, stock_model
+from selfspec.model.vocabulary import Vocabulary
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
@@ -344,6 +347,28 @@ class SelfSpeculative:
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         recipe.save(place)
+
+    def forget(self) -> None:
+        """Forget what drafters kept of earlier texts, so that the next call starts as a new wrapper's does.
+
+        Recorded passes and substitutes stay.
+        """
+        for drafter in [key for key, memory in self._memories.items() if isinstance(memory, Memory)]:
+            del self._memories[drafter]
+
+    def save_candidates(self, file: str | Path) -> None:
+        """Write the table that `Recycling` has by now, bound to the model's tokenizer, for `Recycling.from_file`.
+
+        Raises:
+            DraftConfigError: nothing was recycled yet.
+            StorageError: the file cannot be written.
+        """
+        self._check_open()
+        memories = (memory for memory in self._memories.values() if isinstance(memory, RecyclingMemory))
+        memory = next(memories, None)
+        if memory is None:
+            raise DraftConfigError("nothing was recycled yet; wrap with draft='recycle', and generate first")
+        memory.save(file, Vocabulary.of(self.model))
 
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None

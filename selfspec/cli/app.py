@@ -14,6 +14,7 @@ from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
 from selfspec.cli.generate import EPILOG, generate
+from selfspec.cli.index import index
 from selfspec.cli.inspect import inspect
 from selfspec.cli.kernels import kernels
 from selfspec.cli.options import grouped
@@ -33,7 +34,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
     "Decode": [generate, chat, demo, inspect, kernels],
     "Measure": [calibrate, verify, bench],
-    "Find drafts": [quantize, search, ablate],
+    "Find drafts": [quantize, index, search, ablate],
 }
 for title, commands in _COMMANDS.items():
     for command in commands:

@@ -35,6 +35,18 @@ def calibrate(
             "exit. Look-ups, alone and before a path, trees along the best and plain decoding are always considered.",
         ),
     ] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Consider suffix trees over a corpus too: a file of `selfspec index`."),
+    ] = None,
+    candidates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="If recycling is chosen, begin with what it learns from the prompts: keep that in FILE, which the "
+            "profile names.",
+        ),
+    ] = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
     to: Annotated[
@@ -61,6 +73,7 @@ def calibrate(
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.tools.calibrate.candidates import considered
+    from selfspec.tools.calibrate.kept_candidates import with_candidates
     from selfspec.tools.calibrate.run import calibrate as run
 
     # The embedded model writes nothing but code.
@@ -73,11 +86,16 @@ def calibrate(
         check_output_folder(profile_place.folder())
     else:
         check_output_file(to)
+    if candidates is not None:
+        check_output_file(candidates)
+    given = None if corpus is None else str(corpus)
     checkpoint = model.load()
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         ids = [checkpoint.encode(text) for text in texts]
-        profile = run(checkpoint.model, ids, drafters, measurements, watch=StepBar(progress))
+        profile = run(checkpoint.model, ids, drafters, measurements, corpus=given, watch=StepBar(progress))
+    if candidates is not None:
+        profile = with_candidates(profile, checkpoint.model, ids, candidates)
     seconds = time.perf_counter() - started
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)

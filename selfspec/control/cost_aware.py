@@ -184,8 +184,9 @@ class CostAwareController(Controller):
             return
         for position, confidences in enumerate(self._confidences):
             for row, confidence in zip(rows, confidences, strict=True):
-                if row is not None and position < row.judged:
-                    self._acceptance.count(confidence, position < row.accepted)
+                along = 0 if row is None else row.accepted - row.strayed
+                if row is not None and position <= along and position < row.judged:
+                    self._acceptance.count(confidence, position < along)
         committed = self._committed.after([None if row is None else row.committed for row in rows])
         with_dropped = self._with_dropped.after([None if row is None else row.committed + row.dropped for row in rows])
         loss_budget = self._loss_budget(draft.match_length)

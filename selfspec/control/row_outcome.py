@@ -14,9 +14,11 @@ class RowOutcome:
         accepted: draft tokens accepted, committed or not.
         committed: tokens committed, the bonus or recovered token included.
         dropped: tokens accepted and then dropped to keep rows in lockstep.
+        strayed: accepted tokens off the first nodes of the tree, of which each is the child of the one before it.
     """
 
     judged: int
     accepted: int
     committed: int
     dropped: int = 0
+    strayed: int = 0

@@ -52,9 +52,10 @@ class RowVerdict:
 
     def outcome(self) -> RowOutcome:
         """Return what the controller learns of this row."""
-        return RowOutcome(
-            self.judged_of(self.run_length), self.accepted_of(self.run_length), len(self.tokens), self.dropped
-        )
+        accepted = self.accepted_of(self.run_length)
+        along = next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
+        judged = self.judged_of(self.run_length)
+        return RowOutcome(judged, accepted, len(self.tokens), self.dropped, accepted - along)
 
     def overlap_of(self, tokens: int) -> float:
         """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""

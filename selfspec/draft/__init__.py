@@ -13,6 +13,8 @@ from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
+from selfspec.draft.suffixes import Suffixes
+from selfspec.draft.union import Union
 
 __all__ = [
     "Assistant",
@@ -30,4 +32,6 @@ __all__ = [
     "ReducedVocabulary",
     "Resume",
     "SkipFile",
+    "Suffixes",
+    "Union",
 ]

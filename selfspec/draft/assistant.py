@@ -15,13 +15,14 @@ from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.growing import GrowingDrafter
 from selfspec.draft.tree_growth import grow
-from selfspec.errors import CheckpointError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
-from selfspec.model.checkpoint import load_checkpoint, load_tokenizer
+from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import stock_model
+from selfspec.model.vocabulary import tokens_by_id
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
@@ -165,7 +166,7 @@ def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> No
         DraftConfigError: naming a token that differs.
     """
     sizes = [each.get_output_embeddings().weight.shape[0] for each in (assistant, model)]
-    theirs, own = _tokens_by_id(assistant), _tokens_by_id(model)
+    theirs, own = tokens_by_id(assistant), tokens_by_id(model)
     if not theirs or not own:
         if sizes[0] != sizes[1]:
             raise DraftConfigError(
@@ -179,14 +180,3 @@ def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> No
             f"token {other} is {theirs[other]!r} for the assistant and {own[other]!r} for the model; an assistant "
             "needs the same tokens: take a smaller model of the same family"
         )
-
-
-def _tokens_by_id(model: PreTrainedModel) -> dict[int, str]:
-    """The tokens of a model that was loaded from a folder with a tokenizer; of any other none."""
-    folder = model.name_or_path
-    if not folder or not Path(folder).is_dir():
-        return {}
-    try:
-        return {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
-    except CheckpointError:
-        return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,11 @@ class CandidateTable:
     def longest(self) -> int:
         """Tokens of the longest context."""
         return len(self._keys)
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All it consists of, by name."""
+        return {"keys": self._keys, "candidates": self._rows}
 
     @property
     def nbytes(self) -> int:

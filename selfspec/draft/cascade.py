@@ -13,6 +13,7 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import CANDIDATES, Recycling
+from selfspec.draft.suffixes import Suffixes
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
     from selfspec.decode.verdict import Verdict
 
-_FREE = PromptLookup | Recycling
+Free = PromptLookup | Suffixes | Recycling
+"""What drafts without a model, and may come before other drafters."""
+
+_IN_ORDER = ([PromptLookup], [Suffixes], [Recycling], [PromptLookup, Recycling], [Suffixes, Recycling])
 
 
 @dataclass(frozen=True)
@@ -34,24 +38,24 @@ class Cascade(Drafter):
     and with drafts of a model have lately committed for what they cost. All of them learn from every round.
 
     Attributes:
-        first: looks up, or recycles.
+        first: looks up, draws suffix trees, or recycles.
         then: recycles behind a look-up, drafts along a path of the model or with an assistant, or is one more cascade.
     """
 
-    first: PromptLookup | Recycling
+    first: Free
     then: Drafter
 
     def __post_init__(self) -> None:
         *before, last = self.sources
-        free = [type(source) for source in self.sources if isinstance(source, _FREE)]
+        free = [type(source) for source in self.sources if isinstance(source, Free)]
         if (
-            not all(isinstance(source, _FREE) for source in before)
+            not all(isinstance(source, Free) for source in before)
             or not isinstance(last, LayerPathDrafter | Assistant | Recycling)
-            or free not in ([PromptLookup], [Recycling], [PromptLookup, Recycling])
+            or free not in _IN_ORDER
         ):
             raise DraftConfigError(
-                "a cascade is a look-up, recycling, or both in this order, and then a drafter along a path of the "
-                "model or an assistant, e.g. Cascade(PromptLookup(), EarlyExit(layer=4)), "
+                "a cascade is a look-up or suffix trees, recycling, or both in this order, and then a drafter along a "
+                "path of the model or an assistant, e.g. Cascade(PromptLookup(), EarlyExit(layer=4)), "
                 "Cascade(PromptLookup(), Recycling()) or Cascade(PromptLookup(), Cascade(Recycling(), EarlyExit(4))); "
                 f"got {self.first!r} and {self.then!r}"
             )

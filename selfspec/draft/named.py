@@ -1,18 +1,19 @@
 """Drafters by name.
 
 `exit:4`, `int8`, `int4+exit:20`, `int4:FILE`, `head:FOLDER@E`, `skip:attn=3,5;mlp=4;layers=7-9`, `skip-file:FILE`, any
-of these `+vocab:FILE`, `assistant:FOLDER`, `lookup`, `recycle`, `lookup+recycle`,
-`lookup+exit:4`, `auto` or `none`.
+of these `+vocab:FILE`, `assistant:FOLDER`, `lookup`, `suffix`, `suffix:FILE`, `recycle`, `recycle:FILE`,
+`lookup+recycle`, `lookup+exit:4`, `union:suffix+recycle+exit:4`, `auto` or `none`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from selfspec.arguments import shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.assistant import Assistant
-from selfspec.draft.cascade import Cascade
+from selfspec.draft.cascade import Cascade, Free
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
@@ -22,6 +23,8 @@ from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
+from selfspec.draft.suffixes import Suffixes
+from selfspec.draft.union import Union
 from selfspec.errors import DraftConfigError
 
 PLAIN = "none"
@@ -34,18 +37,22 @@ ASSISTANT = "assistant:"
 """What comes before the folder of an assistant."""
 
 _LOOK_UP = "lookup"
+_SUFFIX = "suffix"
 _RECYCLE = "recycle"
+_UNION = "union:"
 # What runs no model, and may come before other drafters.
-_FREE: dict[str, PromptLookup | Recycling] = {_LOOK_UP: PromptLookup(), _RECYCLE: Recycling()}
+_FREE = re.compile(r"(lookup|suffix|recycle)(?::(.+))?", re.DOTALL)
 _GRAMMAR = (
     "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
     "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
     "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, int8:FILE or int4:FILE from "
     "selfspec quantize, +exit:E behind these to leave early as well (int4+exit:20), skip-file:FILE for one "
     "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, assistant:FOLDER for "
-    "another checkpoint with the same vocabulary, lookup for look-ups in the text, recycle for trees of candidates "
-    "that earlier passes left, each alone or before any of these (lookup+exit:4, lookup+recycle, lookup+recycle+int8), "
-    "auto or auto:FILE for what selfspec calibrate found, or none for plain decoding"
+    "another checkpoint with the same vocabulary, lookup for look-ups in the text, suffix or suffix:FILE for trees of "
+    "all that followed in texts so far, and in a corpus from selfspec index, recycle or recycle:FILE for trees of "
+    "candidates that earlier passes left, alone or before any of these (lookup+exit:4, suffix+recycle+int8), union: "
+    "before suffix, recycle and one of these for one tree of all (union:suffix+recycle+exit:4), auto "
+    "or auto:FILE for what selfspec calibrate found, or none for plain decoding"
 )
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 # No model has layers of more digits, and Python reads no numbers of thousands of them.
@@ -68,18 +75,39 @@ def parse_draft(text: str) -> Drafter | None:
     given = text.strip()
     if given == PLAIN:
         return None
-    return _cascade(text, given, tuple(_FREE))
-
-
-def _cascade(text: str, given: str, free: tuple[str, ...]) -> Drafter:
-    """The drafter that `given`, a part of `text`, names, with the sources of `free` once each at most."""
-    name, behind, then = given.partition("+")
-    if name not in _FREE:
-        return _model_drafter(text, given)
-    if name not in free:
+    if given.startswith(_UNION):
+        return Union(*_sources(text, given.removeprefix(_UNION)))
+    *free, last = sources = list(_sources(text, given))
+    kinds = [type(source) for source in sources if isinstance(source, Free)]
+    if len(set(kinds)) < len(kinds):
         raise _malformed(text)
-    others = tuple(other for other in free if other != name)
-    return Cascade(_FREE[name], _cascade(text, then.strip(), others)) if behind else _FREE[name]
+    for source in reversed(free):
+        assert isinstance(source, Free)
+        last = Cascade(source, last)
+    return last
+
+
+def _sources(text: str, given: str) -> Iterator[Drafter]:
+    """The drafters that `given`, a part of `text`, names in order."""
+    name, behind, then = given.partition("+")
+    found = _FREE.fullmatch(name.strip())
+    if found is None:
+        yield _model_drafter(text, given.strip())
+        return
+    yield _free_source(text, found[1], found[2])
+    if behind:
+        yield from _sources(text, then)
+
+
+def _free_source(text: str, name: str, file: str | None) -> Free:
+    match name:
+        case "lookup" if file is None:
+            return PromptLookup()
+        case "suffix":
+            return Suffixes(file)
+        case "recycle":
+            return Recycling() if file is None else Recycling.from_file(file)
+    raise _malformed(text)
 
 
 def _model_drafter(text: str, given: str) -> LayerPathDrafter | Assistant:
@@ -125,10 +153,14 @@ def draft_name(drafter: Drafter | None) -> str:
             return f"{draft_name(draft_with)}+vocab:{file}"
         case PromptLookup() if drafter == PromptLookup():
             return _LOOK_UP
-        case Recycling() if drafter == Recycling():
-            return _RECYCLE
-        case Cascade() if drafter.first in _FREE.values():
+        case Suffixes(corpus=file) if drafter == Suffixes(file):
+            return _SUFFIX + (f":{file}" if file else "")
+        case Recycling(saved=file) if file or drafter == Recycling():
+            return _RECYCLE + (f":{file}" if file else "")
+        case Cascade() if draft_name(drafter.first) != repr(drafter.first):
             return f"{draft_name(drafter.first)}+{draft_name(drafter.then)}"
+        case Union() if all(draft_name(source) != repr(source) for source in drafter.sources):
+            return _UNION + "+".join(map(draft_name, drafter.sources))
         case Assistant(source=str(folder)):
             return f"{ASSISTANT}{folder}"
         case SkipFile(source=source):

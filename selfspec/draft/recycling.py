@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,14 +14,17 @@ from transformers import PreTrainedModel
 
 from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
+from selfspec.draft.candidate_file import About, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.draft_state import DraftState
+from selfspec.draft.draft_state import DraftState, Memory
 from selfspec.draft.drafter import Drafter
+from selfspec.draft.offer import Offer
 from selfspec.draft.rank_chances import RankChances
-from selfspec.draft.tree_shape import best_shape
+from selfspec.draft.tree_shape import best_shape, largest_products
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
+from selfspec.model.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
@@ -52,11 +56,13 @@ class Recycling(Drafter):
         candidates: kept for each context, 1 to 64.
         longest: tokens of the longest context, 1 to 16; 1 is the table of the paper.
         most_bytes: of the table, 8 KiB to 16 GiB. A new context takes the place of an older one where there is no room.
+        saved: the file that the table of a new wrapper is read from; None: it begins empty.
     """
 
     candidates: int = 8
     longest: int = 4
     most_bytes: int = 8 << 20
+    saved: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in _RANGES:
@@ -64,15 +70,31 @@ class Recycling(Drafter):
             if type(given) is not int or not least <= given <= most:
                 raise DraftConfigError(f"{name} must be an integer from {least} to {most}, got {shown(given)}")
 
+    @classmethod
+    def from_file(cls, file: str | Path) -> Recycling:
+        """Begin with a table that `SelfSpeculative.save_candidates` wrote. The file stays as it is.
+
+        Args:
+            file: safetensors; nothing is unpickled.
+
+        Raises:
+            DraftConfigError: the file is missing, truncated, foreign or of another format.
+        """
+        about = CandidateFile(file).about
+        return cls(about.candidates, about.longest, about.most_bytes, str(file))
+
     def check(self, depth: int) -> None:
         return
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         adapter.check_trees(model)
+        if self.saved is not None:
+            self._check_file(CandidateFile(self.saved), Vocabulary.of(model))
 
     def begin(self, batch: Batch) -> RecyclingState:
-        table = CandidateTable(self.candidates, self.longest, self.most_bytes)
-        memory = batch.memories.setdefault(self, RecyclingMemory(table))
+        if self not in batch.memories:
+            batch.memories[self] = RecyclingMemory(self.candidates, self.longest, self.most_bytes, self.saved)
+        memory = batch.memories[self]
         assert isinstance(memory, RecyclingMemory)
         for row in range(batch.size):
             memory.table.learn_text(batch.sequences.tokens_from(row, 0))
@@ -98,6 +120,23 @@ class Recycling(Drafter):
         state.proposed = Draft(tokens, tree, match_length=CANDIDATES)
         return state.proposed
 
+    def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
+        """Return what is offered to each running row: the tree of `look_up`, for each row by itself."""
+        memory = self._state(batch).memory
+        contexts = self._contexts(batch)
+        lengths = memory.table.find(contexts).lengths.tolist()
+        return [(self._offer(memory, contexts[row : row + 1], length, budget),) for row, length in enumerate(lengths)]
+
+    def _offer(self, memory: RecyclingMemory, context: NDArray[np.int64], length: int, budget: Budget) -> Offer:
+        chances = memory.chances[max(length, 1) - 1].rates()
+        tree = largest_products(chances, budget.nodes if length else 0, budget.depth).tree
+        tokens: list[int] = memory.grown(context, tree)[0].tolist()
+        shares: dict[tuple[int, ...], float] = {}
+        for path, rank in zip(tree.paths, tree.ranks, strict=True):
+            # A candidate that is there twice has the chance of the first.
+            shares.setdefault(tuple(tokens[node] for node in path), chances[rank])
+        return Offer(length, shares)
+
     def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         state = self._state(batch)
         if draft is state.proposed:
@@ -107,6 +146,16 @@ class Recycling(Drafter):
         contexts = contexts_of(self._contexts(batch), draft.tokens.cpu().numpy(), draft.tree)
         candidates = logits.topk(min(self.candidates, logits.shape[-1])).indices.cpu().numpy()
         state.memory.table.learn(contexts.reshape(-1, self.longest), candidates.reshape(-1, candidates.shape[-1]))
+
+    def _check_file(self, file: CandidateFile, vocabulary: Vocabulary) -> None:
+        if not file.about.vocabulary.is_same(vocabulary):
+            raise DraftConfigError(
+                f"{self.saved} holds candidates of another tokenizer than the model's; draft with Recycling() alone, "
+                "or save a table of this model"
+            )
+        about = (file.about.candidates, file.about.longest, file.about.most_bytes)
+        if about != (self.candidates, self.longest, self.most_bytes):
+            raise DraftConfigError(f"{self.saved} holds another table by now; make the draft of it anew")
 
     def _state(self, batch: Batch) -> RecyclingState:
         state = self.state(batch)
@@ -120,21 +169,42 @@ class Recycling(Drafter):
         return np.array([[*[NONE] * (self.longest - len(end)), *end] for end in ends], dtype=np.int64)
 
 
-class RecyclingMemory:
+class RecyclingMemory(Memory):
     """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
 
     Args:
-        table: candidates of each context.
+        candidates: kept for each context.
+        longest: tokens of the longest context.
+        nbytes: the most that the table takes.
+        saved: the file that all of it is read from; None: nothing is known at first.
 
     Attributes:
-        table: the same.
+        table: candidates of each context.
         chances: of the ranks, in drafts after contexts of one token, of two, ...
     """
 
-    def __init__(self, table: CandidateTable) -> None:
-        self.table = table
-        first = (_CHANCES[min(length, 1)] for length in range(table.longest))
-        self.chances = [RankChances([*rates, *[0.005] * table.kept][: table.kept], _WEIGHT) for rates in first]
+    def __init__(self, candidates: int, longest: int, nbytes: int, saved: str | None = None) -> None:
+        self._size = (candidates, longest, nbytes)
+        self.table = CandidateTable(candidates, longest, nbytes)
+        first = (_CHANCES[min(length, 1)] for length in range(longest))
+        self.chances = [RankChances([*rates, *[0.005] * candidates][:candidates], _WEIGHT) for rates in first]
+        if saved is not None:
+            kept = CandidateFile(saved).read(self._arrays())
+            for name, values in self._arrays().items():
+                values[:] = kept[name]
+
+    def save(self, file: str | Path, vocabulary: Vocabulary) -> None:
+        """Write all of it to a file.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        write_candidates(file, About(1, vocabulary, *self._size), self._arrays())
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """What it consists of, by name; what is written there is known from then on."""
+        counts = {f"chances.{length}": chances.counts for length, chances in enumerate(self.chances)}
+        return {**self.table.arrays, **counts}
 
     def grown(self, contexts: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
         """Return the token of each node, `[rows, nodes]`.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice
-from selfspec.draft import Assistant, Cascade, Drafter, EarlyExit, LowPrecision, ReducedVocabulary
+from selfspec.draft import Assistant, Cascade, Drafter, EarlyExit, LowPrecision, ReducedVocabulary, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import draft_name
 from selfspec.errors import DraftConfigError
@@ -83,6 +83,8 @@ class Placement:
     def _fitted(self, draft: Drafter) -> Drafter:
         if isinstance(draft, Cascade):
             return replace(draft, then=self._fitted(draft.then))
+        if isinstance(draft, Union):
+            return Union(*map(self._fitted, draft.sources))
         if isinstance(draft, ReducedVocabulary):
             fitted = self._fitted(draft.draft_with)
             assert isinstance(fitted, LayerPathDrafter)
@@ -109,7 +111,7 @@ class Placement:
 
     def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
         """c, predicted."""
-        last = draft.sources[-1] if isinstance(draft, Cascade) else draft
+        last = draft.sources[-1] if isinstance(draft, Cascade | Union) else draft
         bandwidth = self.plan.bandwidth
         if bits_of(last) is not None and self.plan.draft_step is not None:
             return self.plan.draft_step
@@ -132,8 +134,8 @@ def bits_of(draft: Drafter) -> int | None:
     Raises:
         DraftConfigError: it reads them from a file, or in other groups than a budget's.
     """
-    if isinstance(draft, Cascade):
-        return bits_of(draft.then)
+    if isinstance(draft, Cascade | Union):
+        return bits_of(draft.sources[-1])
     if isinstance(draft, ReducedVocabulary):
         return bits_of(draft.draft_with)
     if not isinstance(draft, LowPrecision):

@@ -37,6 +37,7 @@ COMMANDS = (
     "ablate",
     "search",
     "quantize",
+    "index",
     "train",
 )
 TRAININGS = ("layerskip", "plain", "exit", "average", "vocabulary")

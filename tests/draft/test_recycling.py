@@ -13,7 +13,7 @@ import selfspec
 from helpers import tiny
 from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
-from selfspec.draft.candidate_table import NONE, CandidateTable
+from selfspec.draft.candidate_table import NONE
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.recycling import RecyclingMemory, contexts_of
 
@@ -60,21 +60,21 @@ def test_the_draft_has_branches_and_prompts_are_learnt(llama: PreTrainedModel) -
 
 
 def test_a_tree_grows_from_the_candidates_of_each_node() -> None:
-    table = CandidateTable(2, 1, 1 << 16)
-    table.learn(np.array([[1], [2], [3]]), np.array([[2, 3], [4, 5], [6, 7]]))
+    memory = RecyclingMemory(2, 1, 1 << 16)
+    memory.table.learn(np.array([[1], [2], [3]]), np.array([[2, 3], [4, 5], [6, 7]]))
     # Two children, two of the first and one of the second; nothing is known after 4.
     tree = Tree((-1, -1, 0, 0, 1, 2))
-    grown = RecyclingMemory(table).grown(np.array([[1], [3]]), tree)
+    grown = memory.grown(np.array([[1], [3]]), tree)
     assert grown.tolist() == [[2, 3, 4, 5, 6, 4], [6, 7, 6, 6, 7, 6]]
 
 
 def test_the_longest_known_context_of_each_node_decides() -> None:
-    table = CandidateTable(2, 2, 1 << 16)
-    table.learn(np.array([[9, 1], [9, 2], [1, 2]]), np.array([[2, 3], [4, 5], [6, 7]]))
+    memory = RecyclingMemory(2, 2, 1 << 16)
+    memory.table.learn(np.array([[9, 1], [9, 2], [1, 2]]), np.array([[2, 3], [4, 5], [6, 7]]))
     tree = Tree((-1, -1, 0, 1))
     # After 9 1 come 2 and 3; after 1 2 comes 6. Of 8 1 the 1 alone is known, and nothing of 3.
-    assert RecyclingMemory(table).grown(np.array([[9, 1], [8, 1]]), tree).tolist() == [[2, 3, 6, 3]] * 2
-    assert table.find(np.array([[9, 1], [8, 1], [1, 5]])).lengths.tolist() == [2, 1, 0]
+    assert memory.grown(np.array([[9, 1], [8, 1]]), tree).tolist() == [[2, 3, 6, 3]] * 2
+    assert memory.table.find(np.array([[9, 1], [8, 1], [1, 5]])).lengths.tolist() == [2, 1, 0]
 
 
 def test_every_node_is_learnt_after_its_own_ancestors() -> None:

@@ -103,6 +103,8 @@ class OwnArm:
 
     def decode(self, prompts: Tensor, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)
+        # A prompt comes again in every turn, and would be drafted from what was written the last time.
+        self.wrapped.forget()
         generation = self.wrapped.stream(prompts, torch.ones_like(prompts), seed=seed, **cell.options)
         rounds = [next(generation)]
         first_seconds = watch.read()

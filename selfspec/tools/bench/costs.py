@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from selfspec.api import wrap
-from selfspec.draft import Cascade, Drafter, PromptLookup
+from selfspec.draft import Cascade, Drafter, PromptLookup, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.measure.costs import MeasuredCosts, measure_costs, verify_cost
@@ -77,8 +77,8 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
 
 
 def _last(draft: Drafter | None) -> Drafter | None:
-    """The last source of a cascade."""
-    return draft.sources[-1] if isinstance(draft, Cascade) else draft
+    """The last source of a cascade or union."""
+    return draft.sources[-1] if isinstance(draft, Cascade | Union) else draft
 
 
 def _path(draft: Drafter | None) -> LayerPathDrafter | None:

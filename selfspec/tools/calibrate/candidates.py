@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.arguments import shown
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
-from selfspec.draft import Cascade, Drafter, EarlyExit, LowPrecision, PromptLookup
+from selfspec.draft import Cascade, Drafter, EarlyExit, LowPrecision, PromptLookup, Recycling, Suffixes, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
@@ -109,14 +109,18 @@ def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) ->
 
 
 def to_confirm(
-    predictions: Mapping[str, Forecast], drafters: Mapping[str, LayerPathDrafter], nodes: int = 0
+    predictions: Mapping[str, Forecast],
+    drafters: Mapping[str, LayerPathDrafter],
+    nodes: int = 0,
+    corpus: str | None = None,
 ) -> dict[str, Candidate]:
-    """Look-ups alone, the best paths alone and behind look-ups, and trees along the very best, by name.
+    """Look-ups alone, the best paths alone and behind look-ups; recycling, and trees along the very best, by name.
 
     Args:
         predictions: the best first.
         drafters: by the same names.
         nodes: of the largest trees to try; a smaller budget has half as many. 0: no trees.
+        corpus: a file of `selfspec index`, for suffix trees; None: none.
     """
     look_up = PromptLookup()
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
@@ -125,12 +129,17 @@ def to_confirm(
         candidates += [Candidate(path), Candidate(Cascade(look_up, path))]
     budgets = [budget for budget in (nodes // 2, nodes) if budget > 1]
     candidates += [Candidate(path, budget) for path in worth[:1] for budget in budgets]
+    if budgets:
+        free: list[Recycling | Suffixes] = [Recycling()] if corpus is None else [Suffixes(corpus), Recycling()]
+        candidates += [Candidate(Recycling(), budget) for budget in budgets]
+        candidates += [Candidate(Union(*free), budget) for budget in budgets if corpus is not None]
+        candidates += [Candidate(Union(*free, path), nodes) for path in worth[:1]]
     return {each.name: each for each in candidates}
 
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:
     """The path of the model that a candidate drafts along; None: it looks up."""
-    path = draft.sources[-1] if isinstance(draft, Cascade) else draft
+    path = draft.sources[-1] if isinstance(draft, Cascade | Union) else draft
     return path if isinstance(path, LayerPathDrafter) else None
 
 

@@ -145,6 +145,8 @@ def generation_options(temperature: float, asked: Measurements) -> dict[str, Any
 def _generated(
     spec: SelfSpeculative, prompt: Mapping[str, Any], temperature: float, asked: Measurements, seed: int
 ) -> Stats:
+    # A prompt comes again in every turn, and would be drafted from what was written the last time.
+    spec.forget()
     return spec.generate(**prompt, seed=seed, **generation_options(temperature, asked)).stats
 
 

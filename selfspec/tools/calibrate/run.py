@@ -16,6 +16,7 @@ from selfspec.control.costs import BatchCosts
 from selfspec.control.forecast import Forecast
 from selfspec.control.profile import Chosen, Profile
 from selfspec.control.setting import Setting
+from selfspec.draft import Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import PLAIN, draft_name
 from selfspec.errors import PromptError, UnsupportedModelError
@@ -73,20 +74,22 @@ def calibrate(
     drafters: Sequence[LayerPathDrafter] | None = None,
     measurements: Measurements | None = None,
     *,
+    corpus: str | None = None,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
 ) -> Profile:
     """Find the draft that decodes fastest here, greedily and sampling.
 
     Considered are plain decoding, look-ups, every exit, the model in 8 and in 4 bits, exits in 8 bits (or the drafts
-    given), look-ups before each, and trees along the best. The formula narrows them down; what is chosen was the
-    fastest in real generations in turns with plain decoding, and surely faster than that.
+    given), look-ups before each, recycling, and trees along the best. The formula narrows them down; what is chosen was
+    the fastest in real generations in turns with plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
         prompts: token ids, each `[1, prompt]`, on the model's device; what is measured holds for texts like these.
         drafters: drafts along a path of the model to consider in place of the usual ones.
         measurements: how much is measured; None: the defaults.
+        corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
         watch: shows progress, stage by stage.
 
@@ -103,6 +106,8 @@ def calibrate(
         named = fitting(named, model, found)
     for drafter in named.values():
         drafter.check_model(model, found)
+    if corpus is not None:
+        Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
     plain = wrap(bare(model), adapter=found, runtime=Traced(after=0))
     grouped = _checked(plain, prompts, asked)
@@ -129,7 +134,7 @@ def calibrate(
     nodes = asked.nodes if _reads_trees(model, found) else 0
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
-        candidates = to_confirm(predictions, named, nodes)
+        candidates = to_confirm(predictions, named, nodes, corpus)
         confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, progress)
         best = fastest(confirmed)
         winners.append(None if best is None else candidates[best.name])

@@ -101,10 +101,19 @@ def test_trees_of_two_sizes_are_tried_along_the_best_path() -> None:
     rates = {"exit:1": 0.9, "exit:3": 0.95}
     predictions = predicted(rates, _costs(exit_1=0.2, exit_3=0.4), 4)
     found = to_confirm(predictions, considered(4, None), nodes=6)
-    assert list(found)[-2:] == ["exit:1, 3 nodes", "exit:1, 6 nodes"]
-    assert [(each.nodes, each.levels(4)) for each in found.values()][-2:] == [(3, 3), (6, 4)]
+    assert list(found)[-5:-3] == ["exit:1, 3 nodes", "exit:1, 6 nodes"]
+    assert [(each.nodes, each.levels(4)) for each in found.values()][-5:-3] == [(3, 3), (6, 4)]
     assert found["exit:1"].levels(4) == 4
-    assert len(to_confirm(predictions, considered(4, None), nodes=1)) == len(found) - 2
+    assert len(to_confirm(predictions, considered(4, None), nodes=1)) == len(found) - 5
+
+
+def test_recycling_and_a_union_are_tried_where_trees_are() -> None:
+    costs = _costs(exit_1=0.2, exit_3=0.4)
+    predictions = predicted({"exit:1": 0.9, "exit:3": 0.95}, costs, 4)
+    found = to_confirm(predictions, considered(4, None), nodes=6)
+    names = ["recycle, 3 nodes", "recycle, 6 nodes", "union:recycle+exit:1, 6 nodes"]
+    assert list(found)[-3:] == names
+    assert [costs_of(found[name].draft, costs).draft for name in names] == [0.0, 0.0, 0.2]
 
 
 def _confirmed(**speedups: float) -> list[Confirmed]:

@@ -1,0 +1,109 @@
+"""A corpus in a file: token ids and the order of their contexts, as safetensors, bound to the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from selfspec.draft.text_places import NONE, SortedCorpus, Tokens, sorted_ends
+from selfspec.errors import DraftConfigError
+from selfspec.files.json_text import parsed
+from selfspec.files.writing import whole
+from selfspec.model.vocabulary import Vocabulary
+
+_ABOUT = "corpus"
+_REWRITE = "write it again: selfspec index"
+LONGEST = 16
+"""Tokens of a context that places are sorted by."""
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a file says of itself."""
+
+    format: Literal[1]
+    vocabulary: Vocabulary
+
+
+class CorpusFile:
+    """A corpus that `write_corpus` wrote. It is mapped into memory, and read as far as searches go.
+
+    Args:
+        file: safetensors; nothing is unpickled.
+
+    Attributes:
+        source: the file, for messages.
+        vocabulary: which tokens its ids are.
+        corpus: what is searched.
+
+    Raises:
+        DraftConfigError: it is missing, truncated, foreign or of another format.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self.source = str(file)
+        try:
+            tensors = cast(Any, safe_open(self.source, framework="pt"))
+            self.vocabulary = parsed((tensors.metadata() or {}).get(_ABOUT, ""), _About).vocabulary
+            tokens, ends = tensors.get_tensor("tokens"), tensors.get_tensor("ends")
+        # ValueError: it says nothing of itself, or something else.
+        except (OSError, SafetensorError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DraftConfigError(f"{file} cannot be read as a corpus ({reason}); {_REWRITE}") from error
+        if not (_is_within(tokens, NONE, self.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))):
+            raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
+        self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
+
+    def check(self, vocabulary: Vocabulary) -> None:
+        """Refuse the corpus for a model with other tokens.
+
+        Raises:
+            DraftConfigError: saying so.
+        """
+        if not self.vocabulary.is_same(vocabulary):
+            raise DraftConfigError(
+                f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
+            )
+
+
+def _is_within(numbers: Tensor, least: int, most: int) -> bool:
+    if numbers.dtype != torch.int32 or numbers.ndim != 1 or not len(numbers):
+        return False
+    smallest, largest = numbers.aminmax()
+    return least <= int(smallest) and int(largest) <= most
+
+
+def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:
+    """Write a corpus: the whole file or none of it.
+
+    Args:
+        file: what to write; replaced if it is there.
+        texts: token ids of each.
+        vocabulary: which tokens these are.
+
+    Returns:
+        How many tokens it holds.
+
+    Raises:
+        DraftConfigError: the texts hold no tokens.
+        StorageError: it cannot be written.
+    """
+    between = np.array([NONE], dtype=np.int32)
+    parts: list[Tokens] = [each for text in texts for each in (np.asarray(text, dtype=np.int32), between)]
+    tokens = np.concatenate(parts) if parts else between
+    if len(tokens) == len(parts) // 2:
+        raise DraftConfigError("a corpus needs texts with tokens; give others")
+    ends = sorted_ends(tokens, LONGEST)
+    about = json.dumps(asdict(_About(1, vocabulary)))
+    with whole(Path(file)) as draft:
+        save_file({"tokens": torch.from_numpy(tokens), "ends": torch.from_numpy(ends)}, draft, {_ABOUT: about})
+    return len(tokens) - len(parts) // 2

@@ -1,0 +1,200 @@
+"""What sources without a model offer for the next tokens: paths with chances, merged into one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Budget
+from selfspec.draft.tree_shape import sizes_within
+
+Path = tuple[int, ...]
+
+# No source is surer than this of a token, and how many places count for what is held of a kind at first.
+_SUREST, _WEIGHT = 0.98, 4.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one source offers after the text of one row.
+
+    Attributes:
+        kind: what it is trusted by, such as the length of a match; a larger one promises more.
+        shares: of each path that it knows, by its tokens: how likely the source holds the last of them to be after the
+            others. A path comes after its beginnings.
+    """
+
+    kind: int
+    shares: dict[Path, float]
+
+    def reach(self, trust: float) -> dict[Path, float]:
+        """The chance that all tokens of a path are accepted, of each path.
+
+        Args:
+            trust: how often tokens of such offers were accepted, over how often they were held to be.
+        """
+        reach: dict[Path, float] = {(): 1.0}
+        for path, share in self.shares.items():
+            reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
+        del reach[()]
+        return reach
+
+
+class Trust:
+    """How often what sources offer is accepted, by source and kind of offer."""
+
+    def __init__(self) -> None:
+        self._accepted: dict[Hashable, float] = {}
+        self._promised: dict[Hashable, float] = {}
+
+    def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
+        """The chance that all tokens of a path are accepted, of each path that some source offers: as the surest says.
+
+        Args:
+            offers: to one row, of each source.
+            place: where in drafts they would stand; trust is apart by that.
+        """
+        reach: dict[Path, float] = {}
+        for source, offer in enumerate(offers):
+            key = (place, source, offer.kind)
+            trust = (_WEIGHT + self._accepted.get(key, 0.0)) / (_WEIGHT + self._promised.get(key, 0.0))
+            for path, chance in offer.reach(trust).items():
+                reach[path] = max(chance, reach.get(path, 0.0))
+        return reach
+
+    def count(self, offers: Sequence[Offer], outcome: Outcome, place: Hashable = 0) -> None:
+        """Learn what became of offers: at each place that was reached, of their own nodes alone."""
+        for source, offer in enumerate(offers):
+            key = (place, source, offer.kind)
+            for before, children, accepted in outcome.places():
+                offered = [child for child in children if (*before, child) in offer.shares]
+                promised = sum(offer.shares[*before, child] for child in offered)
+                self._promised[key] = self._promised.get(key, 0.0) + promised
+                self._accepted[key] = self._accepted.get(key, 0.0) + (accepted in offered)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the draft of one row.
+
+    Attributes:
+        tree: of the draft.
+        tokens: of each node.
+        path: the nodes that were accepted.
+        first: the number of the first node that counts; those before are of another source.
+    """
+
+    tree: Tree
+    tokens: Sequence[int]
+    path: Sequence[int]
+    first: int = 0
+
+    def places(self) -> Iterator[tuple[Path, list[int], int | None]]:
+        """The places that were reached: the tokens before, those of the children that count, the accepted child's."""
+        for depth, place in enumerate((-1, *self.path)):
+            before = tuple(self.tokens[node] for node in self.path[:depth])
+            children = [self.tokens[node] for node in self.tree.children[place + 1] if node >= self.first]
+            accepted = self.path[depth] if depth < len(self.path) else None
+            yield before, children, None if accepted is None or accepted < self.first else self.tokens[accepted]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Nodes of what was offered to some rows, the same for all.
+
+    Attributes:
+        parents: of each node.
+        tokens: of each node, by row; `None` where a row has no such node.
+    """
+
+    parents: tuple[int, ...]
+    tokens: list[list[int | None]]
+
+
+def merged(
+    rows: Sequence[dict[Path, float]],
+    most: Budget,
+    promise: Callable[[int, float], float],
+    branches: bool,
+    under: Sequence[dict[Path, int]] = (),
+) -> Merged:
+    """Merge what is offered to each row into the tree that promises most for its cost.
+
+    Each row has a tree of its own; of all of them together those nodes are taken that are reached most often, where a
+    node is a first, second, ... child of another.
+
+    Args:
+        rows: the chance of each path, of each row, as `Trust.reach` gives them.
+        most: the largest tree.
+        promise: what a tree of so many nodes is worth that commits so many tokens in expectation; no tree may be worth
+            more than any.
+        branches: whether a node may have several children; else the tree is a chain.
+        under: of each row the nodes that a draft has already, by the tokens of their paths, the same numbers in all:
+            the tree is of further ones, and numbered after these.
+    """
+    drawn = under or [{}] * len(rows)
+    ranked = [_by_rank(*each, most, branches) for each in zip(rows, drawn, strict=True)]
+    reached: dict[Path, float] = {}
+    for row in ranked:
+        for place, node in row.items():
+            reached[place] = reached.get(place, 0.0) + node.reach / len(rows)
+    # A node is reached no more often than its parent and its likelier siblings, and comes after them.
+    chosen = sorted(reached, key=lambda place: (-reached[place], len(place), place))
+    sizes = [size for size in sizes_within(most.nodes) if size <= len(chosen)]
+    taken = chosen[: max(sizes, key=lambda size: promise(size, sum(reached[place] for place in chosen[:size])))]
+    first = len(drawn[0])
+    numbers = {(): -1} | {_place_of(node): node for node in range(first)}
+    numbers |= {place: number for number, place in enumerate(taken, first)}
+    tokens = [[row[place].token if place in row else None for place in taken] for row in ranked]
+    return Merged(tuple(numbers[place[:-1]] for place in taken), tokens)
+
+
+def _place_of(node: int) -> Path:
+    """The place of a node that a draft has already: ranks of others are no less than 0."""
+    return (-1 - node,)
+
+
+@dataclass(frozen=True)
+class _Node:
+    token: int
+    reach: float
+
+
+def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, branches: bool) -> dict[Path, _Node]:
+    """The likeliest nodes of a row, by how many likelier siblings they and those before them have."""
+    likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
+    ranks: dict[Path, Path] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
+    children: dict[Path, int] = {}
+    nodes: dict[Path, _Node] = {}
+    for path in likeliest:
+        before, rank = ranks.get(path[:-1]), children.get(path[:-1], 0)
+        if path in drawn or before is None or (rank and not branches) or len(path) > most.depth:
+            continue
+        children[path[:-1]] = rank + 1
+        ranks[path] = (*before, rank)
+        nodes[ranks[path]] = _Node(path[-1], reach[path])
+        if len(nodes) == most.nodes:
+            break
+    return nodes
+
+
+def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, float]:
+    """Return how likely each token of some continuations is where those before it stand, by how often it comes.
+
+    What was never seen has the share of the tokens that were (Witten and Bell, 1991, method C).
+
+    Args:
+        continuations: each with its weight.
+    """
+    counts: dict[Path, float] = {(): 0.0}
+    kinds: dict[Path, int] = {}
+    for weight, tokens in continuations:
+        counts[()] += weight
+        for length in range(1, len(tokens) + 1):
+            path = tuple(tokens[:length])
+            if path not in counts:
+                counts[path] = 0.0
+                kinds[path[:-1]] = kinds.get(path[:-1], 0) + 1
+            counts[path] += weight
+    return {path: count / (counts[path[:-1]] + kinds[path[:-1]]) for path, count in counts.items() if path}

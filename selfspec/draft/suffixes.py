@@ -1,0 +1,188 @@
+"""Drafting by counts: what followed wherever texts ended as this one does, several continuations of it in one tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from selfspec.arguments import shown
+from selfspec.draft.corpus_file import LONGEST, CorpusFile
+from selfspec.draft.draft import Budget
+from selfspec.draft.merging import MergingDrafter, MergingState
+from selfspec.draft.offer import Offer, counted
+from selfspec.draft.text_places import NONE, TextMemory, Tokens, places_in
+from selfspec.errors import DraftConfigError
+from selfspec.model.adapter import Adapter
+from selfspec.model.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec.decode.batch import Batch
+    from selfspec.decode.verdict import Verdict
+    from selfspec.draft.draft import Draft
+
+# Places that are enough to count; where fewer are alike in as many tokens, those alike in fewer count too, less each.
+_ENOUGH, _SHORTER = 8, 0.3
+# Matches this long or longer are trusted alike.
+_LONG_MATCH = 12
+
+
+@dataclass(frozen=True)
+class Suffixes(MergingDrafter):
+    """Suffix trees of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
+
+    Continuations of the longest matches in the prompt, the output, earlier texts of the wrapper and a corpus are merged
+    into one tree, weighted by how often each was found (arXiv 2311.08252, 2411.04975). Nothing is drawn, so q is
+    one-hot at each node.
+
+    Earlier texts are the wrapper's, prompts included. Under greedy decoding and under `coupled` they change speed
+    alone; sampled otherwise, a seed repeats its tokens with a new wrapper.
+
+    Attributes:
+        corpus: a file of `selfspec index`; None: no corpus.
+        most_bytes: of earlier texts, at most 64 MiB; the oldest make room. 0: none are kept. Each round reads through
+            all of them.
+
+    Raises:
+        DraftConfigError: `most_bytes` is out of range, or the corpus cannot be used.
+    """
+
+    corpus: str | None = None
+    most_bytes: int = 1 << 20
+    _opened: CorpusFile | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if type(self.most_bytes) is not int or not 0 <= self.most_bytes <= 1 << 26:
+            raise DraftConfigError(f"most_bytes must be an integer from 0 to {1 << 26}, got {shown(self.most_bytes)}")
+        if self.corpus is not None:
+            object.__setattr__(self, "_opened", CorpusFile(self.corpus))
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
+        if self._opened is not None:
+            self._opened.check(Vocabulary.of(model))
+
+    def begin(self, batch: Batch) -> SuffixState:
+        memory = batch.memories.setdefault(self, TextMemory(self.most_bytes))
+        assert isinstance(memory, TextMemory)
+        longest = batch.sequences.width + batch.stopping.max_new_tokens
+        return SuffixState(memory, {row: OwnText(longest) for row in range(batch.size)})
+
+    def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
+        state = self.state(batch)
+        assert isinstance(state, SuffixState)
+        return [(self._offer(state, batch, row, budget.depth),) for row in batch.running]
+
+    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(batch, draft, logits, verdict)
+        state = self.state(batch)
+        assert isinstance(state, SuffixState)
+        for row, found in verdict.rows.items():
+            if found.ended and self.most_bytes:
+                state.memory.add([*batch.sequences.tokens_from(row, 0), *found.tokens])
+
+    def _offer(self, state: SuffixState, batch: Batch, row: int, depth: int) -> Offer:
+        own = state.texts[row]
+        own.extend(batch.sequences.tokens_from(row, own.length))
+        context: list[int] = own.tokens[-LONGEST:].tolist()
+        # Of a loop that reaches the end of the text, what follows is its beginning.
+        found = [_Found(own.tokens, places_in(own.tokens, context, LONGEST), goes_round=True)]
+        found.append(_Found(state.memory.tokens, state.memory.places(context, LONGEST)))
+        if self._opened is not None:
+            corpus = self._opened.corpus
+            found.append(_Found(corpus.tokens, corpus.places(context, LONGEST)))
+        longest = max(len(each.places) for each in found)
+        shares = counted(_weighted(found, longest, depth))
+        return Offer(min(longest, _LONG_MATCH), shares)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a context was found in a text.
+
+    Attributes:
+        tokens: the text.
+        places: as `places_in` gives them.
+        goes_round: whether the text goes on at the place itself where it ends.
+    """
+
+    tokens: Tokens
+    places: Sequence[np.ndarray]
+    goes_round: bool = False
+
+    def continuations(self, length: int, depth: int) -> Counter[tuple[int, ...]]:
+        """Count what follows the places alike in `length` tokens and no more, as far as that is known."""
+        if length > len(self.places):
+            return Counter()
+        places = self.places[length - 1]
+        if length < len(self.places):
+            places = np.setdiff1d(places, self.places[length], assume_unique=True)
+        steps = np.arange(depth)
+        if self.goes_round:
+            steps = steps % (len(self.tokens) - places[:, None])
+        # Every other text ends with `NONE`.
+        reads = np.minimum(places[:, None] + steps, len(self.tokens) - 1)
+        return Counter(map(_up_to_end, self.tokens[reads].tolist()))
+
+
+def _up_to_end(tokens: list[int]) -> tuple[int, ...]:
+    return tuple(tokens[: tokens.index(NONE)] if NONE in tokens else tokens)
+
+
+def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Continuations of the longest matches, and of shorter ones until there are enough."""
+    places = 0
+    for length in range(longest, 0, -1):
+        for each in found:
+            counts = each.continuations(length, depth)
+            places += counts.total()
+            for tokens, count in counts.items():
+                yield count * _SHORTER ** (longest - length), tokens
+        if places >= _ENOUGH:
+            break
+
+
+class OwnText:
+    """The text of a row, which grows.
+
+    Args:
+        longest: tokens that it may have.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._tokens: Tokens = np.empty(longest, dtype=np.int32)
+        self.length = 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """So far."""
+        return self._tokens[: self.length]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what comes next."""
+        self._tokens[self.length : self.length + len(tokens)] = tokens
+        self.length += len(tokens)
+
+
+class SuffixState(MergingState):
+    """What the drafter keeps during a generation.
+
+    Args:
+        memory: earlier texts of the wrapper.
+        texts: of each row.
+    """
+
+    def __init__(self, memory: TextMemory, texts: dict[int, OwnText]) -> None:
+        super().__init__()
+        self.memory = memory
+        self.texts = texts
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.tokens.nbytes

@@ -1,0 +1,119 @@
+"""Where a text has ended before as it ends now: in itself, in texts that were kept, or in a sorted corpus."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfspec.draft.draft_state import Memory
+
+Tokens = NDArray[np.int32]
+
+NONE = -1
+"""Between two texts, where nothing matches."""
+
+MOST_PLACES = 64
+"""Of one match length: the latest of a text, and of a corpus some that are evenly spread."""
+
+
+def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
+    """Find where a context stood in a text, followed by something.
+
+    Args:
+        tokens: the text; it may be the one that ends with the context.
+        context: the last tokens of a text, none of them `NONE`.
+        longest: tokens of the longest match to look for.
+
+    Returns:
+        Places of what followed, by the number of tokens alike before it, from one on; none of a length that no place
+        has.
+    """
+    found: list[NDArray[np.int64]] = []
+    ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
+    for length in range(1, min(longest, len(context)) + 1):
+        if not len(ends):
+            break
+        found.append(ends[-MOST_PLACES:])
+        ends = ends[ends > length]
+        if length < len(context):
+            ends = ends[tokens[ends - 1 - length] == context[-1 - length]]
+    return found
+
+
+class TextMemory(Memory):
+    """Texts one after another, the latest that its bytes have room for. Each search reads through all of them.
+
+    Args:
+        nbytes: the most that it takes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = nbytes // 4
+        self.tokens: Tokens = np.empty(0, dtype=np.int32)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Take in a text, and drop of the oldest what there is no room for."""
+        kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
+        self.tokens = kept[-self._most :]
+
+    def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
+        """As `places_in`."""
+        return places_in(self.tokens, context, longest)
+
+
+class SortedCorpus:
+    """A text of which all places are sorted by what comes before them, so that a context is found by halving.
+
+    Args:
+        tokens: texts one after another with `NONE` between them.
+        ends: as `sorted_ends` gives them.
+    """
+
+    def __init__(self, tokens: Tokens, ends: Tokens) -> None:
+        self.tokens = tokens
+        self._ends = ends
+
+    def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
+        """As `places_in`, but for which places of many are returned."""
+        found: list[NDArray[np.int64]] = []
+        low, high = 0, len(self._ends)
+        for length, token in enumerate(reversed(context[-longest:]), 1):
+
+            def before(place: int, back: int = length) -> int:
+                start = int(self._ends[place]) - back
+                return int(self.tokens[start]) if start >= 0 else NONE
+
+            within = range(low, high)
+            low, high = (low + cut(within, token, key=before) for cut in (bisect_left, bisect_right))
+            if low >= high:
+                break
+            chosen = np.linspace(low, high - 1, min(high - low, MOST_PLACES)).astype(np.int64)
+            found.append(self._ends[chosen].astype(np.int64))
+        return found
+
+
+def sorted_ends(tokens: Tokens, longest: int) -> Tokens:
+    """Sort the places after each token of a text by the tokens before them, the nearest first.
+
+    By doubling (Manber and Myers, 1993): once sorted by some tokens, ranks sort by twice as many.
+
+    Args:
+        tokens: the text.
+        longest: tokens that count at least; places that are alike in these are in order of the text.
+
+    Returns:
+        `[tokens]`, the number of the token that follows.
+    """
+    ranks, known = tokens.astype(np.int64) - NONE + 1, 1
+    while True:
+        keys = ranks * (int(ranks.max(initial=0)) + 1)
+        keys[known:] += ranks[:-known]
+        order = np.argsort(keys, kind="stable")
+        if 2 * known >= longest:
+            return (order + 1).astype(np.int32)
+        ordered = keys[order]
+        ranks[order] = np.cumsum(np.diff(ordered, prepend=ordered[:1]) != 0) + 1
+        known *= 2

@@ -1,0 +1,52 @@
+"""Which tokens the ids of a model are, as far as the folder that it was loaded from says."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from selfspec.errors import CheckpointError
+from selfspec.model.checkpoint import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What binds a file of token ids to a model.
+
+    Attributes:
+        size: number of ids that the model's head knows.
+        digest: SHA-256 of tokens and their ids; empty where no tokenizer says them.
+    """
+
+    size: int
+    digest: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Vocabulary:
+        """The vocabulary of a model."""
+        tokens = sorted(tokens_by_id(model).items())
+        return cls(
+            model.get_output_embeddings().weight.shape[0],
+            hashlib.sha256(repr(tokens).encode()).hexdigest() if tokens else "",
+        )
+
+    def is_same(self, other: Vocabulary) -> bool:
+        """Whether ids are the same tokens: by the tokenizers where both are known, else by the number of ids.
+
+        Models of one family may pad their vocabularies to different sizes.
+        """
+        return self.digest == other.digest if self.digest and other.digest else self.size == other.size
+
+
+def tokens_by_id(model: PreTrainedModel) -> dict[int, str]:
+    """The tokens of a model that was loaded from a folder with a tokenizer; of any other none."""
+    folder = model.name_or_path
+    if not folder or not Path(folder).is_dir():
+        return {}
+    try:
+        return {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
+    except CheckpointError:
+        return {}
