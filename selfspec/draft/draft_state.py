@@ -1,12 +1,12 @@
 """What a drafter keeps: during one generation, keys and values of its own; as long as the wrapper, what texts left."""
 
-
-class Memory:
-    """What a drafter keeps of texts as long as the wrapper, in `Batch.memories`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+class Memory:
+    """What a drafter keeps of texts as long as the wrapper, in `Batch.memories`."""
 
 
 class DraftState:

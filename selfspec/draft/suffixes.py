@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from selfspec.arguments import shown
 from selfspec.draft.corpus_file import LONGEST, CorpusFile
 from selfspec.draft.draft import Budget
+from selfspec.draft.draft_state import DraftState
 from selfspec.draft.merging import MergingDrafter, MergingState
 from selfspec.draft.offer import Offer, counted
 from selfspec.draft.text_places import NONE, TextMemory, Tokens, places_in
@@ -71,8 +72,7 @@ class Suffixes(MergingDrafter):
     def begin(self, batch: Batch) -> SuffixState:
         memory = batch.memories.setdefault(self, TextMemory(self.most_bytes))
         assert isinstance(memory, TextMemory)
-        longest = batch.sequences.width + batch.stopping.max_new_tokens
-        return SuffixState(memory, {row: OwnText(longest) for row in range(batch.size)})
+        return SuffixState(memory, [OwnText() for _ in range(batch.size)])
 
     def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
         state = self.state(batch)
@@ -149,14 +149,10 @@ def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tup
 
 
 class OwnText:
-    """The text of a row, which grows.
+    """The text of a row, which grows."""
 
-    Args:
-        longest: tokens that it may have.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self._tokens: Tokens = np.empty(longest, dtype=np.int32)
+    def __init__(self) -> None:
+        self._tokens: Tokens = np.empty(256, dtype=np.int32)
         self.length = 0
 
     @property
@@ -166,6 +162,8 @@ class OwnText:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in what comes next."""
+        if self.length + len(tokens) > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
         self._tokens[self.length : self.length + len(tokens)] = tokens
         self.length += len(tokens)
 
@@ -178,7 +176,7 @@ class SuffixState(MergingState):
         texts: of each row.
     """
 
-    def __init__(self, memory: TextMemory, texts: dict[int, OwnText]) -> None:
+    def __init__(self, memory: TextMemory, texts: list[OwnText]) -> None:
         super().__init__()
         self.memory = memory
         self.texts = texts
@@ -186,3 +184,10 @@ class SuffixState(MergingState):
     @property
     def nbytes(self) -> int:
         return self.memory.tokens.nbytes
+
+    def join(self, other: DraftState | None) -> None:
+        assert isinstance(other, SuffixState)
+        self.texts.extend(other.texts)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.texts[:] = [self.texts[row] for row in rows]

@@ -86,6 +86,10 @@ class Union(MergingDrafter):
         for source in self.sources:
             source.check_model(model, adapter)
 
+    def check_joining(self) -> None:
+        for source in self.sources:
+            source.check_joining()
+
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         for source in self.sources:
             source.prepare(model, substitutes)
