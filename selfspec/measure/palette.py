@@ -13,7 +13,7 @@ GREY, PALE = "#777777", "#BBBBBB"
 SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, OLIVE, WINE)
 """For what is no kind of draft: in this order."""
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # names may hold dollar signs
     "font.size": 8,
     "axes.titlesize": 8,
@@ -38,6 +38,7 @@ _KINDS = {
     "auto": (OLIVE, "*"),
 }
 _DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("s", "^", "d")
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ def mark_of(draft: str | None) -> Mark:
 
 
 def marks_of(drafts: Iterable[str]) -> dict[str, Mark]:
-    """Marks of several drafts in one picture: those of one kind differ by their dashes."""
+    """Marks of several drafts in one picture: those of one kind differ by dashes and markers."""
     found: dict[str, Mark] = {}
     for draft in drafts:
         own = mark_of(draft)
         alike = sum(each.colour == own.colour for name, each in found.items() if name != draft)
-        found[draft] = Mark(own.colour, own.marker, _DASHES[alike % len(_DASHES)], own.filled)
+        marker = _MARKERS[(alike - 1) % len(_MARKERS)] if alike else own.marker
+        found[draft] = Mark(own.colour, marker, _DASHES[alike % len(_DASHES)], own.filled)
     return found

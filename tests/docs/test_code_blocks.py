@@ -31,6 +31,7 @@ pytest.importorskip("sybil", reason="needs the extra docs")
 
 from sybil import Example, Sybil  # noqa: E402
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser  # noqa: E402
+from sybil.typing import Parser  # noqa: E402
 
 PAGES = [
     "README.md",
@@ -94,7 +95,7 @@ def test_the_blocks_of_a_page_run(page: str, place: Path, invoke: Invoke, subtes
         (place / "study.toml").write_text(block.parsed)
         read_study(place / "study.toml")
 
-    parsers = [
+    parsers: list[Parser] = [
         SkipParser(),
         PythonCodeBlockParser(),
         CodeBlockParser("sh", check_commands),

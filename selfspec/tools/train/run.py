@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import TrainingError
+from selfspec.measure.palette import SEQUENCE, STYLE
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
@@ -120,18 +121,23 @@ def run(
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw loss and the agreement of each exit with the full model by the `step` of each point, as a PNG."""
+    from cycler import cycler
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Without pyplot, which keeps figures for the whole process and may ask for a display.
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, exits = figure.subplots(1, 2)
-    losses.set(xlabel="step", ylabel="nats a token", title="loss")
-    exits.set(xlabel="step", ylabel="top-1 agreement", title="exits against the full model, held out")
-    names = dict.fromkeys(name for point in log for name in point)
-    for axes, start in ((losses, "loss"), (losses, "held_out_loss"), (exits, "agreement_")):
-        for name in names:
-            if name.startswith(start):
-                steps, values = zip(*((point["step"], point[name]) for point in log if name in point), strict=True)
-                axes.plot(steps, values, marker="." if len(steps) < 50 else "", label=name)
-                axes.legend()
-    figure.savefig(file, dpi=120)
+    with rc_context({**STYLE, "axes.prop_cycle": cycler(color=SEQUENCE)}):
+        # Without pyplot, which keeps figures for the whole process and may ask for a display.
+        figure = Figure(figsize=(7.2, 2.8), layout="constrained")
+        losses, exits = figure.subplots(1, 2)
+        losses.set(xlabel="step", ylabel="nats a token", title="loss")
+        exits.set(xlabel="step", ylabel="top-1 agreement", title="exits against the full model, held out")
+        names = dict.fromkeys(name for point in log for name in point)
+        for axes, start in ((losses, "loss"), (losses, "held_out_loss"), (exits, "agreement_")):
+            for name in names:
+                if name.startswith(start):
+                    steps, values = zip(*((point["step"], point[name]) for point in log if name in point), strict=True)
+                    label = name.removeprefix("agreement_").replace("_", " ")
+                    shown = f"exit {label}" if start == "agreement_" else label
+                    axes.plot(steps, values, marker="." if len(steps) < 50 else "", label=shown)
+                    axes.legend()
+        figure.savefig(file, dpi=150)

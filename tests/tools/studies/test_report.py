@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from selfspec.tools.studies.judge import measure
 from selfspec.tools.studies.models import texts_of
 from selfspec.tools.studies.report import pictures as drawing
 from selfspec.tools.studies.report.files import write_data
-from selfspec.tools.studies.report.page import printable, write_page
+from selfspec.tools.studies.report.page import finding_of, printable, write_page
 from selfspec.tools.studies.report.panels import Panel, panels
 from selfspec.tools.studies.report.pictures import draw_all, row_agrees
 from selfspec.tools.studies.run import Finding, work_on
@@ -106,7 +107,7 @@ def test_every_picture_is_drawn(pictures: list[Path]) -> None:
     assert {file.stem for file in pictures} == names
     for file in pictures:
         with Image.open(file) as image:
-            # At 300 dots per inch five times as many.
+            # At 200 dots per inch more than three times as many.
             assert image.width > 300
             assert len(image.convert("RGB").getcolors(2**24) or []) > 10
 
@@ -135,6 +136,19 @@ def test_the_page_needs_nothing_else(
     assert "Plotly.newPlot" in page
     assert "stories, given, temperature 1" in page
     assert "exit:4" in page
+    # A title, a sentence for each panel, and the whole table.
+    assert "<h1>Study of drafts: stories</h1>" in page
+    assert all(finding_of(panel) in unescape(page) for panel in shown)
+    assert all(page.count(f"<td>{row['draft']}</td>") == len(shown) for row in shown[0].best)
+
+
+def test_a_sentence_never_praises_what_loses(shown: list[Panel]) -> None:
+    def promising(speed: float) -> str:
+        rows = [{**row, "predicted_speedup": speed} if row.get("best_length") else row for row in shown[0].rows]
+        return finding_of(replace(shown[0], rows=rows))
+
+    assert "promises most, 1.25 times the speed of plain decoding" in promising(1.25)
+    assert "no draft promises to beat plain decoding" in promising(0.9)
 
 
 def test_names_are_shown_and_not_obeyed(finding: Finding, shown: list[Panel], tmp_path: Path) -> None:

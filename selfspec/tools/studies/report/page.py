@@ -9,14 +9,15 @@ from html import escape
 from pathlib import Path
 
 from selfspec.files.writing import whole
+from selfspec.measure.palette import PALE, SEQUENCE
 from selfspec.tools.studies.report.files import KEPT, described, write_data
 from selfspec.tools.studies.report.panels import Panel, panels
-from selfspec.tools.studies.report.pictures import COLOURS, GREY, draw_all
+from selfspec.tools.studies.report.pictures import draw_all
 from selfspec.tools.studies.run import Finding
 from selfspec.tools.studies.table import SPEEDS, Row
 
-# Drafts that colour a text, texts of a panel, and drafts of a table.
-_DRAFTS, _TEXTS, _BEST = 6, 4, 10
+# Drafts that colour a text, and texts of a panel.
+_DRAFTS, _TEXTS = 6, 4
 _FIGURES = ("draft_length", "alpha", "c", "measured_acceptance_rate", *SPEEDS)
 _COLUMNS = {name: name.replace("_", " ") for name in ("draft", *_FIGURES)}
 _SHAPES = ("draft", "draft_length", "nodes", "rule", "measured_mean_accepted_length", "measured_speedup_median")
@@ -27,6 +28,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px
 table { border-collapse: collapse; font-size: 13px } th, td { padding: .2em .7em; text-align: right }
 th:first-child, td:first-child { text-align: left } tr:nth-child(even) { background: #f4f4f4 } img { max-width: 100% }
 pre.text { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; border: 1px solid #ddd; padding: .7em }
+div.table { max-height: 32em; overflow: auto; border: 1px solid #ddd } th { position: sticky; top: 0; background: #fff }
 span.key { padding: .1em .5em; margin-right: .5em } details { margin: 1em 0 } h2 { margin-top: 2em }
 """
 
@@ -40,8 +42,8 @@ def write_report(finding: Finding, folder: Path) -> list[Path]:
 
 def write_page(finding: Finding, shown: Sequence[Panel], pictures: Sequence[Path], file: Path) -> Path:
     """Write the page of a study, with its pictures inside."""
-    name = escape(finding.study.name)
-    parts = [f"<h1>{name}</h1>", _summary(finding)]
+    name = escape(f"Study of drafts: {', '.join(dict.fromkeys(row['model'] for row in finding.table)) or 'no model'}")
+    parts = [f"<h1>{name}</h1>", _findings(shown), _summary(finding)]
     if any(panel.best for panel in shown):
         parts.append(f"<h2>Acceptance against cost</h2>{_all_drafts(shown)}")
     for picture in pictures:
@@ -56,6 +58,30 @@ def write_page(finding: Finding, shown: Sequence[Panel], pictures: Sequence[Path
     with whole(file, KEPT) as draft:
         draft.write_text(page, encoding="utf-8")
     return file
+
+
+def _findings(shown: Sequence[Panel]) -> str:
+    """Say in a sentence for each panel which draft promises most, and what generation made of it."""
+    return f"<ul>{''.join(f'<li>{escape(finding_of(panel))}</li>' for panel in shown if panel.best)}</ul>"
+
+
+def finding_of(panel: Panel) -> str:
+    """What a panel comes to, in a sentence or two; its `best` is not empty."""
+    top = panel.best[0]
+    predicted = top["predicted_speedup"]
+    draft = f"{top['draft']} with {top['draft_length']} draft tokens"
+    if predicted > 1:
+        said = (
+            f"{draft} promises most, {predicted:.2f} times the speed of plain decoding (acceptance {top['alpha']:.2f})"
+        )
+    else:
+        said = f"no draft promises to beat plain decoding; the nearest is {draft}, with {predicted:.2f} times its speed"
+    measured = max((row["measured_speedup_median"] for row in panel.confirmed), default=None)
+    if measured is not None:
+        fastest = next(row for row in panel.confirmed if row["measured_speedup_median"] == measured)
+        named = f"{fastest['draft']} with {fastest['draft_length']}"
+        said += f". Of {len(panel.confirmed)} confirmed by generation the fastest was {named}, at {measured:.2f} times"
+    return f"{panel.title}: {said}."
 
 
 def _summary(finding: Finding) -> str:
@@ -90,7 +116,7 @@ def _all_drafts(shown: Sequence[Panel]) -> str:
         hover_name="draft",
         hover_data=list(_FIGURES),
         labels={**_COLUMNS, "panel": ""},
-        color_continuous_scale="Viridis",
+        color_continuous_scale="Cividis",
         template="plotly_white",
         height=420 * -(-len(shown) // 2),
     )
@@ -100,7 +126,10 @@ def _all_drafts(shown: Sequence[Panel]) -> str:
 
 
 def _best(panel: Panel) -> str:
-    return _table(panel.best[:_BEST], list(_COLUMNS))
+    return (
+        f"<h3>All {len(panel.best)} drafts, each at its best draft length</h3>"
+        f"<div class=table>{_table(panel.best, list(_COLUMNS))}</div>"
+    )
 
 
 def _shapes(panel: Panel) -> str:
@@ -121,7 +150,7 @@ def _texts(panel: Panel) -> str:
     drafts = [row["draft"] for row in panel.promising(_DRAFTS)]
     if not drafts:
         return ""
-    colours = [f"{colour}66" for colour in (*COLOURS[: len(drafts)], GREY)]
+    colours = [f"{colour}66" for colour in (*SEQUENCE[: len(drafts)], PALE)]
     keys = [
         f'<span class=key style="background:{colour}">{escape(name)}</span>'
         for name, colour in zip((*drafts, _NONE), colours, strict=True)

@@ -12,41 +12,48 @@ import numpy as np
 
 from selfspec.files.writing import whole
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.palette import GREY, PALE, STYLE, VERMILION, mark_of, marks_of
 from selfspec.tools.studies.report.files import KEPT
 from selfspec.tools.studies.report.panels import Panel
 from selfspec.tools.studies.table import SPEEDS, Row, pareto_front
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
-# Distinct for colour-blind readers too (Okabe and Ito, 2008).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-GREY = "#BBBBBB"
-_MARKERS = {"exit": "o", "skip": "s", "skip-file": "D", "head": "^"}
-# Inches of a panel and dots per inch; drafts that have a colour each.
-_WIDTH, _HEIGHT, _DPI, _DRAFTS = 3.5, 2.9, 300, 5
-# Names may hold dollar signs.
-_STYLE: dict[Any, Any] = {"font.size": 7, "legend.fontsize": 6, "legend.frameon": False, "text.parse_math": False}
+# Inches: the width of a column of panels, the height of a panel, and a page within its margins.
+_WIDTH, _HEIGHT, _PAGE = 3.6, 2.6, 9.2
+# Dots per inch; drafts that have a line each, and labelled drafts of a front.
+_DPI, _DRAFTS, _LABELS = 200, 5, 5
+_STYLE: dict[Any, Any] = {**STYLE, "font.size": 7, "axes.titlesize": 7, "legend.fontsize": 6}
 
 
 @dataclass(frozen=True)
 class _Picture:
-    """How to draw a panel, which panels have data for it, and the room each takes: columns, and inches of height."""
+    """How to draw a panel, which panels have data for it, and the inches of height that each takes.
+
+    Attributes:
+        note: what stands below all panels.
+        finish: draws what all panels of the figure share.
+        heat: whether panels are heat maps, of which each has its own axes.
+    """
 
     draw: Callable[[Axes, Panel], None]
     has: Callable[[Panel], object]
-    width: float
     height: float = _HEIGHT
+    note: str = ""
+    finish: Callable[[Figure, Sequence[Axes]], None] | None = None
+    heat: bool = False
 
 
 def draw_all(panels: Sequence[Panel], folder: Path) -> list[Path]:
-    """Draw every picture that the study has data for, as PNG files."""
+    """Draw every picture that the study has data for, as PNG files of at most a page."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # As many panels side by side as there are temperatures.
-    across = min(3, len({panel.temperature for panel in panels}))
+    # As many panels side by side as there are temperatures, two at most.
+    across = min(2, len({panel.temperature for panel in panels}))
     drawn = []
     for name, picture in _PICTURES.items():
         shown = [panel for panel in panels if picture.has(panel)]
@@ -55,10 +62,21 @@ def draw_all(panels: Sequence[Panel], folder: Path) -> list[Path]:
             rows = -(-len(shown) // columns)
             drawn.append(folder / f"{name}.png")
             with matplotlib.rc_context(_STYLE), whole(drawn[-1], KEPT) as draft:
-                figure = Figure((columns * _WIDTH * picture.width, rows * picture.height), layout="constrained")
-                for number, panel in enumerate(shown, 1):
-                    axes = figure.add_subplot(rows, columns, number, title=panel.title)
+                height = min(rows * picture.height + 0.3, _PAGE)
+                figure = Figure((2 * _WIDTH if columns == 2 else 1.4 * _WIDTH, height), layout="constrained")
+                share = not picture.heat
+                grid: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share).flat)
+                for panel, axes in zip(shown, grid, strict=False):
+                    axes.set_title(panel.title)
                     picture.draw(axes, panel)
+                for axes in grid[len(shown) :]:
+                    axes.set_axis_off()
+                if picture.finish:
+                    picture.finish(figure, grid[: len(shown)])
+                figure.supxlabel(picture.note, fontsize=6)
+                if share:
+                    for axes in grid:
+                        axes.label_outer()
                 figure.savefig(draft, dpi=_DPI)
     return drawn
 
@@ -67,12 +85,11 @@ def _importance(axes: Axes, panel: Panel) -> None:
     from pandas import DataFrame
 
     values = DataFrame(panel.importance).T.sort_index(axis="columns")
-    _heat(axes, values, values.map("{:.2f}".format), _acceptance(panel), vmin=0, vmax=1)
+    _heat(axes, values, values.map("{:.2f}".format))
     axes.set_xlabel("layer left out")
 
 
 def _exits(axes: Axes, panel: Panel) -> None:
-    from matplotlib.patches import Rectangle
     from pandas import DataFrame
 
     rows = DataFrame(
@@ -80,79 +97,127 @@ def _exits(axes: Axes, panel: Panel) -> None:
             "draft_length": row["draft_length"],
             "layer": row["layer"],
             "speedup": row["predicted_speedup"],
-            "label": "\n".join(f"{row[name]:.2f}" for name in SPEEDS if row.get(name) is not None),
+            "label": _speeds(row),
         }
         for row in panel.exits
     )
     values, labels = (rows.pivot(index="draft_length", columns="layer", values=each) for each in ("speedup", "label"))
-    _heat(axes, values, labels, "predicted speed-up", origin="lower")
-    best, column = np.unravel_index(np.nanargmax(values), values.shape)
-    axes.add_patch(Rectangle((column - 0.5, best - 0.5), 1, 1, fill=False, ec=COLOURS[1], lw=2))
-    axes.set(xlabel="exit layer (frame: predicted optimum; below: measured)", ylabel="draft length")
+    _heat(axes, values, labels, origin="lower")
+    axes.set(xlabel="exit layer", ylabel="draft length")
 
 
-def _heat(axes: Axes, values: DataFrame, labels: DataFrame, what: str, **how: Any) -> None:
-    """Draw a table as colours, with its labels on them."""
-    image: Any = axes.imshow(values, cmap="viridis", aspect="auto", **how)
+def _speeds(row: Row) -> str:
+    """What a draft promises, and below, in brackets, what was measured of it."""
+    predicted, measured = (row.get(name) for name in SPEEDS)
+    return f"{predicted:.2f}" + ("" if measured is None else f"\n({measured:.2f})")
+
+
+def _heat(axes: Axes, values: DataFrame, labels: DataFrame, **how: Any) -> None:
+    """Draw a table as colours, with its labels on them; `_one_scale` gives the colours of all panels their meaning."""
+    axes.imshow(values, cmap="cividis", aspect="auto", **how)
     for (row, column), value in np.ndenumerate(values.to_numpy(float)):
         if not np.isnan(value):
-            colour = "white" if image.norm(value) < 0.6 else "black"
-            axes.text(column, row, labels.iat[row, column], ha="center", va="center", fontsize=5, color=colour)
+            axes.text(column, row, labels.iat[row, column], ha="center", va="center", fontsize=5)
     axes.set_xticks(range(len(values.columns)), list(map(str, values.columns)))
     axes.set_yticks(range(len(values.index)), list(map(str, values.index)))
-    axes.figure.colorbar(image, ax=axes, label=what)
+    axes.tick_params(length=0)
+
+
+def _one_scale(figure: Figure, grid: Sequence[Axes], label: str, low: float, high: float) -> None:
+    """Give all heat maps of a figure the same colours for the same figures, and one key to them."""
+    for axes in grid:
+        image = axes.get_images()[0]
+        image.set_clim(low, high)
+        values: Any = image.get_array()
+        for text in axes.texts:
+            column, row = text.get_position()
+            text.set_color("white" if values[int(row), int(column)] < low + 0.55 * (high - low) else "black")
+    figure.colorbar(image, ax=list(grid), label=label, aspect=30, fraction=0.04)
+
+
+def _finish_importance(figure: Figure, grid: Sequence[Axes]) -> None:
+    _one_scale(figure, grid, "acceptance", 0, 1)
+
+
+def _finish_exits(figure: Figure, grid: Sequence[Axes]) -> None:
+    from matplotlib.patches import Rectangle
+
+    every = [np.asarray(axes.get_images()[0].get_array(), float) for axes in grid]
+    _one_scale(figure, grid, "predicted speed-up", min(map(np.nanmin, every)), max(map(np.nanmax, every)))
+    for axes, values in zip(grid, every, strict=True):
+        best, column = np.unravel_index(np.nanargmax(values), values.shape)
+        axes.add_patch(Rectangle((column - 0.5, best - 0.5), 1, 1, fill=False, ec=VERMILION, lw=1.5))
 
 
 def _positions(axes: Axes, panel: Panel) -> None:
     # The longest draft length shows the most positions.
     longest = {row["draft"]: row for row in panel.rows if row.get("acceptance_by_position")}
     confirmed = {row["draft"]: row for row in panel.confirmed}
-    for colour, draft in zip(COLOURS, [row["draft"] for row in panel.promising(_DRAFTS)], strict=False):
+    drafts = [row["draft"] for row in panel.promising(_DRAFTS) if row["draft"] in longest]
+    for number, (draft, mark) in enumerate(marks_of(drafts).items()):
         share, low, high = _interval(longest[draft], "acceptance_by_position")
-        at = range(1, 1 + len(share))
-        axes.plot(at, share, color=colour, label=_short(draft))
-        axes.fill_between(at, low, high, color=colour, alpha=0.1, lw=0)
+        at = np.arange(1, 1 + len(share))
+        axes.plot(at, share, color=mark.colour, ls=mark.dashes, label=_short(draft), lw=1.1)
+        axes.fill_between(at, low, high, color=mark.colour, alpha=0.08, lw=0)
         axes.set_xticks(at)
         if draft in confirmed:
             share, low, high = _interval(confirmed[draft], "measured_acceptance_by_position")
-            axes.errorbar(at[: len(share)], share, [share - low, high - share], color=colour, fmt="o", ms=3)
-    axes.set(xlabel="position in the draft", ylabel="accepted, of those judged", ylim=(0, 1.02))
-    title = "lines: estimated, with 95 % intervals; points: measured"
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), title=title, ncols=3, title_fontsize=6)
+            beside = 0.06 * (number - (len(drafts) - 1) / 2)
+            points = {**mark.of_line, "linestyle": ""}
+            axes.errorbar(at[: len(share)] + beside, share, [share - low, high - share], ms=3, lw=0.8, **points)
+    if not drafts:
+        axes.text(0.5, 0.5, "too few tokens", ha="center", va="center", transform=axes.transAxes, color=GREY)
+    axes.set(xlabel="position in the draft", ylabel="share accepted of those judged", ylim=(0, 1.02))
+    axes.legend(loc="lower left", ncols=2)
 
 
 def _pareto(axes: Axes, panel: Panel) -> None:
-    from matplotlib.colors import Normalize
+    from matplotlib.patheffects import withStroke
 
-    norm = Normalize(panel.best[-1]["predicted_speedup"], panel.best[0]["predicted_speedup"])
     for kind in dict.fromkeys(row["kind"] for row in panel.best):
-        x, y, speeds = _columns([row for row in panel.best if row["kind"] == kind], "c", "alpha", "predicted_speedup")
-        dots = axes.scatter(x, y, 14, speeds, marker=_MARKERS.get(kind, "o"), norm=norm, label=kind, zorder=3)
-    axes.step(*_columns(pareto_front(panel.best), "c", "alpha"), where="post", color="#555555", lw=0.8)
+        x, y = _columns([row for row in panel.best if row["kind"] == kind], "c", "alpha")
+        mark = mark_of(kind)
+        axes.scatter(x, y, 9, mark.colour, marker=mark.marker, label=kind, zorder=3, alpha=0.7, lw=0)
+    front = pareto_front(panel.best)
+    axes.step(*_columns(front, "c", "alpha"), where="post", color=PALE, lw=0.9)
     top = panel.best[0]
-    axes.annotate(
-        f"{_short(top['draft'])}\n{top['predicted_speedup']:.2f}x",
-        (top["c"], top["alpha"]),
-        xytext=(0.97, 0.04),
-        textcoords="axes fraction",
-        ha="right",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85},
-        arrowprops={"arrowstyle": "->", "color": COLOURS[1]},
-    )
-    axes.set(xlabel="draft cost ratio c", ylabel=_acceptance(panel), ylim=(0, 1.05))
+    axes.scatter(top["c"], top["alpha"], 60, facecolors="none", edgecolors=VERMILION, lw=1.2, zorder=4)
+    # The best first; then those of the front with room for a name, above the front, where no draft is.
+    labelled: list[Row] = []
+    for row in [top, *front]:
+        far = all(abs(row["c"] - each["c"]) > 0.45 or abs(row["alpha"] - each["alpha"]) > 0.05 for each in labelled)
+        if far and len(labelled) < _LABELS:
+            labelled.append(row)
+            text = f"{_short(row['draft'])}  {row['predicted_speedup']:.2f}x"
+            right = row["c"] > 0.35
+            axes.annotate(
+                text,
+                (row["c"], row["alpha"]),
+                xytext=(-5, 4) if right else (4, 4),
+                textcoords="offset points",
+                ha="right" if right else "left",
+                fontsize=5.5,
+                fontweight="bold" if row is top else "normal",
+                path_effects=[withStroke(linewidth=1.5, foreground="white")],
+                zorder=5,
+            )
+    axes.set(xlabel="draft cost ratio c", ylabel="acceptance", xlim=(0, 1.05), ylim=(0, 1.08))
     axes.legend(loc="upper left")
-    axes.figure.colorbar(dots, ax=axes, label="predicted speed-up")
 
 
 def _agreement(axes: Axes, panel: Panel) -> None:
-    axes.axline((0, 0), slope=1, color="#999999", lw=0.8)
+    axes.axline((0, 0), slope=1, color=PALE, lw=0.8)
     for row in panel.confirmed:
         (x, left, right), (y, low, high) = (_interval(row, f"{how}acceptance_rate") for how in ("", "measured_"))
-        marker = _MARKERS.get(row["kind"], "o")
-        axes.errorbar(x, y, [[y - low], [high - y]], [[x - left], [right - x]], fmt=marker, ms=3, color=COLOURS[0])
+        how = {**mark_of(row["kind"]).of_line, "linestyle": ""}
+        known = {line.get_label() for line in axes.containers}
+        label = None if row["kind"] in known else row["kind"]
+        axes.errorbar(x, y, [[y - low], [high - y]], [[x - left], [right - x]], ms=3, lw=0.8, label=label, **how)
     within = sum(map(row_agrees, panel.confirmed))
-    axes.set_title(f"{panel.title}\n{within} of {len(panel.confirmed)} within the 95 % interval")
-    axes.set(xlabel="estimated acceptance rate", ylabel="measured by generation", xlim=(0, 1.02), ylim=(0, 1.02))
+    axes.set_title(f"{panel.title}: {within} of {len(panel.confirmed)} within 95 %")
+    axes.set(xlabel="estimated acceptance rate", ylabel="acceptance rate, generated", xlim=(0, 1.02), ylim=(0, 1.02))
+    axes.set_aspect("equal")
+    axes.legend(loc="upper left")
 
 
 def row_agrees(row: Row) -> bool:
@@ -171,20 +236,31 @@ def _interval(row: Row, name: str) -> Any:
     return np.array([row[name], row[f"{name}_low"], row[f"{name}_high"]], dtype=float)
 
 
-def _acceptance(panel: Panel) -> str:
-    return "acceptance (1 - TV)" if panel.temperature else "top-1 agreement"
-
-
 def _short(draft: str) -> str:
     name = re.sub(r"[^:]*[/\\]", "", draft).removeprefix("skip:")  # of files only their names
     name = name.replace("attn=", "a").replace("mlp=", "m").replace("layers=", "l")
     return name if len(name) <= 26 else name[:25] + "…"
 
 
+_MEANING = "acceptance: top-1 agreement where greedy, 1 - TV where sampled"
 _PICTURES = {
-    "importance": _Picture(_importance, lambda panel: panel.importance, 1.35, 1.7),
-    "acceptance_by_position": _Picture(_positions, lambda panel: panel.best, 1.0, 3.3),
-    "exits": _Picture(_exits, lambda panel: panel.exits, 1.35),
-    "pareto": _Picture(_pareto, lambda panel: panel.best, 1.1),
-    "agreement": _Picture(_agreement, lambda panel: panel.confirmed, 0.95),
+    "importance": _Picture(_importance, lambda panel: panel.importance, 1.3, _MEANING, _finish_importance, heat=True),
+    "acceptance_by_position": _Picture(
+        _positions, lambda panel: panel.best, note="lines: estimated; points: measured; both with 95 % intervals"
+    ),
+    "exits": _Picture(
+        _exits,
+        lambda panel: panel.exits,
+        2.2,
+        "frame: predicted optimum; in brackets: measured",
+        _finish_exits,
+        heat=True,
+    ),
+    "pareto": _Picture(
+        _pareto,
+        lambda panel: panel.best,
+        3.2,
+        f"{_MEANING}. Line: no draft is cheaper and better. Circle: highest predicted speed-up",
+    ),
+    "agreement": _Picture(_agreement, lambda panel: panel.confirmed, 3.3, "both with 95 % intervals"),
 }
