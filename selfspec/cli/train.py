@@ -23,6 +23,16 @@ train = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+# Of the Trainer's log: what the bar and the report say.
+_UNSAID = {
+    "epoch",
+    "total_flos",
+    "train_loss",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+}
+
 To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes. Repeat the command to resume there.")]
 
 
@@ -123,12 +133,15 @@ def _train(
     from selfspec.tools.train.run import run
 
     _prepare(machine.threads)
+    printed: set[str] = set()
     with counting_bar("training") as count:
 
         def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
             count(step, steps)
-            said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "epoch")
-            if said:
+            said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name not in _UNSAID)
+            # What is measured in the last step is measured again at the end.
+            if said and said not in printed:
+                printed.add(said)
                 # Where there is a bar, above it.
                 print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
 

@@ -214,9 +214,11 @@ def prepared_request(
     lengths = tuple(mask.sum(1).tolist())
     whole = bool(generation_config.return_dict_in_generate)
     if context is not None and max(lengths) + max_new_tokens > context:
+        room = context - max(lengths)
+        remedy = f"ask for at most {room} new tokens or shorten the prompt" if room > 0 else "shorten the prompt"
         raise PromptError(
             f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
-            f"{context}; ask for at most {max(context - max(lengths), 0)} new tokens or shorten the prompt"
+            f"{context}; {remedy}"
         )
     return Request(
         input_ids=input_ids,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from selfspec.arguments import shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade, Free
@@ -23,6 +22,7 @@ from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.skip_file import SkipFile
+from selfspec.draft.spelling import misread
 from selfspec.draft.suffixes import Suffixes
 from selfspec.draft.union import Union
 from selfspec.errors import DraftConfigError
@@ -42,18 +42,6 @@ _RECYCLE = "recycle"
 _UNION = "union:"
 # What runs no model, and may come before other drafters.
 _FREE = re.compile(r"(lookup|suffix|recycle)(?::(.+))?", re.DOTALL)
-_GRAMMAR = (
-    "write exit:E for an early exit (exit:4), head:FOLDER or head:FOLDER@E for a trained exit head, "
-    "skip:PART=LAYERS;... for a skip set, with attn, mlp or layers as PART and numbers or ranges as LAYERS "
-    "(skip:attn=3,5;mlp=4;layers=7-9), int8 or int4 for the same layers in fewer bits, int8:FILE or int4:FILE from "
-    "selfspec quantize, +exit:E behind these to leave early as well (int4+exit:20), skip-file:FILE for one "
-    "that was searched for, +vocab:FILE behind any of these to read fewer rows of the head, assistant:FOLDER for "
-    "another checkpoint with the same vocabulary, lookup for look-ups in the text, suffix or suffix:FILE for trees of "
-    "all that followed in texts so far, and in a corpus from selfspec index, recycle or recycle:FILE for trees of "
-    "candidates that earlier passes left, alone or before any of these (lookup+exit:4, suffix+recycle+int8), union: "
-    "before suffix, recycle and one of these for one tree of all (union:suffix+recycle+exit:4), auto "
-    "or auto:FILE for what selfspec calibrate found, or none for plain decoding"
-)
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
 # No model has layers of more digits, and Python reads no numbers of thousands of them.
 _NUMBER = r"(\d{1,9})"
@@ -71,7 +59,7 @@ def parse_draft(text: str) -> Drafter | None:
         CheckpointError, ExitHeadError: what it names on disk cannot be used.
     """
     if not isinstance(text, str) or "\0" in text:
-        raise _malformed(text)
+        raise misread(text)
     given = text.strip()
     if given == PLAIN:
         return None
@@ -80,7 +68,7 @@ def parse_draft(text: str) -> Drafter | None:
     *free, last = sources = list(_sources(text, given))
     kinds = [type(source) for source in sources if isinstance(source, Free)]
     if len(set(kinds)) < len(kinds):
-        raise _malformed(text)
+        raise misread(text)
     for source in reversed(free):
         assert isinstance(source, Free)
         last = Cascade(source, last)
@@ -107,7 +95,7 @@ def _free_source(text: str, name: str, file: str | None) -> Free:
             return Suffixes(file)
         case "recycle":
             return Recycling() if file is None else Recycling.from_file(file)
-    raise _malformed(text)
+    raise misread(text)
 
 
 def _model_drafter(text: str, given: str) -> LayerPathDrafter | Assistant:
@@ -121,7 +109,7 @@ def _path_drafter(text: str, given: str) -> LayerPathDrafter:
     """The drafter along a path that `given`, a part of `text`, names."""
     path, reduced, file = given.partition("+vocab:")
     if "+vocab:" in file:
-        raise _malformed(text)
+        raise misread(text)
     if reduced:
         return ReducedVocabulary.from_file(_path_drafter(text, path.strip()), file)
     if given.startswith("head:"):
@@ -137,7 +125,7 @@ def _path_drafter(text: str, given: str) -> LayerPathDrafter:
     if given.startswith("skip:"):
         skipped = _skip_set(text, given.removeprefix("skip:"))
         return LayerSkip(skipped["attention"], skipped["mlp"], skipped["layers"])
-    raise _malformed(text)
+    raise misread(text)
 
 
 def draft_name(drafter: Drafter | None) -> str:
@@ -194,7 +182,7 @@ def _skip_set(text: str, parts: str) -> dict[str, list[int]]:
     for part in parts.split(";"):
         name, _, ranges = part.strip().partition("=")
         if name not in _PARTS or skipped[_PARTS[name]]:
-            raise _malformed(text)
+            raise misread(text)
         for numbers in ranges.split(","):
             skipped[_PARTS[name]] += _layers(text, numbers.strip())
     return skipped
@@ -203,12 +191,8 @@ def _skip_set(text: str, parts: str) -> dict[str, list[int]]:
 def _layers(text: str, numbers: str) -> range:
     found = _RANGE.fullmatch(numbers)
     if found is None:
-        raise _malformed(text)
+        raise misread(text)
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first or last >= MOST_LAYERS:
-        raise _malformed(text)
+        raise misread(text)
     return range(first, last + 1)
-
-
-def _malformed(text: str) -> DraftConfigError:
-    return DraftConfigError(f"draft {shown(text)} is not understood; {_GRAMMAR}")

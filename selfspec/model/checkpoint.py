@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
+from selfspec.model.hub import check_on_hub
 from selfspec.model.registry import adapter_for
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -107,7 +108,9 @@ def read_config(name: str) -> PreTrainedConfig:
         UnsupportedModelError: selfspec has no adapter for the architecture.
     """
     folder = local_folder(name)
-    if folder is not None:
+    if folder is None:
+        check_on_hub(name, _CONFIG)
+    else:
         _check_config_files(folder)
     try:
         model_type = PreTrainedConfig.get_config_dict(_source(name))[0].get("model_type")

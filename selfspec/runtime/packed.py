@@ -91,7 +91,7 @@ class PackedLinear(nn.Linear):
 
 
 @torch.no_grad()
-def pack(model: PreTrainedModel) -> list[str]:
+def pack(model: PreTrainedModel) -> None:
     """Lay the weights of a model's linear layers out for oneDNN, each in place of the plain one.
 
     Pays on CPUs with AVX-512, in bfloat16 most. Weights that other modules use too, such as a head tied to the
@@ -99,9 +99,6 @@ def pack(model: PreTrainedModel) -> list[str]:
 
     Args:
         model: on a CPU, in float32, or bfloat16 where the processor has AVX-512. It is changed; `unpack` undoes that.
-
-    Returns:
-        Names of the layers that are packed now.
 
     Raises:
         UnsupportedOptionError: this torch has no oneDNN.
@@ -132,7 +129,6 @@ def pack(model: PreTrainedModel) -> list[str]:
             f"{type(model).__name__} uses weights otherwise than through its layers, so they cannot be packed "
             f"({str(error).splitlines()[0]}); leave it out"
         ) from error
-    return list(chosen)
 
 
 @torch.no_grad()

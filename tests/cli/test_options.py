@@ -57,9 +57,13 @@ def test_grammar(text: str, drafter: Drafter | None) -> None:
         "automatic",
     ],
 )
-def test_anything_else_is_refused_with_the_grammar(text: str) -> None:
-    with pytest.raises(DraftConfigError, match=r"--draft .* is not understood; write exit:E"):
+def test_anything_else_is_refused_with_how_to_write_it(text: str) -> None:
+    kind = text.partition(":")[0]
+    how = {"exit": "write exit:E", "skip": "write skip:PART"}.get(kind, "exit:E, int8, int4, skip")
+    with pytest.raises(DraftConfigError, match=r"^--draft .* is not understood; ") as refused:
         read_draft(text)
+    assert how in str(refused.value)
+    assert len(str(refused.value).split()) < 40
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -200,8 +200,9 @@ def test_ids_under_the_padding_do_not_matter(llama: PreTrainedModel) -> None:
     ("prompt", "new"), [(5, tiny.CONTEXT - 4), (tiny.CONTEXT, 1), (tiny.CONTEXT + 3, 1), (1, 10**6)]
 )
 def test_more_than_the_context_is_refused_with_what_fits(spec: selfspec.SelfSpeculative, prompt: int, new: int) -> None:
-    fits = max(tiny.CONTEXT - prompt, 0)
-    match = rf"prompt \({prompt} tokens\).*max_new_tokens \({new}\).*context of 128.*at most {fits} new tokens"
+    fits = tiny.CONTEXT - prompt
+    remedy = f"ask for at most {fits} new tokens or shorten" if fits > 0 else "shorten the prompt$"
+    match = rf"prompt \({prompt} tokens\).*max_new_tokens \({new}\).*context of 128; {remedy}"
     refused(spec, PromptError, match, tiny.prompt(prompt), max_new_tokens=new)
 
 

@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from helpers.stories import checkpoint_folder
 from selfspec import CheckpointError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model import hub
 from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
 
 
@@ -161,11 +168,39 @@ def test_a_file_is_no_folder(folder: Path) -> None:
 
 
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object) -> None:
-        raise OSError("We couldn't connect")
+    asked = []
 
-    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", unreachable)
-    with pytest.raises(CheckpointError, match=r"no folder 'org/model' here, .*couldn't connect.*check the name"):
+    def unreachable(url: str, **_: object) -> None:
+        asked.append(url)
+        raise OSError("no route")
+
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
+    with pytest.raises(
+        CheckpointError, match=r"no folder 'org/model' here, and the model hub .*no route.*check the path"
+    ):
+        read_config("org/model")
+    # Once, not six times.
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RepositoryNotFoundError, "no public model of this name"),
+        (GatedRepoError, "hf auth login"),
+        (RemoteEntryNotFoundError, "has no config.json"),
+        (OfflineModeIsEnabled, "HF_HUB_OFFLINE"),
+        (HFValidationError, "no name on the model hub"),
+    ],
+)
+def test_what_the_hub_refuses_is_said(monkeypatch: pytest.MonkeyPatch, error: type[Exception], said: str) -> None:
+    def refusing(*_: object, **__: object) -> None:
+        raise error.__new__(error)
+
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", refusing)
+    with pytest.raises(CheckpointError, match=said):
         read_config("org/model")
 
 

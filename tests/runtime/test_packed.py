@@ -48,7 +48,7 @@ def test_unpacking_brings_the_model_back_to_the_bit(dtype: torch.dtype) -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     asked = {name: weight.requires_grad for name, weight in model.named_parameters()}
     kinds = [type(module) for module in model.modules()]
-    assert len(pack(model)) > 0
+    pack(model)
     assert any(True for _ in packed_layers(model))
     unpack(model)
     assert [type(module) for module in model.modules()] == kinds
@@ -71,14 +71,17 @@ def test_memory_does_not_grow_by_the_weights() -> None:
 
 def test_a_head_tied_to_the_embeddings_stays_plain() -> None:
     model = tiny.llama(tie_word_embeddings=True).float()
-    names = pack(model)
-    assert "lm_head" not in names
+    pack(model)
+    assert not isinstance(model.get_output_embeddings(), PackedLinear)
     assert not model.get_input_embeddings().weight.is_mkldnn
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_an_untied_head_is_packed() -> None:
-    assert "lm_head" in pack(tiny.llama(tie_word_embeddings=False).float())
+    model = tiny.llama(tie_word_embeddings=False).float()
+    # A notebook would show whatever it returned.
+    assert pack(model) is None  # type: ignore[func-returns-value]
+    assert isinstance(model.get_output_embeddings(), PackedLinear)
 
 
 @pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced(after=1)])
