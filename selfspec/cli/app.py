@@ -13,6 +13,7 @@ from selfspec.cli.bench import bench
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
+from selfspec.cli.doctor import doctor
 from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.index import index
 from selfspec.cli.inspect import inspect
@@ -32,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
-    "Decode": [generate, chat, demo, inspect, kernels],
+    "Decode": [generate, chat, demo, inspect, kernels, doctor],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [quantize, index, search, ablate],
 }

@@ -1,0 +1,1 @@
+"""What selfspec runs on here, and what is slow about it."""

@@ -1,0 +1,55 @@
+"""Packages: which versions are here, which are outside the tested ranges, and which extras are not complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+_NAME = "selfspec"
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What is installed, by what selfspec says it needs.
+
+    Attributes:
+        versions: of each package that selfspec needs; None where it is missing.
+        untested: packages of a version outside the range that selfspec states, each with that range.
+        missing: for each extra that is not complete, the packages that it lacks.
+    """
+
+    versions: dict[str, str | None]
+    untested: dict[str, str]
+    missing: dict[str, list[str]]
+
+
+def read_packages() -> Packages:
+    """Read what is installed; empty where selfspec itself is not, but runs from its folder."""
+    try:
+        needed = [Requirement(line) for line in metadata.requires(_NAME) or ()]
+        extras = metadata.metadata(_NAME).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return Packages({}, {}, {})
+    always = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    versions = {each.name: _version(each.name) for each in always}
+    untested = {
+        each.name: str(each.specifier)
+        for each in always
+        if (found := versions[each.name]) is not None and not each.specifier.contains(found, prereleases=True)
+    }
+    missing: dict[str, list[str]] = {}
+    for extra in extras:
+        of_extra = [each for each in needed if each.marker is not None and each.marker.evaluate({"extra": extra})]
+        lacking = [each.name for each in of_extra if each not in always and _version(each.name) is None]
+        if lacking:
+            missing[extra] = lacking
+    return Packages(versions, untested, missing)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,71 @@
+"""What the doctor finds: each cause with its remedy, and nothing where nothing is slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from selfspec.measure.spare_cores import SpareCores
+from selfspec.tools.doctor.findings import findings
+from selfspec.tools.doctor.machine import Kernels, Machine, read_machine
+from selfspec.tools.doctor.packages import Packages, read_packages
+from selfspec.tools.doctor.products import Products, time_products
+
+KERNELS = Kernels(loaded=True, compiler="c++", ninja=True)
+MACHINE = Machine(
+    system="Linux x86_64",
+    processor="a processor",
+    cores=SpareCores(4, 4.0),
+    load=0.1,
+    memory=2**34,
+    threads=4,
+    omp_num_threads=None,
+    gpus=[],
+    gpu_without_cuda=False,
+    bfloat16=False,
+    kernels=KERNELS,
+)
+PACKAGES = Packages({"torch": "2.13.0"}, {}, {})
+PRODUCTS = {"torch": Products(11.0, 2.0)}
+
+
+def test_nothing_is_found_where_nothing_is_slow() -> None:
+    assert findings(MACHINE, PACKAGES, PRODUCTS) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "cause", "remedy"),
+    [
+        (replace(MACHINE, kernels=replace(KERNELS, loaded=False)), "four tokens cost 2.0", "selfspec kernels"),
+        (replace(MACHINE, kernels=Kernels(False, "c++", ninja=False)), "11 GB/s", "pip install 'selfspec[kernels]'"),
+        (replace(MACHINE, kernels=Kernels(False, None, ninja=False)), "need a C++ compiler", "install g++"),
+        (replace(MACHINE, cores=SpareCores(4, 1.2)), "only 1.2 of 4 cores are free", "--threads 1"),
+        (replace(MACHINE, threads=1, omp_num_threads="1"), "OMP_NUM_THREADS=1 holds torch to 1 of 4", "--threads 4"),
+        (replace(MACHINE, gpu_without_cuda=True), "built for CPUs alone", "torch with CUDA"),
+        (replace(MACHINE, bfloat16=True), "bfloat16", "--packed"),
+    ],
+)
+def test_a_cause_comes_with_its_remedy(machine: Machine, cause: str, remedy: str) -> None:
+    (found,) = findings(machine, PACKAGES, PRODUCTS)
+    assert cause in found
+    assert remedy in found
+    assert "\n" not in found
+
+
+def test_versions_that_are_not_tested_are_named() -> None:
+    (found,) = findings(MACHINE, replace(PACKAGES, untested={"torch": ">=3"}), PRODUCTS)
+    assert found == "torch 2.13.0 is outside what selfspec is tested with (>=3)"
+
+
+def test_what_is_read_here_is_plausible() -> None:
+    machine = read_machine(SpareCores(2, None))
+    assert machine.threads >= 1
+    assert machine.processor
+    packages = read_packages()
+    if packages.versions:
+        assert packages.versions["torch"]
+        assert packages.untested == {}
+    timed = time_products()["torch"]
+    assert timed.gigabytes_a_second > 0.01
+    assert timed.four_rows > 0
