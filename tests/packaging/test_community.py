@@ -31,8 +31,7 @@ def test_the_workflow_runs_every_python_and_the_oldest_versions() -> None:
     prefix = "Programming Language :: Python :: 3."
     supported = [f"3.{each.removeprefix(prefix)}" for each in PROJECT["classifiers"] if each.startswith(prefix)]
     assert quick["python"] == supported
-    oldest = {name: version for name, version in _oldest(["torch", "transformers"])}
-    wanted = " ".join(f"{name}=={version}.*" for name, version in oldest.items())
+    wanted = " ".join(f"{name}=={version}.*" for name, version in _oldest(["torch", "transformers"]))
     assert wanted in [each["versions"] for each in quick["include"]]
 
 
@@ -42,11 +41,9 @@ def _oldest(names: list[str]) -> list[tuple[str, str]]:
     return [(name, f"{version.major}.{version.minor}") for name, version in lowest.items()]
 
 
-@pytest.mark.parametrize(
-    "template", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem
-)
-def test_an_issue_template_has_what_a_form_needs(template: Path) -> None:
-    form = yaml.safe_load(template.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("template", ["bug", "idea"])
+def test_an_issue_template_has_what_a_form_needs(template: str) -> None:
+    form = read(f".github/ISSUE_TEMPLATE/{template}.yml")
     assert form["name"]
     assert form["description"]
     assert all(field["attributes"]["label"] for field in form["body"])

@@ -65,7 +65,6 @@ def test_what_is_read_here_is_plausible() -> None:
     packages = read_packages()
     if packages.versions:
         assert packages.versions["torch"]
-        assert packages.untested == {}
     timed = time_products()["torch"]
     assert timed.gigabytes_a_second > 0.01
     assert timed.four_rows > 0
