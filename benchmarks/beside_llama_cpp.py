@@ -4,7 +4,7 @@
     python benchmarks/beside_llama_cpp.py MODEL... --held-out FILE --threads 2
 
 llama.cpp runs with its own settings but for the threads, in a process of its own, which may be another environment's
-(`--python`; it needs the two packages above and safetensors). Models are llamas; `benchmarks/widen.py` makes larger
+(`--python`; it needs llama-cpp-python alone). Models are llamas; `benchmarks/widen.py` makes larger
 ones of a small one. Each line of the held-out text has `text` and `kind`. Tokens after the first are timed, over all
 prompts of a repeat; ratios are taken repeat by repeat.
 """
@@ -34,6 +34,7 @@ from selfspec.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
+from selfspec.tools.export.gguf_file import write_gguf
 
 _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"
 _DRAFTS = ("int8", "int4")
@@ -107,8 +108,10 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     texts = parse_workloads(f"code={options.held_out}#kind=code")[0]
     prompts = [ids[0].tolist() for ids in texts.prompts(checkpoint.tokenizer, options.prompts, 1, options.context)]
     with tempfile.TemporaryDirectory() as kept:
-        model.save_pretrained(kept)
-        workers = {kind: Worker(kept, kind, options) for kind in ("F32", "Q8_0")}
+        files = {kind: Path(kept) / f"{kind}.gguf" for kind in ("F32", "Q8_0")}
+        for kind, file in files.items():
+            write_gguf(model, model, None, file, kind.lower())
+        workers = {kind: Worker(file, options) for kind, file in files.items()}
     plain = selfspec.wrap(model)
     decoders: dict[str, Decode] = {
         _GENERATE: _Stock(model, tokens),
@@ -164,17 +167,16 @@ class Worker:
     """llama.cpp in a process of its own.
 
     Args:
-        folder: of the model, in float32.
-        kind: of the weights, as llama.cpp calls it.
+        file: GGUF.
         options: of the benchmark.
 
     Attributes:
         system: what the build says that it uses.
     """
 
-    def __init__(self, folder: str, kind: str, options: argparse.Namespace) -> None:
+    def __init__(self, file: Path, options: argparse.Namespace) -> None:
         script = str(Path(__file__).with_name("llama_cpp_worker.py"))
-        command = [options.python, "-P", script, folder, kind, str(options.threads)]
+        command = [options.python, "-P", script, str(file), str(options.threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._tokens = options.max_new_tokens
         self.system = self._answer()["system"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,46 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
             os.replace(draft, file)
         finally:
             draft.unlink(missing_ok=True)
+
+
+def check_new(place: Path, remedy: str) -> None:
+    """Refuse a place where something is.
+
+    Raises:
+        StorageError: it is taken; says the remedy.
+    """
+    with writing(place):
+        if _exists(place) and not (place.is_dir() and not any(place.iterdir())):
+            raise StorageError(f"{place} is there already; {remedy}")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, which takes the folder's place when all went well and is gone when not.
+
+    What was there before stays until then, and goes as a whole. Missing folders above it are made.
+
+    Raises:
+        StorageError: it cannot be written; what was there before is whole.
+    """
+    place = folder.absolute()
+    draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
+    with writing(folder):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        try:
+            yield draft
+            if _exists(place):
+                os.replace(place, old)
+            try:
+                os.replace(draft, place)
+            except OSError:
+                if _exists(old):
+                    os.replace(old, place)
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ ELSEWHERE = {"docs/your_own_adapter.md"}
 # Why a block is not run. Everything else runs.
 REASONS = {
     "installs",
+    "needs another engine",
     "needs a server that runs",
     "needs the extra clients",
     "needs the profile that calibrate wrote",
@@ -52,7 +53,7 @@ REASONS = {
     "takes minutes",
 }
 # Commands that end within seconds on the embedded model: these run. Of the others every option and value is parsed.
-RUN = {"generate", "inspect", "quantize"}
+RUN = {"export", "generate", "inspect", "quantize"}
 # What commands that take minutes write, and others read.
 _WRITTEN = re.compile(r"auto|FASTER|HEADS|skip\.json|profile\.json")
 # Languages of blocks that nobody runs: what was printed, and declarations.

@@ -46,6 +46,12 @@ class ExitHeadRecipe:
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Draft only the N most frequent tokens of the text.")
     ] = None
+    foldable: Annotated[
+        bool,
+        typer.Option(
+            "--foldable", help="Leave the residual stream as it is: `selfspec export` makes such a head a layer."
+        ),
+    ] = False
     own_texts: Annotated[
         int, typer.Option(min=0, help="Learn from N texts that the model continues from beginnings.")
     ] = 0

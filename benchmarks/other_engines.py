@@ -1,0 +1,144 @@
+"""How often an exported draft is accepted: by selfspec without the export, by `transformers`, and by vLLM.
+
+    python benchmarks/other_engines.py MODEL --draft exit:8 --held-out FILE.jsonl --vllm PYTHON
+
+Greedy text in float32, so that all give the same, from held-out code: each line has `text` and `kind`. selfspec and
+`transformers` draft for one text at a time, vLLM for all together. Look-ups are vLLM's by
+`selfspec.tools.export.vllm.LookUps`, and selfspec's own. Accepted tokens are counted, and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from assisted_rounds import assisted
+from kept import RESULTS
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import selfspec
+from selfspec.draft.named import parse_draft
+from selfspec.environment import environment
+from selfspec.measure.prompts import parse_workloads
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.tools.export.run import export_checkpoint
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Count:
+    """What became of drafts over all texts.
+
+    Attributes:
+        rounds: passes of the target with a draft.
+        accepted: draft tokens accepted.
+        equal: whether all texts are plain decoding's.
+    """
+
+    rounds: int
+    accepted: int
+    equal: bool
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--held-out", type=Path, required=True)
+    parser.add_argument("--vllm", help="Python of the environment that has vLLM")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--name", default="other_engines", help="of the results")
+    options = parser.parse_args()
+    checkpoint = load_checkpoint(str(options.model), "float32", "cpu")
+    workload = parse_workloads(f"code={options.held_out}#kind=code")[0]
+    prompts = workload.prompts(checkpoint.tokenizer, options.prompts, 1, options.context)
+    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = [_new(selfspec.wrap(checkpoint.model).generate(ids, **settings).sequences, ids) for ids in prompts]
+    counts: dict[str, Count] = {}
+    for name in (options.draft, "lookup"):
+        spec = selfspec.wrap(checkpoint.model, name, draft_length=options.draft_length)
+        outs = [spec.generate(ids, **settings) for ids in prompts]
+        equal = [_new(out.sequences, ids) for out, ids in zip(outs, prompts, strict=True)] == plain
+        # Rounds in which a look-up finds nothing have no draft.
+        rounds = sum((out.stats.judged_per_depth or [0])[0] for out in outs)
+        counts[f"selfspec {name}"] = Count(rounds, sum(out.stats.accepted for out in outs), equal)
+    with tempfile.TemporaryDirectory() as folder:
+        export_checkpoint(checkpoint.model, checkpoint.tokenizer, parse_draft(options.draft), Path(folder) / "draft")
+        draft = AutoModelForCausalLM.from_pretrained(Path(folder) / "draft", dtype=torch.float32).eval()
+        texts = [assisted(checkpoint.model, draft, ids, options.draft_length, **settings) for ids in prompts]
+        rounds_of = [each for text in texts for each in text.rounds]
+        equal = [_new(text.ids, ids) for text, ids in zip(texts, prompts, strict=True)] == plain
+        accepted = sum(each.accepted for each in rounds_of)
+        counts[f"transformers {options.draft}"] = Count(sum(each.drafted > 0 for each in rounds_of), accepted, equal)
+        if options.vllm:
+            ways = {
+                options.draft: {"method": "draft_model", "model": f"{folder}/draft"},
+                "lookup": {"method": "custom_class", "model": "selfspec.tools.export.vllm.LookUps"},
+            }
+            for name, way in ways.items():
+                job = {
+                    "model": str(options.model.resolve()),
+                    "speculative_config": {**way, "num_speculative_tokens": options.draft_length},
+                    "prompts": [ids[0].tolist() for ids in prompts],
+                    "tokens": options.max_new_tokens,
+                }
+                counts[f"vLLM {name}"] = _by_vllm(options.vllm, job, Path(folder), plain)
+    shown = {name: value for name, value in vars(options).items() if name not in ("model", "held_out", "vllm")}
+    record = {
+        "model": options.model.name,
+        "settings": shown,
+        "environment": environment(torch.device("cpu")),
+        "counts": {name: asdict(count) for name, count in counts.items()},
+    }
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"{options.name}.md").write_text(_report(record))
+    print(_report(record))
+
+
+def _new(sequences: Tensor, ids: Tensor) -> list[int]:
+    found: list[int] = sequences[0, ids.shape[1] :].tolist()
+    return found
+
+
+def _by_vllm(python: str, job: dict[str, Any], folder: Path, plain: list[list[int]]) -> Count:
+    asked, answer = folder / "job.json", folder / "answer.json"
+    asked.write_text(json.dumps(job))
+    worker = Path(__file__).with_name("vllm_worker.py")
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_ROOT)}
+    subprocess.run([python, str(worker), str(asked), str(answer)], env={**os.environ, **settings}, check=True)
+    found = json.loads(answer.read_text())
+    return Count(int(found["rounds"]), int(found["accepted"]), found["texts"] == plain)
+
+
+def _report(record: dict[str, Any]) -> str:
+    settings = record["settings"]
+    lines = [
+        "# An exported draft in other engines\n",
+        f"{record['model']}, float32, greedy, {settings['prompts']} prompts of {settings['context']} tokens, "
+        f"{settings['max_new_tokens']} new ones, drafts of {settings['draft_length']}.\n",
+        "| | rounds with a draft | draft tokens accepted | accepted a round | text is plain decoding's |",
+        "|---|---|---|---|---|",
+    ]
+    for name, count in record["counts"].items():
+        rate = count["accepted"] / max(1, count["rounds"])
+        lines.append(
+            f"| {name} | {count['rounds']} | {count['accepted']} | {rate:.3f} | {'yes' if count['equal'] else 'no'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

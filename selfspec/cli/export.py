@@ -1,0 +1,97 @@
+"""`selfspec export`: write a draft as a checkpoint of its own, for other engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from selfspec.cli.options import Dtype, Model, Output, Threads, prepare_process, read_draft
+from selfspec.cli.outcome import print_json
+from selfspec.cli.terminal import console, counting_bar
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.measure.embedded import model_place
+
+if TYPE_CHECKING:
+    from selfspec.tools.export.run import Exported
+
+Format = Literal["transformers", "gguf"]
+Kept = Literal["auto", "f32", "f16", "bf16", "q8_0"]
+
+
+def export(
+    model: Model,
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="DRAFT",
+            help="What to export: `exit:4`, `skip:layers=3,5`, `skip-file:FILE` or `head:FOLDER@4`; with --format gguf "
+            "also `none`, the whole model.",
+        ),
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where it goes: a folder, or a file for --format gguf.")],
+    format: Annotated[
+        Format,
+        typer.Option(metavar="FORMAT", help="`transformers`, which vLLM and SGLang load too, or llama.cpp's `gguf`."),
+    ] = "transformers",
+    precision: Annotated[
+        Kept | None,
+        typer.Option(metavar="TYPE", help="With --format gguf, keep matrices in `f32`, `f16`, `bf16` or `q8_0`."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    output: Output = "text",
+) -> None:
+    """Write the draft as a model of its own: its layers, with the model's embeddings, norm and head.
+
+    Other engines draft with it as with any small model: they keep a second copy of its layers, and a cache for it. What
+    it computes is compared with the draft before it is written. docs/other_engines.md has each engine's command.
+    """
+    from selfspec.draft import Drafter
+    from selfspec.model.checkpoint import load_checkpoint, read_config
+    from selfspec.tools.export.run import export_checkpoint, export_gguf
+
+    if precision is not None and format != "gguf":
+        raise UnsupportedOptionError("--precision is of --format gguf; with transformers name a --dtype")
+    drafter = read_draft(draft)
+    if not isinstance(drafter, Drafter | None):
+        raise DraftConfigError(
+            f"--draft {draft} is a choice among drafts; export the one that selfspec calibrate chose"
+        )
+    prepare_process(threads)
+    place = model_place(model)
+    read_config(place)
+    checkpoint = load_checkpoint(place, dtype, "cpu")
+    if format == "gguf":
+        with counting_bar("writing") as count:
+            done = export_gguf(
+                checkpoint.model,
+                checkpoint.tokenizer,
+                drafter,
+                to,
+                precision=precision or "auto",
+                overwrite=overwrite,
+                progress=count,
+            )
+    else:
+        done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to, overwrite=overwrite)
+    if output == "json":
+        print_json(done.to_dict())
+    else:
+        console().print(_shown(done, format), soft_wrap=True)
+
+
+def _shown(done: Exported, format: Format) -> str:
+    lines = [
+        f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters "
+        f"({done.share:.0%} of the model's), {done.size:,} bytes"
+    ]
+    if done.folded:
+        lines.append("The exit head is one more layer behind them.")
+    if done.whole_vocabulary:
+        lines.append("It reads the whole head: these engines draft with the target's vocabulary.")
+    use = "llama-server -m MODEL.gguf -md" if format == "gguf" else "model.generate(..., assistant_model=...) on"
+    lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM and SGLang.")
+    return "\n".join(lines)

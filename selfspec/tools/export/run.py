@@ -1,0 +1,209 @@
+"""Exports a draft: cuts it out of its model, proves it, and writes it for another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.drafter import Drafter
+from selfspec.draft.named import draft_name
+from selfspec.errors import UnsupportedModelError
+from selfspec.files.writing import check_new, check_output_file, check_output_folder, whole, whole_folder, write_json
+from selfspec.model.adapter import Adapter
+from selfspec.model.checkpoint import without_progress_bar
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.registry import find_adapter
+from selfspec.model.unwrap import check_saved_whole
+from selfspec.tools.export.cut_model import cut_model, parameter_count
+from selfspec.tools.export.draft_layers import DraftLayers, layers_of
+from selfspec.tools.export.folded_head import folded
+from selfspec.tools.export.proof import prove
+
+Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
+"""What a GGUF file keeps matrices in; "auto": as the model has them."""
+
+_OVERWRITE = "choose another place, or overwrite it (--overwrite)"
+_RECORD = "selfspec_export.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        place: the folder or file.
+        draft: name of the draft.
+        layers: numbers of the model's layers in it.
+        folded: whether an exit head is one more layer behind them.
+        whole_vocabulary: whether the draft read few rows of the head, and the export reads all.
+        parameters: of the export, tied ones once.
+        share: of the model's parameters.
+        size: bytes on the disk.
+        off: largest difference of its logits from the draft's on random tokens, in their standard deviations.
+    """
+
+    place: str
+    draft: str
+    layers: tuple[int, ...]
+    folded: bool
+    whole_vocabulary: bool
+    parameters: int
+    share: float
+    size: int
+    off: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+def export_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    drafter: Drafter | None,
+    to: str | Path,
+    *,
+    overwrite: bool = False,
+    adapter: Adapter | None = None,
+) -> Exported:
+    """Write a draft as a folder that `transformers`, vLLM and SGLang load as a model.
+
+    It holds a copy of the draft's layers and of the model's embeddings, norm and head. Before it takes its place, it
+    is loaded as `transformers` loads it, and its logits are compared with the draft's.
+
+    Args:
+        model: stock, in memory.
+        tokenizer: of the model, saved beside the weights; None: engines then need it from elsewhere.
+        drafter: leaves early, or skips whole layers.
+        to: a folder that is not there yet, or is empty.
+        overwrite: whether a folder that is there is replaced.
+        adapter: of the model; None: the declared one.
+
+    Raises:
+        DraftConfigError: the draft is no whole layers of the model, or does not fit it; says what to export instead.
+        UnsupportedModelError: the model cannot be cut there, or its weights are not in memory.
+        StorageError: the folder is there already, or cannot be written.
+    """
+    place, found = Path(to), adapter or find_adapter(model)
+    layers = _checked(model, drafter, found)
+    if not overwrite:
+        check_new(place, _OVERWRITE)
+    check_output_folder(place)
+    assert isinstance(drafter, LayerPathDrafter)
+    with whole_folder(place) as folder:
+        cut = _cut_into(folder, model, found, layers)
+        off = prove(folder, model, found, drafter)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        write_json(folder / _RECORD, _record(model, drafter, layers))
+    size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    return _exported(place, model, cut, drafter, layers, size, off)
+
+
+def export_gguf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: Drafter | None,
+    to: str | Path,
+    *,
+    precision: Precision = "auto",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write a draft as a GGUF file, which llama.cpp loads; of plain decoding (None), the whole model.
+
+    Args:
+        model: stock, in memory, of an architecture in `selfspec.tools.export.gguf_file.ARCHITECTURES`.
+        tokenizer: of the model.
+        drafter: as in `export_checkpoint`; None: every layer.
+        to: a file that is not there yet.
+        precision: of matrices; vectors stay in float32.
+        overwrite: whether a file that is there is replaced.
+        progress: called with the tensors written so far and all.
+
+    Raises:
+        DraftConfigError, UnsupportedModelError, StorageError: as `export_checkpoint`.
+        UnsupportedOptionError: the package `gguf` is not installed.
+    """
+    from selfspec.tools.export.gguf_file import check_architecture, write_gguf
+
+    place, found = Path(to), find_adapter(model)
+    check_architecture(model)
+    layers = (
+        DraftLayers(tuple(range(len(found.decoder_layers(model)))))
+        if drafter is None
+        else _checked(model, drafter, found)
+    )
+    if not overwrite:
+        check_new(place, _OVERWRITE)
+    check_output_file(place)
+    if drafter is None:
+        cut, off = cut_model(model, found, layers.layers), 0.0
+    else:
+        assert isinstance(drafter, LayerPathDrafter)
+        with TemporaryDirectory() as folder:
+            cut = _cut_into(Path(folder), model, found, layers)
+            off = prove(Path(folder), model, found, drafter)
+    with whole(place) as file:
+        write_gguf(model, cut, tokenizer, file, precision, progress)
+    return _exported(place, model, cut, drafter, layers, place.stat().st_size, off)
+
+
+def _checked(model: PreTrainedModel, drafter: Drafter | None, adapter: Adapter) -> DraftLayers:
+    if any(weight.is_meta for weight in model.parameters()):
+        raise UnsupportedModelError(
+            "weights of this model are not in memory, so they cannot be exported; load it without a budget "
+            "or device map"
+        )
+    check_saved_whole(model)
+    return layers_of(drafter, model, adapter)
+
+
+def _cut_into(folder: Path, model: PreTrainedModel, adapter: Adapter, layers: DraftLayers) -> PreTrainedModel:
+    """Save the model that the draft is."""
+    last = adapter.decoder_layers(model)[layers.layers[-1]]
+    behind = [] if layers.exit_adapter is None else [folded(layers.exit_adapter, last)]
+    cut = cut_model(model, adapter, layers.layers, behind)
+    with without_progress_bar():
+        cut.save_pretrained(folder)
+    return cut
+
+
+def _record(model: PreTrainedModel, drafter: Drafter | None, layers: DraftLayers) -> dict[str, Any]:
+    from selfspec import __version__
+
+    return {
+        "draft": draft_name(drafter),
+        "layers": list(layers.layers),
+        "base": fingerprint(model),
+        "selfspec": __version__,
+    }
+
+
+def _exported(
+    place: Path,
+    model: PreTrainedModel,
+    cut: PreTrainedModel,
+    drafter: Drafter | None,
+    layers: DraftLayers,
+    size: int,
+    off: float,
+) -> Exported:
+    parameters = parameter_count(cut)
+    return Exported(
+        str(place),
+        draft_name(drafter),
+        layers.layers,
+        layers.exit_adapter is not None,
+        layers.reduced,
+        parameters,
+        parameters / parameter_count(model),
+        size,
+        off,
+    )

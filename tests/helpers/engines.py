@@ -1,0 +1,51 @@
+"""Other engines, each in a Python of its own that the environment names; a test is skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_BENCHMARKS = ROOT / "benchmarks"
+
+
+def engine_python(variable: str) -> str:
+    """The Python that a variable of the environment names."""
+    python = os.environ.get(variable)
+    if not python:
+        pytest.skip(f"{variable} names no Python: see CONTRIBUTING.md")
+    return python
+
+
+def ask_llama_cpp(file: Path, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What llama.cpp answers to some jobs with a GGUF file; see `benchmarks/llama_cpp_worker.py`."""
+    command = [
+        engine_python("SELFSPEC_LLAMA_CPP_PYTHON"),
+        "-P",
+        str(_BENCHMARKS / "llama_cpp_worker.py"),
+        str(file),
+        "1",
+    ]
+    lines = "".join(json.dumps(job) + "\n" for job in jobs)
+    found = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return [json.loads(line) for line in found.stdout.splitlines()[1:]]
+
+
+def ask_vllm(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What vLLM answers to a job; see `benchmarks/vllm_worker.py`."""
+    answer, asked = folder / "answer.json", folder / "job.json"
+    asked.write_text(json.dumps(job))
+    command = [engine_python("SELFSPEC_VLLM_PYTHON"), str(_BENCHMARKS / "vllm_worker.py"), str(asked), str(answer)]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert found.returncode == 0, (found.stdout + found.stderr)[-4000:]
+    read: dict[str, Any] = json.loads(answer.read_text())
+    return read

@@ -1,0 +1,86 @@
+"""GGUF files hold the draft's weights and its tokenizer. What llama.cpp makes of them is tested in tests/engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import models
+from transformers import PreTrainedTokenizerBase
+
+import selfspec
+from helpers import tiny
+from selfspec.tools.export.run import export_gguf
+
+
+def _tokenizer() -> PreTrainedTokenizerBase:
+    """Bytes, and one pair of them."""
+    found: Any = tiny.tokenizer()
+    found.backend_tokenizer.model = models.BPE(vocab={**found.get_vocab(), "ab": 256}, merges=[("a", "b")])
+    return found
+
+
+def _read(file: Path) -> Any:
+    return gguf.GGUFReader(file)
+
+
+def test_layers_norms_and_head_are_there(tmp_path: Path) -> None:
+    model = tiny.llama(vocab_size=260, dtype=torch.float32)
+    report = export_gguf(model, _tokenizer(), selfspec.EarlyExit(2), tmp_path / "draft.gguf")
+    read = _read(tmp_path / "draft.gguf")
+    found = {tensor.name: tensor.data for tensor in read.tensors}
+    assert sum(name.startswith("blk.1.") for name in found) == 9
+    assert not any(name.startswith("blk.2.") for name in found)
+    assert np.array_equal(found["output.weight"], model.lm_head.weight.detach().numpy())
+    assert np.array_equal(found["blk.1.ffn_up.weight"], model.model.layers[1].mlp.up_proj.weight.detach().numpy())
+    assert read.fields["llama.block_count"].contents() == 2
+    assert read.fields["tokenizer.ggml.model"].contents() == "gpt2"
+    assert len(read.fields["tokenizer.ggml.tokens"].contents()) == 260
+    assert report.size == (tmp_path / "draft.gguf").stat().st_size
+
+
+def test_a_tied_head_is_written_once_and_the_whole_model_too(tmp_path: Path) -> None:
+    model = tiny.qwen2(vocab_size=260, tie_word_embeddings=True, dtype=torch.float32)
+    report = export_gguf(model, _tokenizer(), None, tmp_path / "whole.gguf", precision="q8_0")
+    read = _read(tmp_path / "whole.gguf")
+    names = [tensor.name for tensor in read.tensors]
+    assert "output.weight" not in names
+    assert "blk.3.attn_q.bias" in names
+    assert report.share == 1
+    # Positions that a window would hide are left out.
+    assert read.fields["qwen2.context_length"].contents() == tiny.WINDOW
+
+
+def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny.llama(vocab_size=260, rope_parameters=scaled)
+    export_gguf(model, _tokenizer(), selfspec.EarlyExit(1), tmp_path / "draft.gguf")
+    found = {tensor.name: tensor.data for tensor in _read(tmp_path / "draft.gguf").tensors}
+    assert found["rope_freqs.weight"].tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], abs=1e-5)
+
+
+def test_other_architectures_tokenizers_and_positions_are_refused(tmp_path: Path) -> None:
+    to = tmp_path / "draft.gguf"
+    with pytest.raises(selfspec.UnsupportedModelError, match="only llama, mistral, qwen2, qwen3"):
+        export_gguf(tiny.gpt2(vocab_size=260), _tokenizer(), selfspec.EarlyExit(2), to)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    with pytest.raises(selfspec.UnsupportedModelError, match="type 'yarn'"):
+        export_gguf(tiny.qwen3(vocab_size=260, rope_parameters=yarn), _tokenizer(), selfspec.EarlyExit(2), to)
+    with pytest.raises(selfspec.UnsupportedModelError, match="only those that merge pairs"):
+        export_gguf(tiny.llama(vocab_size=260), tiny.tokenizer(), selfspec.EarlyExit(2), to)
+    assert not any(tmp_path.iterdir())
+    to.write_text("mine")
+    with pytest.raises(selfspec.StorageError, match="there already"):
+        export_gguf(tiny.llama(vocab_size=260), _tokenizer(), selfspec.EarlyExit(2), to)
+    assert to.read_text() == "mine"

@@ -1,0 +1,164 @@
+"""An exported draft is the draft: `transformers` loads it, and accepts as much of it as selfspec does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from assisted_rounds import assisted
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import selfspec
+from helpers import shrunken, tiny
+from helpers.stories import checkpoint_folder
+from selfspec.adapters import ADAPTERS
+from selfspec.draft import Drafter
+from selfspec.errors import SelfSpecError
+from selfspec.measure.acceptance import teacher_forced
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.registry import find_adapter
+from selfspec.tools.export.run import export_checkpoint
+
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+LENGTH = 4
+
+# Whose configs do not say what each layer is, or whose layers look at the depth of the whole.
+_NOT_CUT = {"gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "minicpm3", "youtu"}
+
+
+def _loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def test_transformers_accepts_of_an_exit_what_selfspec_accepts(architecture: str, tmp_path: Path) -> None:
+    # The assistant of transformers loses what left its window when it goes back.
+    wide = {"sliding_window": tiny.CONTEXT} if architecture == "mistral" else {}
+    model, ids = tiny.BUILDERS[architecture](**wide), tiny.prompt(7)
+    report = export_checkpoint(model, None, selfspec.EarlyExit(2), tmp_path / "draft")
+    assert report.layers == (0, 1)
+    text = assisted(model, _loaded(tmp_path / "draft"), ids, LENGTH, max_new_tokens=24, **OPTIONS)
+    chunks = list(
+        selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=LENGTH).stream(ids, max_new_tokens=24, **OPTIONS)
+    )
+    ours = [len(chunk.rows[0].tokens) - 1 for chunk in chunks]
+    # Drafts of the last round are cut to what is missing, each in its own way.
+    assert [each.accepted for each in text.rounds][:-1] == ours[:-1]
+    assert text.ids[0, 7:].tolist() == [token for chunk in chunks for token in chunk.rows[0].tokens]
+
+
+def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: Path) -> None:
+    model = tiny.BUILDERS[architecture]()
+    report = export_checkpoint(model, None, selfspec.LayerSkip(layers=[0, 2]), tmp_path / "draft")
+    assert report.layers == (1, 3)
+    assert report.off < 1e-6
+    names = _loaded(tmp_path / "draft").state_dict()
+    kept = [name for name in model.state_dict() if ".3." in name]
+    assert kept
+    for name in kept:
+        assert torch.equal(names[name.replace(".3.", ".1.")], model.state_dict()[name])
+
+
+def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
+    drafter = selfspec.EarlyExit(3)
+    export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
+    draft = _loaded(tmp_path / "draft")
+    spec = selfspec.wrap(checkpoint.model, drafter, draft_length=LENGTH)
+    ids = checkpoint.encode("The dog and the cat")
+    text = assisted(checkpoint.model, draft, ids, LENGTH, max_new_tokens=40, **OPTIONS)
+    accepted = [len(chunk.rows[0].tokens) - 1 for chunk in spec.stream(ids, max_new_tokens=40, **OPTIONS)]
+    assert [each.accepted for each in text.rounds][:-1] == accepted[:-1]
+    assert sum(accepted) > 10
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "draft")("a dog").input_ids == checkpoint.tokenizer("a dog").input_ids
+    )
+
+
+def test_sampled_acceptance_is_equal_too(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
+    model, drafter = checkpoint.model, selfspec.EarlyExit(3)
+    export_checkpoint(model, None, drafter, tmp_path / "draft")
+    ids = checkpoint.encode("Once upon a time there was a little girl who had a dog")
+    wanted = teacher_forced(model, find_adapter(model), {"draft": drafter}, [ids])["draft"]
+    with torch.no_grad():
+        p, q = (each(ids).logits[0, :-1].softmax(-1) for each in (model, _loaded(tmp_path / "draft")))
+    assert float(torch.minimum(p, q).sum(-1).mean()) == pytest.approx(wanted.sequences[0].alpha(), abs=1e-5)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", sorted(set(ADAPTERS) - {"emu3_text_model", "xglm"}))
+def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None:
+    """Of those left out one is not loaded by itself, and the other does not compute in float64."""
+    model = shrunken.shrunken(kind)
+    if kind in _NOT_CUT:
+        with pytest.raises(selfspec.UnsupportedModelError, match="choose another exit"):
+            export_checkpoint(model, None, selfspec.EarlyExit(2), tmp_path / "draft")
+        assert not any(tmp_path.iterdir())
+    else:
+        export_checkpoint(model, None, selfspec.EarlyExit(2), tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        (lambda: None, "no draft to export"),
+        (lambda: selfspec.PromptLookup(), "vllm.LookUps"),
+        (lambda: selfspec.Recycling(), "no checkpoint to export"),
+        (lambda: selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)), "export its last part, exit:2"),
+        (lambda: selfspec.LowPrecision(8), "fewer bits"),
+        (lambda: selfspec.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
+        (lambda: selfspec.EarlyExit(9), "out of range"),
+        (lambda: selfspec.Assistant(tiny.llama(num_hidden_layers=1)), "a checkpoint of its own already"),
+    ],
+)
+def test_what_is_no_whole_layers_is_refused(
+    llama: PreTrainedModel, tmp_path: Path, draft: Callable[[], Drafter | None], said: str
+) -> None:
+    with pytest.raises(SelfSpecError, match=said):
+        export_checkpoint(llama, None, draft(), tmp_path / "draft")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_reduced_vocabulary_is_written_whole_and_says_so(llama: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(10)))
+    assert export_checkpoint(llama, None, drafter, tmp_path / "draft").whole_vocabulary
+    assert _loaded(tmp_path / "draft").config.vocab_size == tiny.VOCABULARY
+
+
+def test_what_is_there_stays_unless_it_may_be_overwritten(llama: PreTrainedModel, tmp_path: Path) -> None:
+    to = tmp_path / "draft"
+    to.mkdir()
+    (to / "mine.txt").write_text("mine")
+    with pytest.raises(selfspec.StorageError, match="there already"):
+        export_checkpoint(llama, None, selfspec.EarlyExit(2), to)
+    assert (to / "mine.txt").read_text() == "mine"
+    export_checkpoint(llama, None, selfspec.EarlyExit(2), to, overwrite=True)
+    assert not (to / "mine.txt").exists()
+    assert json.loads((to / "selfspec_export.json").read_text())["draft"] == "exit:2"
+    assert [file.name for file in tmp_path.iterdir()] == ["draft"]
+
+
+def test_a_draft_that_the_cut_does_not_compute_is_not_written(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = type(llama).save_pretrained
+
+    def wrong(self: Any, *args: Any, **options: Any) -> None:
+        self.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(self.model.layers[1].mlp.up_proj.weight * 1.1)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(type(llama), "save_pretrained", wrong)
+    with pytest.raises(selfspec.UnsupportedModelError, match="do not compute by themselves"):
+        export_checkpoint(llama, None, selfspec.EarlyExit(2), tmp_path / "draft")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_model_stays_as_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
+    before = {name: weight.clone() for name, weight in llama.state_dict().items()}
+    export_checkpoint(llama, None, selfspec.EarlyExit(2), tmp_path / "draft")
+    assert llama.config.num_hidden_layers == tiny.DEPTH
+    assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())
