@@ -48,6 +48,7 @@ from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.placement.drafts import placement_of
@@ -208,6 +209,12 @@ class SelfSpeculative:
         adapter.check(model)
         check_decodable(self.model)
         self._prepare()
+        ranks = ranks_of(model)
+        if ranks is not None:
+            ranks.check_computes_alike()
+            ranks.check_alike(
+                "how they draft", (draft if isinstance(draft, DraftPolicy) else draft_name(draft), self.control)
+            )
 
     # Type checkers would take any name for an attribute.
     if not TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Hashable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, MaxTimeCriteria, PreTrainedModel
 
 from selfspec.accept import Rule
 from selfspec.cache.shared_cache import SharedCache
@@ -25,6 +25,7 @@ from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.tensor_parallel import ranks_of
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 
@@ -70,6 +71,10 @@ class Generation(Iterator[Round]):
         )
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
+        ranks = ranks_of(model)
+        if ranks is not None:
+            _check_no_clock(request)
+            seed = ranks.of_first(seed)
         self.stats = Stats()
         self._request = request
         self.lossless = rule.lossless
@@ -195,6 +200,19 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
             "for its states would be those of different lengths; pass one row at a time"
         )
     return request.past
+
+
+def _check_no_clock(request: Request) -> None:
+    """Refuse to stop by a clock, which would stop one process of a model and leave the others waiting.
+
+    Raises:
+        UnsupportedOptionError: the request has a time.
+    """
+    if any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping.criteria):
+        raise UnsupportedOptionError(
+            "max_time is not supported where a model lies on several processes, whose clocks differ; bound the text by "
+            "max_new_tokens"
+        )
 
 
 def _device(model: PreTrainedModel, request: Request) -> torch.device:

@@ -22,6 +22,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.tensor_parallel import check_on_one_process
 
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"
@@ -129,6 +130,8 @@ class ExitHead(LayerPathDrafter):
         return EarlyExit(self.layer).path(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        if self.draft_head.tokens is not None:
+            check_on_one_process(model, f"the reduced vocabulary of {self.source}")
         try:
             found = fingerprint(model)
         except ValueError as error:

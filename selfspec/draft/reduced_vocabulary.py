@@ -15,6 +15,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.tensor_parallel import check_on_one_process
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,7 @@ class ReducedVocabulary(LayerPathDrafter):
             raise DraftConfigError(
                 "a reduced vocabulary reads rows of a head that is not in memory; draft with the whole vocabulary"
             )
+        check_on_one_process(model, "a reduced vocabulary, which reads rows of the head,")
         rows = head.shape[0]
         if max(self.tokens) >= rows:
             raise DraftConfigError(

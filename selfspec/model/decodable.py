@@ -24,6 +24,7 @@ def check_decodable(model: PreTrainedModel) -> None:
         UnsupportedModelError: naming what is in the way.
     """
     _check_modules(model)
+    _check_one_device(model)
     kernel = model.config._attn_implementation
     if kernel not in _ATTENTION_KERNELS:
         raise UnsupportedModelError(
@@ -32,6 +33,21 @@ def check_decodable(model: PreTrainedModel) -> None:
     if model.training and any(_differs_in_training(module) for module in model.modules()):
         raise UnsupportedModelError(
             "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
+        )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    """Refuse a model whose layers lie on several devices; those that are offloaded lie on none.
+
+    Raises:
+        UnsupportedModelError: naming the devices.
+    """
+    devices = sorted({str(weight.device) for weight in model.parameters() if not weight.is_meta})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the weights of {type(model).__name__} lie on {' and '.join(devices)}, and the shared cache is on one "
+            "device; load it on one, in fewer bits or within a budget if it is too large, or split it over processes "
+            'with tp_plan="auto" (docs/scaling.md)'
         )
 
 

@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from selfspec.model.tensor_parallel import whole
+
 # Values looked at in each tensor. Another training moves nearly all values, so a sample sees it, and the weights of a
 # large model are not read through each time it is wrapped.
 _SAMPLE = 65_536
@@ -33,5 +35,5 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight as a plain tensor: itself, or a copy of one that is packed."""
-    return weight.to_dense() if weight.is_mkldnn else weight
+    """Return a weight as a plain tensor: itself, or a copy of one that is packed or lies on several processes."""
+    return weight.to_dense() if weight.is_mkldnn else whole(weight)

@@ -19,12 +19,41 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import plain_head
 from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.substitute_file import REWRITE, SubstituteFile
+from selfspec.model.tensor_parallel import LocalPart, local_part
 from selfspec.model.view import copied, view_with
 
 KERNEL_DEVICES = ("cpu", "cuda")
 """Devices that have kernels for fewer bits."""
 
-Substitute = LowBitsLinear | LowBitsExperts
+
+class SummedLinear(nn.Module):
+    """A linear layer in fewer bits that has a part of the inputs: what the parts give is summed over processes.
+
+    Args:
+        linear: of this process's part, without a bias.
+        part: what it was made of.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, linear: LowBitsLinear, part: LocalPart) -> None:
+        super().__init__()
+        self.linear, self._group = linear, part.group
+        self.register_parameter("bias", None if part.bias is None else nn.Parameter(part.bias.detach(), False))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes here, the bias left out."""
+        return self.linear.nbytes
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Multiply this process's part of the states, `[..., in]` to `[..., out]`."""
+        summed: Tensor = self.linear(states).contiguous()
+        torch.distributed.all_reduce(summed, group=self._group)
+        return summed if self.bias is None else summed + self.bias
+
+
+Substitute = LowBitsLinear | LowBitsExperts | SummedLinear
 
 # Values of a weight, or of each expert's, that are looked at to see a change that torch does not count.
 _SAMPLED = 16
@@ -320,6 +349,9 @@ def _kind(module: nn.Module) -> _Kind:
 
 def _products(module: nn.Module) -> tuple[_Product, ...]:
     """The products of a module that can be exchanged: one of a linear layer, two of experts; of others none."""
+    part = local_part(module)
+    if part is not None:
+        return (_Product("weight", part.weight, part.bias),)
     kind, found = _kind(module), []
     for name, bias in kind.names:
         weight = getattr(module, name, None)
@@ -335,6 +367,9 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
 @torch.no_grad()
 def _made(module: nn.Module, products: Sequence[_Product], rounded: Sequence[RoundedWeight]) -> Substitute | None:
     try:
+        part = local_part(module)
+        if part is not None and part.split == "in":
+            return SummedLinear(_linear(rounded[0], None, part.weight), part)
         if len(products) == 1:
             return _linear(rounded[0], products[0].bias, products[0].weight)
         up, down = (_by_expert(weight, product) for weight, product in zip(rounded, products, strict=True))

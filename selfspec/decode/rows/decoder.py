@@ -32,6 +32,7 @@ from selfspec.draft import Drafter
 from selfspec.model.adapter import Adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
@@ -99,6 +100,7 @@ class RowDecoder:
         memories: dict[Hashable, object],
         limits: Limits | None,
     ) -> None:
+        check_on_one_process(model, "an engine of requests that come and go")
         self._model = model
         self._adapter = adapter
         self._drafting = drafting

@@ -19,6 +19,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
+from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.unwrap import check_saved_whole
 from selfspec.tools.export.cut_model import cut_model, parameter_count
 from selfspec.tools.export.draft_layers import DraftLayers, layers_of
@@ -162,6 +163,7 @@ def _checked(model: PreTrainedModel, drafter: Drafter | None, adapter: Adapter) 
             "or device map"
         )
     check_saved_whole(model)
+    check_on_one_process(model, "an export")
     return layers_of(drafter, model, adapter)
 
 
