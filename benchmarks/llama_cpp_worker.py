@@ -1,6 +1,6 @@
 """Decodes by llama.cpp what it is asked on standard input, a line of JSON each, and answers how long that took.
 
-    python benchmarks/llama_cpp_worker.py FILE.gguf THREADS
+    python benchmarks/llama_cpp_worker.py FILE.gguf THREADS [--float32-cache]
 
 `beside_llama_cpp.py` and the tests of exports run it, with whatever Python has llama-cpp-python: it needs nothing else.
 """
@@ -21,8 +21,8 @@ _CONTEXT = 512
 
 def main() -> None:
     """Serve until standard input ends."""
-    file, threads = sys.argv[1:]
-    decoder = Decoder(Path(file), int(threads))
+    file, threads, *exact = sys.argv[1:]
+    decoder = Decoder(Path(file), int(threads), exact == ["--float32-cache"])
     print(json.dumps({"system": llama_cpp.llama_print_system_info().decode()}), flush=True)
     for line in sys.stdin:
         print(json.dumps(decoder.decoded(json.loads(line))), flush=True)
@@ -34,9 +34,10 @@ class Decoder:
     Args:
         file: GGUF.
         threads: of every pass.
+        float32_cache: keys and values stay in float32, where llama.cpp rounds them to float16.
     """
 
-    def __init__(self, file: Path, threads: int) -> None:
+    def __init__(self, file: Path, threads: int, float32_cache: bool = False) -> None:
         llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
@@ -45,6 +46,9 @@ class Decoder:
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = _CONTEXT
         options.n_threads = options.n_threads_batch = threads
+        if float32_cache:
+            options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama_cpp.llama_init_from_model(self._model, options)
 
     def decoded(self, job: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_the_head_is_one_more_layer(kind: str, rank: int, tmp_path: Path) -> Non
     assert report.off < 1e-5
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float64)
     assert draft.config.num_hidden_layers == 3
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": None}
     text = assisted(model, draft, tiny.prompt(5), 3, **options)
     chunks = list(selfspec.wrap(model, drafter, draft_length=3).stream(tiny.prompt(5), **options))
     assert text.ids[0, 5:].tolist() == [token for chunk in chunks for token in chunk.rows[0].tokens]

