@@ -5,12 +5,15 @@
 Each line of the held-out text has `text`; prompts are the beginnings of its documents, always the same. Arms take turns
 over batches of prompts. Intervals are 95 % bootstraps over batches. `by cost` divides by the cost of a round in plain
 steps, from the weights that a draft step reads and what further tokens cost on the CPUs that were looked at: no clock.
+The second table is of candidates for one place, drawn without replacement from the draft's q at places of the held-out
+texts: how often the token-level rule accepts one, and how often the best rule there could be would.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,21 @@ from rich.progress import track
 import selfspec
 from selfspec.control import FixedLength
 from selfspec.control.costs import Costs
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.named import parse_draft
 from selfspec.environment import environment
+from selfspec.measure.acceptance import forced_logits
+from selfspec.measure.candidates import Candidates, candidates_at_one_place, distributions
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.estimate import Estimate
-from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.model.registry import find_adapter
 
 _TREES = ((1, 4), (2, 4), (3, 4), (2, 8), (3, 8))
 _CONTROLS = [*map(FixedLength, range(1, 7)), *(FixedLength(levels, nodes) for levels, nodes in _TREES)]
 _ROWS, _PROMPT = 8, 48
+# Texts that candidates for one place are compared on, and which of their places.
+_TEXTS, _EVERY = 24, 6
 
 
 def main() -> None:
@@ -84,18 +93,48 @@ def main() -> None:
                 ],
             }
         )
+    several = _candidates(checkpoint, options)
     given = {**vars(options), "held_out": options.held_out.name, "model": Path(options.model).name}
     record = {"settings": given, "environment": environment(torch.device("cpu")), "figures": rows}
+    record["candidates"] = [{"draft": draft, **asdict(each)} for draft, found in several.items() for each in found]
     (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / f"{options.name}.md").write_text(_table(rows))
-    print(_table(rows))
+    (RESULTS / f"{options.name}.md").write_text(_table(rows) + _beside_the_best(several))
+    print(_table(rows) + _beside_the_best(several))
+
+
+def _candidates(checkpoint: Checkpoint, options: argparse.Namespace) -> dict[str, list[Candidates]]:
+    """What several candidates for one place are worth, by draft."""
+    found = {}
+    texts = _texts(checkpoint.tokenizer, options.held_out, _TEXTS, _PROMPT + options.max_new_tokens)
+    for draft in options.drafts:
+        drafter = parse_draft(draft)
+        assert isinstance(drafter, LayerPathDrafter)
+        forced = forced_logits(checkpoint.model, find_adapter(checkpoint.model), {draft: drafter}, texts)
+        pairs = (distributions([each.target[::_EVERY], each.draft[::_EVERY]], options.temperature) for each in forced)
+        found[draft] = candidates_at_one_place([(p, q) for p, q in pairs])
+    return found
+
+
+def _beside_the_best(several: dict[str, list[Candidates]]) -> str:
+    lines = ["", "| draft | candidates for one place | accepted | by the best rule |", "|---|---|---|---|"]
+    lines += [
+        f"| {draft} | {each.count} | {each.accepted.shown(3)} | {each.best.shown(3)} |"
+        for draft, found in several.items()
+        for each in found
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _prompts(tokenizer: Any, file: Path, batches: int) -> list[torch.Tensor]:
+    return list(torch.cat(_texts(tokenizer, file, batches * _ROWS, _PROMPT)).split(_ROWS))
+
+
+def _texts(tokenizer: Any, file: Path, number: int, tokens: int) -> list[torch.Tensor]:
+    """The beginnings of documents, evenly spread, `[1, tokens]` each."""
     texts = (json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines())
-    begun = [ids for ids in (tokenizer(text).input_ids[:_PROMPT] for text in texts) if len(ids) == _PROMPT]
-    step = max(1, len(begun) // (batches * _ROWS))
-    return list(torch.tensor(begun[::step][: batches * _ROWS]).split(_ROWS))
+    begun = [ids for ids in (tokenizer(text).input_ids[:tokens] for text in texts) if len(ids) == tokens]
+    step = max(1, len(begun) // number)
+    return [torch.tensor([ids]) for ids in begun[::step][:number]]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

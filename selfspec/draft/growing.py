@@ -23,8 +23,13 @@ CHANCES, WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
 class GrowingDrafter(Drafter):
     """Drafts with a model: a chain, or a tree where the control allows more nodes than levels."""
 
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """How often siblings of each rank are held to be accepted before any were."""
+        return CHANCES
+
     def begin(self, batch: Batch) -> RankChances:
-        return RankChances(CHANCES, WEIGHT)
+        return RankChances(self.chances, WEIGHT)
 
     def tree(self, batch: Batch, budget: Budget) -> Tree:
         """Choose the tree of a round, numbered by level."""

@@ -29,6 +29,8 @@ from selfspec.model.substitutes import (
 )
 
 _GROUPS = (32, 64, 128, 256)
+# What siblings of each rank are held to be accepted at.
+_CHANCES = (0.95, 0.03, 0.01)
 
 
 @dataclass(frozen=True, init=False)
@@ -144,6 +146,11 @@ class LowPrecision(LayerPathDrafter):
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         if self.saved is not None:
             substitutes.load(SubstituteFile(self.saved), self._precision, model)
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        # Without an exit 8 bits agree with the target in 0.98 to 0.99 of all places, 4 bits in 0.94 mostly.
+        return super().chances if self.exit is not None else _CHANCES
 
     @property
     def _precision(self) -> Precision:

@@ -57,7 +57,7 @@ class TextMemory(Memory):
     def add(self, text: Sequence[int]) -> None:
         """Take in a text, and drop of the oldest what there is no room for."""
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
-        self.tokens = kept[-self._most :]
+        self.tokens = kept[max(len(kept) - self._most, 0) :]
 
     def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
         """As `places_in`."""

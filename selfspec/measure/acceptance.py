@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,20 @@ class Acceptance:
         return {"positions": self.positions, "agreement": self.agreement().to_dict(), "alpha": rates}
 
 
-@torch.no_grad()
+class ForcedLogits(NamedTuple):
+    """A draft beside the target over the judged positions of one text.
+
+    Attributes:
+        name: of the draft.
+        target: its logits, `[positions, vocab]`.
+        draft: the draft's.
+    """
+
+    name: str
+    target: Tensor
+    draft: Tensor
+
+
 def teacher_forced(
     model: PreTrainedModel,
     adapter: Adapter,
@@ -117,11 +130,28 @@ def teacher_forced(
         DraftConfigError: a draft does not fit the model, or a temperature is not above 0.
         PromptError: there is no sequence, or one is too short.
     """
+    if any(not temperature > 0 for temperature in temperatures):
+        raise DraftConfigError(f"temperatures must be above 0, got {list(temperatures)}; agreement is that of 0")
+    measured = {name: Acceptance() for name in drafters}
+    for name, full, draft in forced_logits(model, adapter, drafters, sequences, watch):
+        figures = ExitFigures()
+        figures.add(full, draft, temperatures)
+        measured[name].sequences.append(figures)
+    return measured
+
+
+@torch.no_grad()
+def forced_logits(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    drafters: Mapping[str, LayerPathDrafter],
+    sequences: Sequence[Tensor | Continuation],
+    watch: Watch | None = None,
+) -> Iterator[ForcedLogits]:
+    """Read target and drafts at every judged position of some texts; arguments and errors as of `teacher_forced`."""
     texts = [_as_text(sequence) for sequence in sequences]
     if not texts:
         raise PromptError("no text to measure acceptance on: give at least one sequence")
-    if any(not temperature > 0 for temperature in temperatures):
-        raise DraftConfigError(f"temperatures must be above 0, got {list(temperatures)}; agreement is that of 0")
     readout, substitutes = Readout(model, adapter), Substitutes()
     for drafter in drafters.values():
         drafter.check(readout.depth)
@@ -130,7 +160,6 @@ def teacher_forced(
     exits = {name: left for name, each in drafters.items() if (left := each.leaves_at(readout.depth)) is not None}
     progress = watch or Unwatched()
     progress.begin(len(texts))
-    measured = {name: Acceptance() for name in drafters}
     for text in texts:
         progress.step("acceptance of every exit")
         ids = text.ids.to(model.device)
@@ -149,10 +178,7 @@ def teacher_forced(
                 cache.reserve(ids.shape[1])
                 runner = ModelRunner(model, adapter, cache, substitutes)
                 draft = runner.logits(drafter.path(readout.depth), ids, head=drafter.head).logits[0, judged]
-            figures = ExitFigures()
-            figures.add(full, draft, temperatures)
-            measured[name].sequences.append(figures)
-    return measured
+            yield ForcedLogits(name, full, draft)
 
 
 def _as_text(sequence: Tensor | Continuation) -> Continuation:

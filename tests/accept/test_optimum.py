@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -13,35 +12,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
 
-from helpers.chains import without
 from helpers.exact import Chain, all_drafts, committed
+from helpers.optimum import candidates_of, optimum
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
-
-
-def _candidates(q: Tensor, count: int, replaced: bool) -> Chain:
-    """What siblings are drawn from, each given those before it."""
-    tables = []
-    for node in range(count):
-        before = all_drafts(len(q), node)
-        left = q.expand(len(before), -1) if replaced else without(q.expand(len(before), -1), before)
-        tables.append(left.reshape([len(q)] * (node + 1)))
-    return Chain(tuple(tables))
-
-
-def optimum(p: Tensor, candidates: Chain) -> float:
-    """The largest chance that the token drawn from p is among the candidates, over all couplings of the two.
-
-    It is the flow from sets of candidates to the tokens in them. By its smallest cut that is the least of p(A) + 1 -
-    P(all candidates lie in A), over all sets A of tokens (Sun et al., 2023, arXiv 2310.15141; Khisti et al., 2024,
-    arXiv 2410.18234).
-    """
-    chances, drawn = candidates.joint().flatten(), all_drafts(len(p), len(candidates.tables))
-    cuts = []
-    for inside in itertools.product([False, True], repeat=len(p)):
-        chosen = torch.tensor(inside)
-        cuts.append(p[chosen].sum() + 1 - chances[chosen[drawn].all(-1)].sum())
-    return float(torch.stack(cuts).min())
 
 
 def _by_transport(p: Tensor, candidates: Chain) -> float:
@@ -70,7 +44,7 @@ def _accepted(rule: Rule, p: Tensor, candidates: Chain) -> float:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_smallest_cut_is_the_optimal_transport(seed: int) -> None:
     p, q = _distributions(seed, 4)
-    candidates = _candidates(q, 2, replaced=seed % 2 == 0)
+    candidates = candidates_of(q, 2, replaced=seed % 2 == 0)
     assert optimum(p, candidates) == pytest.approx(_by_transport(p, candidates), abs=1e-8)
 
 
@@ -80,7 +54,7 @@ def test_no_rule_accepts_more_than_the_optimum_and_of_one_candidate_both_reach_i
     seed: int, vocab: int, count: int, replaced: bool
 ) -> None:
     p, q = _distributions(seed, vocab)
-    candidates = _candidates(q, count, replaced)
+    candidates = candidates_of(q, count, replaced)
     best = optimum(p, candidates)
     for rule in (TokenLevel(), Block()):
         found = _accepted(rule, p, candidates)
@@ -94,7 +68,7 @@ def test_recursive_rejection_without_replacement_comes_near_the_optimum() -> Non
     shares = []
     for seed in range(60):
         p, q = _distributions(seed, 5)
-        with_, without_ = (_candidates(q, 2, replaced) for replaced in (True, False))
+        with_, without_ = (candidates_of(q, 2, replaced) for replaced in (True, False))
         found, best = _accepted(TokenLevel(), p, without_), optimum(p, without_)
         # Two different candidates are worth more than two that may be one, to any rule.
         assert best >= optimum(p, with_) - 1e-12

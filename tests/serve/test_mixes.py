@@ -12,7 +12,7 @@ import selfspec
 from helpers import tiny
 from helpers.serving import Mix, Stepped, alone, caches_alive, check_mix, random_requests, small
 from helpers.shrunken import shrunken
-from selfspec.control import FixedLength
+from selfspec.control import CostAware, FixedLength
 
 DRAFTS: dict[str, tuple[str | None, object]] = {
     "exit": ("exit:1", 3),
@@ -21,6 +21,8 @@ DRAFTS: dict[str, tuple[str | None, object]] = {
     "int8": ("int8", 3),
     "cascade": ("lookup+exit:1", 4),
     "recycle": ("recycle", FixedLength(3, nodes=6)),
+    "suffix": ("suffix", FixedLength(3, nodes=6)),
+    "union": ("union:suffix+recycle+exit:1", CostAware(3, nodes=6)),
     "cost aware": ("lookup+exit:2", None),
     "none": (None, None),
 }

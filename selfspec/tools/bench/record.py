@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from selfspec.decode.stats import Stats
+from selfspec.measure.candidates import Candidates
 from selfspec.measure.cycles import cycle_share
 from selfspec.measure.timing import Call, DraftShape
 from selfspec.tools.bench.agreement import TextAgreement
@@ -62,6 +63,7 @@ class Record:
         rounds: of selfspec's arms, how many there were of each shape.
         memory: at the peak, in a separate process.
         costs: of the parts of its rounds, timed apart from the run.
+        candidates: of sampled trees along a path of the model, what several candidates for one place are worth.
     """
 
     run: str
@@ -81,6 +83,7 @@ class Record:
     rounds: list[ShapeCount] = field(default_factory=list)
     memory: Memory | None = None
     costs: PassCosts | None = None
+    candidates: list[Candidates] = field(default_factory=list)
 
     @property
     def refused(self) -> bool:
@@ -106,6 +109,7 @@ def record_of(
     environment: Mapping[str, str | bool | int | None],
     memory: Memory | None,
     costs: PassCosts | None,
+    candidates: list[Candidates],
 ) -> Record:
     """What is kept of an arm's calls."""
 
@@ -131,4 +135,5 @@ def record_of(
         rounds=[ShapeCount(shape.drafted, shape.steps, number) for shape, number in sorted(rounds.items())],
         memory=memory,
         costs=costs,
+        candidates=candidates,
     )

@@ -42,7 +42,7 @@ def report(cells: Sequence[MeasuredCell]) -> str:
         parts.append(f"## {_escaped(measured.cell.title)}")
         if several:
             parts.append(_escaped(f"{settings.model}, {settings.dtype}, {settings.threads} threads"))
-        parts += [_speeds(measured), _not_scored(measured), _rounds(measured), _memory(measured)]
+        parts += [_speeds(measured), _not_scored(measured), _rounds(measured), _candidates(measured), _memory(measured)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -128,6 +128,17 @@ def _rounds(measured: MeasuredCell) -> str:
             row += [f"{speedup.predicted:.2f}", speedup.measured.shown(2), f"{speedup.efficiency:.2f}"]
         rows.append([*row, "", "", ""][: len(head) + 3])
     return _table([*head, "predicted speed-up", "measured", "efficiency"], rows) if rows else ""
+
+
+def _candidates(measured: MeasuredCell) -> str:
+    """What several candidates for one place are worth to each draft of trees."""
+    head = ["candidates for one place", "how many", "accepted", "by the best rule there could be"]
+    rows = [
+        [record.arm.name, str(each.count), each.accepted.shown(2), each.best.shown(2)]
+        for record in measured.arms
+        for each in record.candidates
+    ]
+    return _table(head, rows) if rows else ""
 
 
 def _terms(record: Record) -> list[float | None]:

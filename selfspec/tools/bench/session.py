@@ -17,6 +17,7 @@ from selfspec.environment import environment
 from selfspec.measure.progress import Watch
 from selfspec.runtime.packed import pack
 from selfspec.tools.bench.arms import ArmSpec, make_arm
+from selfspec.tools.bench.candidates import candidates_of
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.costs import costs_of
 from selfspec.tools.bench.measure import measure
@@ -86,7 +87,8 @@ class Session:
                 if cell in weighed and self.place is not None and result.absence is None:
                     tick()
                     memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, model.dtype)
-                records.append(record_of(result, run, cell, setup, around, memory, cost))
+                several = candidates_of(own_model, cell, result, prompts) if self.costs else []
+                records.append(record_of(result, run, cell, setup, around, memory, cost, several))
             file.add(records)
             found[cell, setup] = MeasuredCell(cell, setup, tuple(records))
         return [found[cell, setups[cell]] for cell in cells]

@@ -12,6 +12,7 @@ from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.timing import Call
 from selfspec.tools.bench.agreement import Pair, compare
 from selfspec.tools.bench.arms import Arm, ArmSpec, StockArm, make_arm
+from selfspec.tools.bench.candidates import candidates_of
 from selfspec.tools.bench.cell import Cell
 from selfspec.tools.bench.measure import ArmRun, measure
 
@@ -164,3 +165,15 @@ def test_in_full_precision_nothing_is_excused(llama: PreTrainedModel) -> None:
     found = compare(llama, [Pair((3, 4, 5), (1, 2), (1, 3))])
     assert found.refused
     assert found.widest_gap is None
+
+
+def test_sampled_trees_are_reported_beside_the_best_rule(llama: PreTrainedModel) -> None:
+    given, cell = prompts(), Cell("w", 0.8, 1, 6, 16)
+    specs = [ArmSpec("plain"), ArmSpec("draft", "exit:2", length=2, nodes=5), ArmSpec("draft", "exit:2", length=2)]
+    arms = [make_arm(spec, llama) for spec in specs]
+    found = measure(llama, cell, arms, given, 1, 1, lambda: None)
+    plain, trees, chains = (candidates_of(llama, cell, each, given) for each in found)
+    assert plain == chains == []
+    assert [each.count for each in trees] == [1, 2, 4]
+    assert all(0 < each.accepted.value <= each.best.value + 0.02 <= 1.02 for each in trees)
+    assert candidates_of(llama, GREEDY, found[1], given) == []

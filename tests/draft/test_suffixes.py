@@ -1,0 +1,170 @@
+"""Suffix trees: what followed in the text, in earlier ones and in a corpus, several ways at once, by counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import BATCHES, PROMPTS, TOKENS, Warp, joint, small
+from selfspec.draft import Suffixes
+from selfspec.draft.corpus_file import CorpusFile, write_corpus
+from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.text_places import TextMemory
+from selfspec.model.vocabulary import Vocabulary
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.fixture
+def corpus(llama: PreTrainedModel, tmp_path: Path) -> str:
+    """Texts that go on in two ways after 5 6, one of them three times as often."""
+    file = tmp_path / "corpus.safetensors"
+    texts = [[9, 5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9], [3, 5, 6, 7, 8], [5, 6, 11, 12]]
+    assert write_corpus(file, texts, Vocabulary.of(llama)) == 21
+    return str(file)
+
+
+def stock(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(ids, **GREEDY, **options)
+    return found
+
+
+def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]().double()
+    spec = selfspec.wrap(model, "suffix", draft_length=7)
+    for seed, rows in ((0, 1), (1, 3), (0, 1)):
+        ids = tiny.prompt(9, rows, seed).clamp(min=1)
+        output = spec.generate(ids, max_new_tokens=24, **GREEDY)
+        assert torch.equal(output.sequences, stock(model, ids, max_new_tokens=24))
+
+
+def test_several_continuations_of_a_corpus_are_drafted_the_more_frequent_first(
+    llama: PreTrainedModel, corpus: str
+) -> None:
+    spec = selfspec.wrap(llama, Suffixes(corpus), draft_length=selfspec.FixedLength(2, nodes=5))
+    first = next(spec.stream(torch.tensor([[1, 5, 6]]), max_new_tokens=8, **GREEDY))
+    draft = list(first.rows[0].draft)
+    assert {7, 8, 11} <= set(draft)
+    assert draft.index(7) < draft.index(11)
+
+
+def test_what_was_written_is_drafted_by_this_wrapper_until_it_forgets(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, "suffix", draft_length=7), tiny.prompt(9, seed=4)
+    first, again = (spec.generate(ids, max_new_tokens=32, **GREEDY) for _ in range(2))
+    assert torch.equal(first.sequences, again.sequences)
+    assert again.stats.rounds < first.stats.rounds
+    assert again.stats.mean_accepted_length > 4
+    assert 4 * 32 <= first.stats.draft_bytes <= again.stats.draft_bytes <= 1 << 20
+    spec.forget()
+    assert spec.generate(ids, max_new_tokens=32, **GREEDY).stats.rounds == first.stats.rounds
+    alone = selfspec.wrap(llama, Suffixes(most_bytes=0), draft_length=7)
+    assert len({alone.generate(ids, max_new_tokens=32, **GREEDY).stats.rounds for _ in range(2)}) == 1
+
+
+def test_kept_texts_take_no_more_than_their_bytes(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, Suffixes(most_bytes=120), draft_length=7)
+    for seed in range(3):
+        spec.generate(tiny.prompt(9, 2, seed).clamp(min=1), max_new_tokens=24, **GREEDY)
+    (memory,) = spec._memories.values()
+    assert isinstance(memory, TextMemory)
+    assert 100 < memory.tokens.nbytes <= 120
+
+
+def test_samples_follow_the_exact_joint() -> None:
+    found = {}
+    for number, rule in enumerate(("token", "block")):
+        spec = selfspec.wrap(small(seed=number), "suffix", draft_length=selfspec.FixedLength(3, nodes=6), accept=rule)
+        warp, prompt = Warp(temperature=1.2), PROMPTS[number]
+        ids = torch.tensor([prompt] * 256)
+        outputs: list[tuple[int, ...]] = []
+        for batch in range(BATCHES):
+            output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
+            outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
+            assert output.stats.accepted > 0
+        found[rule] = p_value(outputs, joint(spec.model, prompt, warp, None))
+    assert holm_rejects(found, 0.01) == []
+
+
+def test_coupled_samples_do_not_depend_on_what_was_kept(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, "suffix", accept="coupled", draft_length=7), tiny.prompt(9, 2)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
+    plain = selfspec.wrap(llama, None, accept="coupled").generate(ids, **options)
+    for _ in range(2):
+        assert torch.equal(spec.generate(ids, **options).sequences, plain.sequences)
+
+
+class Remembering(LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_processors_with_memory_get_a_chain(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, "suffix", draft_length=5), tiny.prompt(9)
+    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Remembering()]), "max_new_tokens": 32}
+    for _ in range(2):
+        output = spec.generate(ids, **GREEDY, **options)
+        assert torch.equal(output.sequences, stock(llama, ids, max_new_tokens=32))
+    assert output.stats.accepted > 0
+
+
+def test_names(corpus: str) -> None:
+    for name in ("suffix", f"suffix:{corpus}", "suffix+exit:2", f"suffix:{corpus}+recycle+int8"):
+        assert draft_name(parse_draft(name)) == name
+    assert parse_draft("suffix") == Suffixes()
+    assert parse_draft(f"suffix:{corpus}") == Suffixes(corpus)
+    for name in ("suffix+suffix", "lookup:x", "suffix+lookup+suffix"):
+        with pytest.raises(selfspec.DraftConfigError, match="not understood"):
+            parse_draft(name)
+    with pytest.raises(selfspec.DraftConfigError, match="a cascade is"):
+        parse_draft("recycle+suffix")
+
+
+@pytest.mark.parametrize("given", [-1, (1 << 26) + 1, 2.0, True, "8"])
+def test_bytes_out_of_range_are_refused(given: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="most_bytes must be an integer from 0 to"):
+        Suffixes(most_bytes=given)
+
+
+def test_a_corpus_of_another_tokenizer_is_refused_before_any_pass(corpus: str) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="another tokenizer"):
+        selfspec.wrap(small(), f"suffix:{corpus}")
+    assert not Vocabulary(9, "a").is_same(Vocabulary(9, "b"))
+    assert Vocabulary(9, "a").is_same(Vocabulary(32, "a"))
+    assert not Vocabulary(9, "").is_same(Vocabulary(32, "a"))
+
+
+def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llama: PreTrainedModel) -> None:
+    from safetensors.torch import load_file, save_file
+
+    content = Path(corpus).read_bytes()
+    broken = tmp_path / "broken"
+    for damaged in (content[:40], content[:-8], b"", b"\0" * 64):
+        broken.write_bytes(damaged)
+        with pytest.raises(selfspec.DraftConfigError, match="cannot be read as a corpus"):
+            Suffixes(str(broken))
+    with pytest.raises(selfspec.DraftConfigError, match="cannot be read"):
+        Suffixes(str(tmp_path / "missing"))
+    from safetensors import safe_open
+
+    with safe_open(corpus, framework="pt") as opened:
+        about = opened.metadata()
+    for name, value in (("ends", 99), ("ends", 0), ("tokens", tiny.VOCABULARY), ("tokens", -2)):
+        tensors = {key: tensor.clone() for key, tensor in load_file(corpus).items()}
+        tensors[name][3] = value
+        save_file(tensors, broken, about)
+        with pytest.raises(selfspec.DraftConfigError, match="holds no corpus"):
+            CorpusFile(broken)
+    with pytest.raises(selfspec.DraftConfigError, match="needs texts with tokens"):
+        write_corpus(tmp_path / "none", [[], []], Vocabulary.of(llama))

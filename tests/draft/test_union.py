@@ -1,0 +1,146 @@
+"""Unions: what sources without a model know, in one tree with what a model drew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.goodness import holm_rejects, p_value
+from helpers.joints import PROMPTS, TOKENS, Warp, joint, small
+from selfspec.cache.tree import Tree
+from selfspec.control import CostAware, FixedLength
+from selfspec.control.controller import Controller
+from selfspec.control.costs import Costs, CostsByRows
+from selfspec.control.row_outcome import RowOutcome
+from selfspec.draft import Budget, Draft, EarlyExit, Recycling, Suffixes, Union
+from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.union import UnionState
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+class ModelDrafts(FixedLength):
+    """Has the model draft in every round."""
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _ModelDrafts(Budget(self.length, self.nodes or self.length))
+
+
+class _ModelDrafts(Controller):
+    def prefers(self, match: int, behind: Any) -> bool:
+        return False
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.mark.parametrize("control", [FixedLength(3, nodes=7), ModelDrafts(2, nodes=7), CostAware(3, nodes=7)], ids=str)
+@pytest.mark.parametrize("then", [(), (EarlyExit(1),)], ids=["alone", "with a model"])
+def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str, control: Any, then: Any) -> None:
+    model = tiny.BUILDERS[architecture]().double()
+    spec = selfspec.wrap(model, Union(Suffixes(), Recycling(), *then), draft_length=control)
+    for seed, rows in ((0, 1), (1, 3), (0, 1)):
+        ids = tiny.prompt(9, rows, seed).clamp(min=1)
+        output = spec.generate(ids, max_new_tokens=20, **GREEDY)
+        assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=20, **GREEDY))
+
+
+def _joint_of(spec: selfspec.SelfSpeculative, prompt: tuple[int, ...], warp: Warp, rows: int, batches: int) -> float:
+    ids, outputs = torch.tensor([prompt] * rows), []
+    for batch in range(batches):
+        output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
+        outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
+    assert output.stats.accepted > 0
+    return p_value(outputs, joint(spec.model, prompt, warp, None))
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_exact_joint(rule: str) -> None:
+    draft, warp = Union(Suffixes(), Recycling(candidates=3), EarlyExit(1)), Warp(temperature=1.4, top_k=3)
+    spec = selfspec.wrap(small(), draft, draft_length=ModelDrafts(2, nodes=6), accept=rule)
+    assert _joint_of(spec, PROMPTS[0], warp, 256, 4) > 0.01
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_many_samples_follow_the_exact_joint(rule: str) -> None:
+    found = {}
+    drafts = (Union(Suffixes(), Recycling()), Union(Recycling(), EarlyExit(2)), Union(Suffixes(), EarlyExit(1)))
+    controls = (FixedLength(3, nodes=7), ModelDrafts(2, nodes=6), ModelDrafts(1, nodes=4))
+    for number, (draft, control) in enumerate(zip(drafts, controls, strict=True)):
+        warp = (Warp(), Warp(temperature=0.7), Warp(top_p=0.8))[number]
+        spec = selfspec.wrap(small(seed=number), draft, draft_length=control, accept=rule)
+        found[str(draft)] = _joint_of(spec, PROMPTS[number % 2], warp, 512, 40)
+    assert holm_rejects(found, 0.01) == []
+
+
+def test_coupled_samples_are_plain_ones(llama: PreTrainedModel) -> None:
+    draft = Union(Suffixes(), Recycling(), EarlyExit(2))
+    spec = selfspec.wrap(llama, draft, accept="coupled", draft_length=ModelDrafts(2, nodes=7))
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
+    plain = selfspec.wrap(llama, None, accept="coupled").generate(tiny.prompt(9, 2), **options)
+    for _ in range(2):
+        assert torch.equal(spec.generate(tiny.prompt(9, 2), **options).sequences, plain.sequences)
+
+
+def test_what_was_seen_stands_beside_the_models_draft(llama: PreTrainedModel) -> None:
+    ids = tiny.prompt(9)
+    exit_alone = selfspec.wrap(llama, EarlyExit(1), draft_length=FixedLength(2)).generate(
+        ids, max_new_tokens=32, **GREEDY
+    )
+    spec = selfspec.wrap(llama, Union(Suffixes(), EarlyExit(1)), draft_length=ModelDrafts(2, nodes=6))
+    spec.generate(ids, max_new_tokens=32, **GREEDY)
+    again = spec.generate(ids, max_new_tokens=32, **GREEDY)
+    # The model's two, and the text as it was written the last time.
+    assert again.stats.mean_accepted_length > exit_alone.stats.mean_accepted_length + 0.5
+    first = next(spec.stream(ids, max_new_tokens=32, **GREEDY))
+    assert len(first.rows[0].draft) > 2
+
+
+def test_tokens_off_the_models_chain_say_nothing_of_its_confidence() -> None:
+    control: Any = CostAware(2, nodes=6).begin(Costs(0.3))
+    control.budget(20, [True])
+    for _ in range(2):
+        control.goes_on(torch.tensor([[[4.0, 0.0]]]))
+    before = control._acceptance.mean
+    # Both accepted tokens lie beside the chain: its first token was rejected, the second never judged.
+    draft = Draft(torch.zeros(1, 4, dtype=torch.long), Tree((-1, 0, -1, 2)), steps=2)
+    control.learn(draft, [RowOutcome(2, 2, 3, strayed=2)])
+    assert control._acceptance.mean < before
+    assert sum(control._acceptance._judged) == 1
+
+
+def test_worth_of_sources_is_learnt_apart_beside_a_model(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[UnionState] = []
+    begin = Union.begin
+    monkeypatch.setattr(Union, "begin", lambda *given: states.append(begin(*given)) or states[-1])
+    spec = selfspec.wrap(llama, Union(Suffixes(), Recycling(), EarlyExit(1)), draft_length=ModelDrafts(2, nodes=6))
+    spec.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY)
+    (state,) = states
+    promised = state.trust._promised
+    assert {key[0] for key in promised} == {"beside"}  # type: ignore[index]
+    assert {key[1] for key in promised} == {0, 1}  # type: ignore[index]
+
+
+def test_names() -> None:
+    for name in ("union:suffix+recycle", "union:recycle+exit:4", "union:suffix+recycle+int8"):
+        assert draft_name(parse_draft(name)) == name
+    assert parse_draft("union:suffix+recycle+exit:4") == Union(Suffixes(), Recycling(), EarlyExit(4))
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [(), (EarlyExit(1),), (Recycling(), Recycling()), (EarlyExit(1), Recycling()), (selfspec.PromptLookup(),)],
+)
+def test_other_sources_are_refused(sources: Any) -> None:
+    with pytest.raises(selfspec.DraftConfigError, match="a union is of"):
+        Union(*sources)
