@@ -85,7 +85,7 @@ def _measured(shape: str, bench: Bench, cell: Cell, specs: Sequence[ArmSpec]) ->
     runs = measure(model, cell, found.arms, prompts, repeats, warm_up, lambda: None)
     settings = Setup(shape, model.num_parameters(), "bfloat16", model.device.type, 0, repeats, len(prompts), "")
     records = {
-        run.arm.spec.name: record_of(run, "device", cell, settings, {}, None, None)
+        run.arm.spec.name: record_of(run, "device", cell, settings, {}, None, None, [])
         for run in runs
         if run.absence is None
     }
