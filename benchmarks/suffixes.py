@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -34,8 +35,8 @@ _SIZES = (7, 15)
 class Chains(Suffixes):
     """The likeliest continuation alone."""
 
-    def offers(self, batch: object, budget: object) -> list[tuple[Offer, ...]]:
-        return [tuple(map(_likeliest, offers)) for offers in super().offers(batch, budget)]  # type: ignore[arg-type]
+    def offers(self, batch: Any, budget: Any) -> list[tuple[Offer, ...]]:
+        return [tuple(map(_likeliest, offers)) for offers in super().offers(batch, budget)]
 
 
 def _likeliest(offer: Offer) -> Offer:
@@ -67,7 +68,7 @@ def counted(
 ) -> Estimate:
     """Tokens a pass after all prompts, with an interval over these; the wrapper starts knowing nothing."""
     spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(_DEPTH, nodes=nodes))
-    sampled = {"temperature": heat, "top_k": 0, "accept": "coupled"} if heat else {}
+    sampled: dict[str, Any] = {"temperature": heat, "top_k": 0, "accept": "coupled"} if heat else {}
     found = [
         spec.generate(
             prompt,

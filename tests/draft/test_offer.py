@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from selfspec.cache.tree import Tree
 from selfspec.draft import Budget
-from selfspec.draft.offer import Offer, Outcome, Path, Trust, counted, merged
+from selfspec.draft.offer import Merged, Offer, Outcome, Path, Trust, counted, merged
 
 
 def _most(nodes: int, committed: float) -> float:
@@ -33,8 +33,8 @@ def test_the_likeliest_nodes_are_taken_and_siblings_are_in_their_order() -> None
     assert _paths(*_first(merged([reach], Budget(4, 5), _most, branches=False))) == [(1,), (1, 2)]
 
 
-def _first(found: object) -> tuple[tuple[int, ...], list[int | None]]:
-    return found.parents, found.tokens[0]  # type: ignore[attr-defined]
+def _first(found: Merged) -> tuple[tuple[int, ...], list[int | None]]:
+    return found.parents, found.tokens[0]
 
 
 def test_a_tree_is_as_large_as_pays() -> None:

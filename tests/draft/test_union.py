@@ -122,7 +122,12 @@ def test_worth_of_sources_is_learnt_apart_beside_a_model(
 ) -> None:
     states: list[UnionState] = []
     begin = Union.begin
-    monkeypatch.setattr(Union, "begin", lambda *given: states.append(begin(*given)) or states[-1])
+
+    def begun(union: Union, batch: Any) -> UnionState:
+        states.append(begin(union, batch))
+        return states[-1]
+
+    monkeypatch.setattr(Union, "begin", begun)
     spec = selfspec.wrap(llama, Union(Suffixes(), Recycling(), EarlyExit(1)), draft_length=ModelDrafts(2, nodes=6))
     spec.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY)
     (state,) = states
