@@ -1,13 +1,17 @@
-"""A hook of mkdocs: pages of the site that lie outside docs/, and the links to them.
+"""A hook of mkdocs: pages of the site that are no Markdown in docs/, and the links to them.
 
 README.md, CHANGELOG.md and CONTRIBUTING.md are pages. So is whatever a page links to: results, examples, other code. A
-link to a file that is not there is left as it stands, and mkdocs reports it.
+link to a file that is not there is left as it stands, and mkdocs reports it. Notebooks become pages as they were saved,
+with their outputs; nothing is run. The schemas of JSON outputs are made of their declarations.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from selfspec.cli.json_schema import OUTPUTS, schema_of  # noqa: E402
+
 # Where these stand on the site.
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _LINK = re.compile(r"(\]\(|\]: )(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=[)\s])")
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+_YET_TO_COME = {"other_engines.md", "scaling.md", "serving.md"}
+_SCHEMAS = "<!-- schemas -->"
 _CODE = {".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
 
 
@@ -27,6 +37,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what pages link to outside docs/, and what that links to."""
     for place, uri in _PAGES.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / place)))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        for uri, content in _notebook(notebook).items():
+            files.append(File.generated(config, uri, content=content))
+    for command, schema in _schemas().items():
+        files.append(File.generated(config, f"schemas/{command}.json", content=json.dumps(schema, indent=1)))
     waiting = [_place(file) for file in files.documentation_pages()]
     known = {_uri(place) for place in waiting}
     while waiting:
@@ -43,6 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links lead to where their targets stand on the site."""
     place = _place(page.file)
+    if page.file.src_uri == "json_output.md":
+        markdown = markdown.replace(_SCHEMAS, _schema_tables())
 
     def moved(link: re.Match[str]) -> str:
         target = _resolved(link["target"], place)
@@ -56,6 +73,69 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         parts += [_LINK.sub(moved, markdown[end : block.start()]), block[0]]
         end = block.end()
     return "".join(parts) + _LINK.sub(moved, markdown[end:])
+
+
+def _there(nav: Any) -> Any:
+    """The navigation without the pages that a checkout does not have yet."""
+    if isinstance(nav, list):
+        return [each for each in map(_there, nav) if each]
+    if isinstance(nav, dict):
+        return {title: inside for title, inside in ((title, _there(each)) for title, each in nav.items()) if inside}
+    return None if nav in _YET_TO_COME and not (ROOT / "docs" / nav).is_file() else nav
+
+
+def _notebook(path: Path) -> dict[str, str | bytes]:
+    """A saved notebook as a page, and its pictures beside it."""
+    import nbformat
+
+    uri = f"notebooks/{path.stem}"
+    parts, pictures = [], {}
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        parts.append(f"```python\n{cell.source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}_{len(pictures)}.png"
+                pictures[f"notebooks/{name}"] = base64.b64decode(data["image/png"])
+                parts.append(f"![what this cell draws]({name})")
+            elif output.get("name") != "stderr":
+                parts.append(f"```text\n{output.get('text') or data.get('text/plain', '')}\n```")
+    parts.append(f"This page is a notebook: [{path.name}]({path.name}).")
+    return {f"{uri}.md": "\n\n".join(parts) + "\n", **pictures}
+
+
+def _schemas() -> dict[str, dict[str, Any]]:
+    return {command.replace(" ", "_"): schema_of(command) for command in OUTPUTS}
+
+
+def _schema_tables() -> str:
+    """What each command prints, field by field."""
+    parts = []
+    for command, output in OUTPUTS.items():
+        name = command.replace(" ", "_")
+        rows = [
+            f"| `{field}` | {_type(schema)} | {schema.get('description', '')} |"
+            for field, schema in output.model_json_schema()["properties"].items()
+        ]
+        parts.append(
+            f"## selfspec {command} {{ #{name} }}\n\n[schemas/{name}.json](schemas/{name}.json)\n\n"
+            "| field | type | meaning |\n| --- | --- | --- |\n" + "\n".join(rows)
+        )
+    return "\n\n".join(parts)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON type in words."""
+    if "anyOf" in schema:
+        return " or ".join(_type(each) for each in schema["anyOf"])
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if schema.get("type") == "array":
+        return f"array of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
 
 
 def _markdown(place: str) -> str:
@@ -92,6 +172,10 @@ def _uri(place: str) -> str:
 
 def _place(file: File) -> str:
     """Where a file of the site stands in the project."""
+    if file.src_uri.startswith("notebooks/"):
+        return (
+            f"docs/{file.src_uri.removesuffix('.md')}.ipynb" if file.src_uri.endswith(".md") else f"docs/{file.src_uri}"
+        )
     for place, uri in _PAGES.items():
         if file.src_uri == uri:
             return place
@@ -111,5 +195,6 @@ def _resolved(target: str, place: str) -> str:
 
 def on_config(config: MkDocsConfig, **_: Any) -> MkDocsConfig:
     """Read the package from the working tree, wherever mkdocs is called."""
+    config.nav = _there(config.nav)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(ROOT)]
     return config

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,6 +28,7 @@ from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
+    from selfspec.measure.prompts import Workload
     from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.bench.arms import ArmSpec
     from selfspec.tools.bench.cell import Cell
@@ -207,6 +209,35 @@ class MeasuredParts:
         ),
     ] = None
 
+    quality: Annotated[
+        bool,
+        typer.Option(
+            "--quality",
+            help="Score the texts of every arm too: exact match, BLEU, ROUGE-L and perplexity, against `reference` in "
+            "the lines of a workload, or plain decoding's own text.",
+        ),
+    ] = False
+    run_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-code",
+            help="With --quality: run what the model writes, with HumanEval's tests, in a process with limits and "
+            "without network. It stops accidents, not an attacker.",
+        ),
+    ] = False
+
+    def check_quality(self) -> None:
+        """Refuse before work starts what cannot be scored."""
+        from selfspec.tools.bench.quality.sandbox import check_system
+        from selfspec.tools.bench.quality.scores import require_packages
+
+        if self.run_code and not self.quality:
+            raise UnsupportedOptionError("--run-code runs the texts that --quality scores; give both")
+        if self.quality:
+            require_packages()
+        if self.run_code:
+            check_system()
+
     def within(self, memory: str | None) -> MeasuredParts:
         """What is measured of a model that is in memory whole, or within a budget."""
         if memory is not None and (self.peaks or self.costs):
@@ -247,21 +278,30 @@ def bench(
     from rich.markdown import Markdown
 
     from selfspec.tools.bench.plots import require_packages
+    from selfspec.tools.bench.quality.record import QualityFile, figures_of, of_conditions
+    from selfspec.tools.bench.quality.tables import sentence
     from selfspec.tools.bench.report import REPORT, overview, write_report
     from selfspec.tools.bench.results import FILE, ResultsFile
 
     if plots:
         require_packages()
+    measured.check_quality()
     fresh = _measure(model, arms, cells, measured, memory, ResultsFile(to)) if report is None else None
     folder = report or to
     reported = ResultsFile(folder).cells()
     if not reported:
         raise BenchError(f"{folder} holds no results of selfspec bench (no cell in {FILE})")
     found = reported if fresh is None else fresh
-    write_report(reported, folder, plots)
+    scored = QualityFile(folder).records()
+    write_report(reported, folder, plots, scored)
     result = {"cells": [each.to_dict() for each in found]}
+    if scored:
+        result["quality"] = [{**each.to_dict(), "figures": figures_of(each)} for each in scored]
     if output == "text":
         console().print(Markdown(overview(found)))
+        for condition, records in of_conditions(scored).items():
+            how = f"temperature {condition.temperature:g}" if condition.temperature else "greedy"
+            console().print(f"Quality, {condition.workload}, {how}: {sentence(records)}", markup=False)
         console().print(f"{folder / REPORT} has the rest.", style="dim")
     refused = [f"{record.arm.name} ({each.cell.title})" for each in found for record in each.arms if record.refused]
     if refused and report is None:
@@ -287,10 +327,46 @@ def _measure(
     name = "embedded" if model.model == DEMO else Path(model.model).name
     if memory is not None:
         name += f" within {memory}"
-    session = Session(name=name, place=model.place, model=checkpoint.model, specs=specs, **asdict(parts))
+    timed = {each: value for each, value in asdict(parts).items() if each not in ("quality", "run_code")}
+    session = Session(name=name, place=model.place, model=checkpoint.model, specs=specs, **timed)
     prompted = with_prompts(cells.grid(list(workloads)), workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
-        return session.measure(prompted, file, StepBar(progress))
+        found = session.measure(prompted, file, StepBar(progress))
+    if measured.quality:
+        _score(name, checkpoint, specs, cells, workloads, measured, file)
+    return found
+
+
+def _score(
+    name: str,
+    checkpoint: Checkpoint,
+    specs: Sequence[ArmSpec],
+    cells: Cells,
+    workloads: Mapping[str, Workload],
+    measured: MeasuredParts,
+    file: ResultsFile,
+) -> None:
+    """Score the texts of every arm, one row at a time, in each workload and at each temperature."""
+    from selfspec.tools.bench.arms import make_arm
+    from selfspec.tools.bench.quality.assess import Assessment
+    from selfspec.tools.bench.quality.record import QualityFile
+    from selfspec.tools.bench.quality.tasks import tasks_of
+
+    assessment = Assessment(name, checkpoint.model, checkpoint.tokenizer, measured.run_code)
+    limit = getattr(checkpoint.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**20
+    kept = QualityFile(file.folder)
+    arms = [make_arm(spec, checkpoint.model) for spec in specs]
+    for workload, temperature in product(workloads.values(), dict.fromkeys(cells.temperature)):
+        most = limit - cells.max_new_tokens
+        tasks = tasks_of(workload, checkpoint.tokenizer, cells.prompts, most, min(cells.context))
+        setup = assessment.setup(workload.name, temperature, cells.max_new_tokens, tasks)
+        known = {record.arm for record in kept.records() if record.setup == setup}
+        if {*specs} <= known:
+            continue
+        with progress_bar(f"answering {workload.name}, temperature {temperature:g}") as progress:
+            bar = StepBar(progress)
+            bar.begin((len(arms) + 1) * len(tasks))
+            kept.add(assessment.assess(arms, tasks, setup, partial(bar.step, "texts")))
 
 
 def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:

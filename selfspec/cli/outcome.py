@@ -31,10 +31,14 @@ class FailedRunError(Exception):
         self.result = result
 
 
+SCHEMA_VERSION = 1
+"""Of what `--output json` prints: see `selfspec.cli.json_schema`."""
+
+
 def print_json(content: Mapping[str, Any]) -> None:
-    """Print one JSON object on one line."""
+    """Print one JSON object on one line, which says the version of its schema."""
     # ASCII survives every encoding of a terminal or pipe.
-    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **content}, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 

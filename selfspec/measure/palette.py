@@ -34,6 +34,7 @@ _KINDS = {
     "int": (GREEN, "D"),
     "lookup": (PURPLE, "v"),
     "recycle": (VERMILION, "P"),
+    "suffix": (VERMILION, "p"),
     "assistant": (WINE, "X"),
     "auto": (OLIVE, "*"),
 }

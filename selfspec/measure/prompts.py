@@ -33,10 +33,17 @@ _FIELDS = ("prompt", "turns", "text")
 
 @dataclass(frozen=True)
 class Text:
-    """A text to go on from: a whole document, of which a prompt is the beginning, or another, whose end it keeps."""
+    """A text to go on from: a whole document, of which a prompt is the beginning, or another, whose end it keeps.
+
+    Attributes:
+        reference: a good answer to it, if the workload has one.
+        test: Python that raises after a wrong answer, if the workload has one.
+    """
 
     text: str
     whole: bool
+    reference: str | None = None
+    test: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,9 @@ def read_workloads(given: Sequence[str]) -> dict[str, Workload]:
 def parse_workloads(given: str) -> list[Workload]:
     """Read `NAME=FILE`, `NAME=FILE#FIELD=VALUE` (only lines that say so) or `NAME=FILE#FIELD` (one for each value).
 
-    A file is JSONL, with `prompt`, `turns` (the first is taken) or `text` (a document) in each line.
+    A file is JSONL, with `prompt`, `turns` (the first is taken) or `text` (a document) in each line. Beside it may
+    stand a good answer, as `reference` or `canonical_solution`, and a test of answers, as HumanEval has it: `test`,
+    which defines `check`, and `entry_point`, the name of the function to be checked.
 
     Raises:
         PromptError: it is not written so, or the file cannot be used.
@@ -176,8 +185,20 @@ def _text(line: dict[str, Any]) -> Text | None:
     first = turns[0] if isinstance(turns, list) and turns else None
     for field, text in {"prompt": line.get("prompt"), "turns": first, "text": line.get("text")}.items():
         if isinstance(text, str) and text:
-            return Text(text, whole=field == "text")
+            return Text(text, field == "text", _answer(line), _test(line))
     return None
+
+
+def _answer(line: dict[str, Any]) -> str | None:
+    answers = (line.get(field) for field in ("reference", "canonical_solution"))
+    return next((answer for answer in answers if isinstance(answer, str) and answer), None)
+
+
+def _test(line: dict[str, Any]) -> str | None:
+    test, name = line.get("test"), line.get("entry_point")
+    if not (isinstance(test, str) and isinstance(name, str) and name.isidentifier()):
+        return None
+    return f"{test}\ncheck({name})\n"
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: Text, context: int) -> list[int]:

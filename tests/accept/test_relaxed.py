@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.accept import RULES, TopKTolerance, Typical
+from selfspec.accept import RULES, TopKTolerance, Typical, find_rule
 from selfspec.draft import Draft
+from selfspec.errors import UnsupportedOptionError
 
 
 def test_only_names_that_say_so_are_not_lossless() -> None:
@@ -61,3 +62,26 @@ def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel
 def test_an_unknown_name_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(selfspec.UnsupportedOptionError, match="no acceptance rule 'typical'; choose one of token"):
         selfspec.wrap(llama, selfspec.EarlyExit(2), accept="typical", draft_length=4)
+
+
+def test_thresholds_may_stand_after_a_name() -> None:
+    assert find_rule("relaxed-typical:epsilon=0.1,delta=0.03") == Typical(0.1, 0.03)
+    assert find_rule("relaxed-top-k:top_k=5") == TopKTolerance(top_k=5)
+    assert not find_rule("relaxed-top-k:top_k=5").lossless
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("relaxed-typical:epsilon=much", "write relaxed-typical:epsilon=0.3,delta=0.09"),
+        ("relaxed-typical:alpha=0.1", "no threshold"),
+        ("relaxed-typical:epsilon=-1", "at least 0"),
+        ("relaxed-top-k:top_k=inf", "no threshold"),
+        ("relaxed-typical:epsilon=nan", "finite"),
+        ("token:epsilon=1", "has no thresholds"),
+        ("no-rule:epsilon=1", "no acceptance rule"),
+    ],
+)
+def test_thresholds_that_make_no_sense_are_refused(name: str, said: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=said):
+        find_rule(name)

@@ -32,6 +32,7 @@ def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, s
         if file.name != "config.json":
             file.unlink()
     found = json.loads(invoke("inspect", str(copied), "--output", "json").stdout)
+    assert found.pop("schema_version") == 1
     assert found.pop("checkpoint") == str(copied)
     assert found.pop("versions").keys() == {"selfspec", "torch", "transformers", "python"}
     assert found == json.loads(json.dumps(describe(stories).to_dict()))

@@ -11,6 +11,9 @@ from selfspec.measure.estimate import Estimate
 from selfspec.tools.bench import plots
 from selfspec.tools.bench.arms import ArmSpec
 from selfspec.tools.bench.figures import CYCLING, Figures, calls_without_cycles
+from selfspec.tools.bench.quality.picture import draw_quality
+from selfspec.tools.bench.quality.record import QualityRecord
+from selfspec.tools.bench.quality.tables import tables
 from selfspec.tools.bench.record import Record
 from selfspec.tools.bench.results import MeasuredCell
 
@@ -28,12 +31,22 @@ rounding explains, is refused. *Draft*, *verify* and *rest* are the parts of a r
 those of the formula, timed apart from it, for four tokens to verify. *Predicted* is what the rounds would have given if
 they had cost no more than c and V, and *efficiency* is measured by predicted."""
 
+_QUALITY_NOTES = """\
+# Quality
+
+Every arm answers the same whole prompts, one at a time. Texts are held against the references of the workload, or,
+where it has none, against a text by plain decoding: the same one where greedy, another sample where sampled. Scores are
+means over prompts with 95 % intervals by a bootstrap over prompts: exact match, sentence BLEU (sacrebleu), F-measure of
+ROUGE-L (rouge-score), tests passed, and the perplexity of the text under the target at temperature 1. *Less plain* is
+the difference from plain decoding on the same prompts, *ratio* that of perplexities. A difference counts as more
+than chance by Fisher's permutation test of signs at 5 %, for all comparisons of a table together (Holm)."""
+
 _SPECIAL = re.compile(r"[\\`*\[\]<>|~&#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 # What makes a list of a line that begins with it.
 _BEGINNING = re.compile(r"^(\d*)([-+.)])(?= )")
 
 
-def report(cells: Sequence[MeasuredCell]) -> str:
+def report(cells: Sequence[MeasuredCell], quality: Sequence[QualityRecord] = ()) -> str:
     """All tables."""
     parts = ["# Benchmark", _NOTES, *dict.fromkeys(map(_setup, cells)), "## Overview", overview(cells)]
     several = len({each.settings.model + each.settings.dtype for each in cells}) > 1
@@ -43,14 +56,21 @@ def report(cells: Sequence[MeasuredCell]) -> str:
         if several:
             parts.append(_escaped(f"{settings.model}, {settings.dtype}, {settings.threads} threads"))
         parts += [_speeds(measured), _not_scored(measured), _rounds(measured), _candidates(measured), _memory(measured)]
+    if quality:
+        parts.append(_QUALITY_NOTES)
+    for found in tables(quality):
+        parts += [f"## {_escaped(found.title)}", _escaped(found.sentence), _table(found.head, found.rows)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def write_report(cells: Sequence[MeasuredCell], folder: Path, with_plots: bool) -> None:
+def write_report(
+    cells: Sequence[MeasuredCell], folder: Path, with_plots: bool, quality: Sequence[QualityRecord] = ()
+) -> None:
     """Write `report.md` into a folder, and the plots if they are wanted."""
-    text = report(cells)
+    text = report(cells, quality)
     if with_plots:
-        text += "\n" + "".join(f"![{Path(name).stem}]({name})\n" for name in plots.draw(cells, folder))
+        names = plots.draw(cells, folder) + draw_quality(cells, quality, folder, plots.KEPT)
+        text += "\n" + "".join(f"![{Path(name).stem}]({name})\n" for name in names)
     with whole(folder / REPORT, plots.KEPT) as draft:
         draft.write_text(text, encoding="utf-8")
 

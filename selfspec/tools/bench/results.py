@@ -57,6 +57,7 @@ class ResultsFile:
     """The results in a folder."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._file = folder / FILE
 
     def add(self, records: Sequence[Record]) -> None:

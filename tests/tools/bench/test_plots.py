@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from helpers.made import CELL, SETTINGS, plain, record
 from selfspec.decode.stats import Stats
+from selfspec.measure.palette import GREY
 from selfspec.tools.bench import plots
 from selfspec.tools.bench.plots import ACCEPTANCE, SPEED, draw, mark_of_arm
 from selfspec.tools.bench.results import MeasuredCell
@@ -26,7 +28,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     save = Figure.savefig
 
-    def keep(figure: Figure, file: Path, **how: object) -> None:
+    def keep(figure: Figure, file: Path, **how: Any) -> None:
         figures[SPEED if SPEED.removesuffix(".png") in str(file) else ACCEPTANCE] = figure
         save(figure, file, **{**how, "dpi": 40})
 
@@ -84,4 +86,4 @@ def test_without_drafts_there_is_no_acceptance_to_draw(tmp_path: Path) -> None:
 
 def test_arms_that_are_not_selfspecs_are_grey() -> None:
     arms = [measured.arm for measured in cells(1, ["exit:2"])[0].arms]
-    assert [mark_of_arm(arm).colour for arm in arms] == [plots.GREY, "#000000", "#0072B2"]
+    assert [mark_of_arm(arm).colour for arm in arms] == [GREY, "#000000", "#0072B2"]

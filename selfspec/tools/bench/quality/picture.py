@@ -1,0 +1,106 @@
+"""Speed against quality: what the thresholds of the relaxed rules gain and cost, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfspec.files.writing import whole
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.palette import BLACK, BLUE, PALE, STYLE, VERMILION
+from selfspec.tools.bench.arms import ArmSpec
+from selfspec.tools.bench.quality.record import QualityRecord, QualitySetup, of_conditions, plain_of
+from selfspec.tools.bench.quality.tables import NAMES
+from selfspec.tools.bench.results import MeasuredCell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+QUALITY = "quality.png"
+
+# Inches: of a page within its margins, and of a panel.
+_WIDTH, _PAGE, _HEIGHT = 7.2, 9.2, 2.8
+_DPI = 150
+
+
+def draw_quality(cells: Sequence[MeasuredCell], records: Sequence[QualityRecord], folder: Path, kept: str) -> list[str]:
+    """Draw the arms that were both timed and scored, where a relaxed rule is among them; return the files' names."""
+    shown = {
+        setup: here
+        for setup, here in of_conditions(records).items()
+        if any(not record.lossless for record in here) and _speeds(cells, setup)
+    }
+    if not shown:
+        (folder / QUALITY).unlink(missing_ok=True)
+        return []
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        height = min(_PAGE, 0.4 + _HEIGHT * len(shown))
+        figure = Figure((_WIDTH, height), layout="constrained")
+        panels = figure.subplots(len(shown), 2, squeeze=False, sharex=True).tolist()
+        for (left, right), (setup, here) in zip(panels, shown.items(), strict=True):
+            speeds = _speeds(cells, setup)
+            task = "passed" if here[0].passed else "rouge_l"
+            _panel(left, here, speeds, task)
+            _panel(right, here, speeds, "perplexity")
+            how = f"temperature {setup.temperature:g}" if setup.temperature else "greedy"
+            left.set_title(f"{setup.workload}, {how}")
+            left.set_ylabel(f"{NAMES[task]}, against {here[0].against}" if task == "rouge_l" else NAMES[task])
+            right.set_ylabel("perplexity under the target")
+        figure.supxlabel(
+            "decoding speed, times selfspec's plain decoding. Black: plain; blue: lossless; red: relaxed. "
+            "Band: 95 % interval of plain decoding",
+            fontsize=6,
+        )
+        with whole(folder / QUALITY, kept) as draft:
+            figure.savefig(draft, dpi=_DPI)
+    return [QUALITY]
+
+
+def _speeds(cells: Sequence[MeasuredCell], setup: QualitySetup) -> dict[ArmSpec, Estimate]:
+    """Of the arms in the first cell that fits: workload, temperature and one row."""
+    for measured in cells:
+        cell = measured.cell
+        if (cell.workload, cell.temperature, cell.batch) == (setup.workload, setup.temperature, 1):
+            found = {arm: each.decoding_against.get("plain") for arm, each in measured.figures.items()}
+            return {arm: speed for arm, speed in found.items() if speed is not None}
+    return {}
+
+
+def _panel(panel: Axes, records: Sequence[QualityRecord], speeds: dict[ArmSpec, Estimate], name: str) -> None:
+    plain = plain_of(records)
+    if plain is not None and name in plain.figures:
+        panel.axhspan(plain.figures[name].low, plain.figures[name].high, color=PALE, alpha=0.3, lw=0)
+    for record in records:
+        speed, quality = speeds.get(record.arm), record.figures.get(name)
+        if speed is None or quality is None or not record.arm.own:
+            continue
+        colour = BLACK if record is plain else BLUE if record.lossless else VERMILION
+        panel.errorbar(
+            speed.value,
+            quality.value,
+            [[quality.value - quality.low], [quality.high - quality.value]],
+            [[speed.value - speed.low], [speed.high - speed.value]],
+            fmt="o" if record.lossless else "D",
+            color=colour,
+            elinewidth=0.7,
+        )
+        panel.annotate(
+            _short(record), (speed.value, quality.value), xytext=(4, 4), textcoords="offset points", fontsize=5.5
+        )
+    panel.grid()
+
+
+def _short(record: QualityRecord) -> str:
+    """A name for a point: the draft, and the rule where it is relaxed."""
+    rule = record.arm.accept
+    if record.arm.draft is None:
+        return "plain"
+    if record.lossless or rule is None:
+        return record.arm.draft
+    name, _, thresholds = rule.partition(":")
+    kind = name.removeprefix("relaxed-")
+    return f"{kind} {thresholds.replace(',', ', ')}".strip()
