@@ -162,6 +162,35 @@ class Kernels(_Output):
     kernels: str = Field(description="The library that was built.")
 
 
+class Doctor(_Output):
+    """`selfspec doctor`."""
+
+    machine: dict[str, Any]
+    packages: dict[str, Any] = Field(
+        description="`versions`, those that are `untested`, and what extras are `missing`."
+    )
+    products: dict[str, Any] = Field(description="How fast weights are read, and what four rows cost.")
+    findings: list[str] = Field(description="What is slow here and why, with the remedy.")
+    commit: str | None
+    versions: Versions
+
+
+class Export(_Output):
+    """`selfspec export`."""
+
+    place: str
+    draft: str
+    layers: list[int]
+    folded: bool
+    whole_vocabulary: bool
+    parameters: int
+    share: float = Field(description="Of the model's parameters.")
+    size: int = Field(description="Of what was written, in bytes.")
+    off: float = Field(
+        description="The largest difference of its logits from the draft's, in their standard deviations."
+    )
+
+
 class Quantize(_Output):
     """`selfspec quantize`."""
 
@@ -342,6 +371,8 @@ OUTPUTS: dict[str, type[BaseModel]] = {
     "demo": Demo,
     "inspect": Inspect,
     "kernels": Kernels,
+    "doctor": Doctor,
+    "export": Export,
     "calibrate": Calibrate,
     "verify": Verify,
     "bench": Bench,

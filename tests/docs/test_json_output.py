@@ -33,6 +33,8 @@ COMMANDS = {
     "demo": "demo --seconds 0 --max-new-tokens 4",
     "inspect": "inspect MODEL",
     "kernels": "kernels",
+    "doctor": "doctor",
+    "export": "export MODEL --draft exit:2 --to exported",
     "calibrate": f"calibrate MODEL --draft exit:3 {CALIBRATION} --prompt-file PROMPTS",
     "verify": "verify MODEL --draft exit:2 --samples 100 --prompt-file PROMPTS",
     "bench": f"bench MODEL --workload w=PROMPTS --arm draft --draft exit:2 --quality --to results {BENCH}",
