@@ -469,7 +469,9 @@ class _SharedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._stored is None else sum(slots.nbytes for slots in self._stored)
+        # Read once: other threads may ask while it is exchanged.
+        stored = self._stored
+        return 0 if stored is None else sum(slots.nbytes for slots in stored)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._store(self._slots_like(key_states), self._slots_like(value_states))

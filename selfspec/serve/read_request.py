@@ -56,8 +56,7 @@ def _options(request: RowRequest) -> dict[str, Any]:
     if isinstance(options.get("temperature"), Integral):
         options["temperature"] = float(options["temperature"])
     if request.eos is not None:
-        # No token has a negative id, so such a one never ends a row.
-        options["eos_token_id"] = sorted(request.eos) or -1
+        options["eos_token_id"] = sorted(request.eos) or None
     processors: list[LogitsProcessor] = []
     if sampling.logit_bias:
         processors.append(LogitBias(sampling.logit_bias))

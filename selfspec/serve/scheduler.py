@@ -74,7 +74,6 @@ class Scheduler:
         self._batch: RowsBatch | None = None
         self._prompt_tokens = 0
         self._preemptions = 0
-        self._accepted = 0
         self._finished: Counter[str] = Counter()
 
     def add(self, entry: Entry) -> None:
@@ -187,6 +186,9 @@ class Scheduler:
         except Exception as error:
             self._finish(entry, "error", _failed("it could not be begun", error))
             return self._begin_next()
+        if self._batch is not None:
+            # Roomy storage gives way to what the row is read into.
+            self._hold(len(self._running))
         return self._reading
 
     def _join(self, reading: _Reading) -> None:

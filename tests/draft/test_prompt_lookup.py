@@ -17,6 +17,8 @@ from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Budget
 from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.prompt_lookup import LookUpState
+from selfspec.draft.suffix_index import SuffixIndex
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
 
@@ -171,3 +173,12 @@ def test_what_counts_is_whether_the_slowest_rows_have_a_match(llama: PreTrainedM
     assert control.shares == expected
     assert ahead
     assert len(set(expected)) > 1
+
+
+def test_look_ups_follow_rows_that_join_and_leave() -> None:
+    one, other, third = (SuffixIndex(2, 5) for _ in range(3))
+    state = LookUpState([one, other])
+    state.join(LookUpState([third]))
+    assert state.indexes == [one, other, third]
+    state.keep([2, 1])
+    assert state.indexes == [third, other]

@@ -16,6 +16,7 @@ import selfspec
 from helpers import tiny
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
+from selfspec.decode.rows.row import Row
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished
 from selfspec.serve.read_request import read_row
@@ -56,8 +57,11 @@ class Stepped:
 
     def submit(self, request: RowRequest) -> Seen:
         """Let a request wait."""
+        return self.submit_row(read_row(self._decoder, request, self.vocabulary))
+
+    def submit_row(self, row: Row) -> Seen:
+        """Let the row of a request wait."""
         seen = Seen()
-        row = read_row(self._decoder, request, self.vocabulary)
         assert self.budget.fits_alone(row.longest)
         self.scheduler.add(Entry(self._arrivals, seen.ticket, row, row.length))
         self._arrivals += 1

@@ -57,6 +57,8 @@ _BLOCK_PROOF = "test_block.py"
 _TREE_PROOF = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
+_MIXES = "test_mixes.py"
+_PREEMPTED = "test_the_row_that_came_last_gives_its_cache_back_and_goes_on_later"
 
 CATALOGUE = (
     # Acceptance, token by token.
@@ -2009,5 +2011,118 @@ CATALOGUE = (
         'rows > native.MOST_ROWS or torch.is_autocast_enabled("cpu")',
         "rows > native.MOST_ROWS",
         ("test_native.py", "-m", "kernels", "-k", "autocast"),
+    ),
+    # Rows that join a running batch and leave it.
+    Mutation(
+        "rows that join: a row takes the noise of the one whose place it fills",
+        "RowsBatch.keep",
+        "self.noise.narrowed(rows)",
+        "self.noise.narrowed(sorted(rows))",
+        (_MIXES, "-k", "are_alone"),
+    ),
+    Mutation(
+        "rows that join: the last token of a row stays where the row was",
+        "RowsBatch.keep",
+        "self.last_tokens = self.last_tokens[list(rows)]",
+        "self.last_tokens = self.last_tokens[: len(rows)]",
+        (_MIXES, "-k", "are_alone"),
+    ),
+    Mutation(
+        "rows that join: look-ups find the text of the row that was there before",
+        "LookUpState.keep",
+        "self.indexes[:] = [self.indexes[row] for row in rows]",
+        "del self.indexes[len(rows) :]",
+        ("test_look_ups_follow_rows_that_join_and_leave",),
+    ),
+    Mutation(
+        "rows that join: slots are not cleaned of what was there before",
+        "_fill",
+        "row[:, 0 if source is None else length:] = 0",
+        "pass",
+        ("test_joining.py",),
+    ),
+    Mutation(
+        "rows that join: a row that moves in the cache moves its first slots alone",
+        "_fill",
+        "row[:, :length] = source[:, :length]",
+        "row[:, : length - 1] = source[:, : length - 1]",
+        ("test_joining.py", _MIXES),
+    ),
+    Mutation(
+        "rows that join: the last token of a prompt is read twice",
+        "RowPrefill.__init__",
+        "text[:-1]",
+        "text",
+        (_MIXES, "-k", "are_alone"),
+    ),
+    Mutation(
+        "rows that join: a row that is read again forgets the round its noise was in",
+        "Scheduler._preempt_last",
+        "last.row.noise = self._batch.noise.narrowed([index])",
+        "pass",
+        ("test_a_row_that_is_read_again_has_fresh_noise",),
+    ),
+    Mutation(
+        "rows that join: one that gave its cache back waits behind those that came later",
+        "Scheduler.add",
+        "insort(self._waiting, entry, key=lambda each: each.number)",
+        "self._waiting.append(entry)",
+        ("test_the_row_that_came_last_gives_its_cache_back_and_goes_on_later",),
+    ),
+    Mutation(
+        "rows that join: the row that came first gives its cache back",
+        "Scheduler._preempt_last",
+        "max(self._active, key=lambda entry: entry.number)",
+        "min(self._active, key=lambda entry: entry.number)",
+        ("test_rows_end_in_the_order_in_which_they_came_where_only_one_fits", _PREEMPTED),
+    ),
+    Mutation(
+        "rows that join: what is read beside the running rows takes no memory",
+        "Scheduler._hold",
+        "0 if self._reading is None else _1",
+        "0",
+        (_MIXES, _PREEMPTED, "test_the_row_that_joins_and_the_storage_it_joins_fit_together"),
+    ),
+    Mutation(
+        "rows that join: a processor that fails at a draft token ends its row",
+        "judge_rows",
+        "row.error = None",
+        "pass",
+        ("test_row_errors.py",),
+    ),
+    Mutation(
+        "rows that join: greedy rows whose processor failed take some token",
+        "JoinedSampling.probabilities",
+        "p[index] = torch.nan",
+        "pass",
+        ("test_row_errors.py",),
+    ),
+    Mutation(
+        "rows that join: drawn rows are judged as if q were one-hot",
+        "JoinedSampling.judged",
+        "probs[self._drawn] = draft.probs[self._drawn]",
+        "pass",
+        ("test_sampled_rows_of_a_crowded_batch_follow_the_joint",),
+    ),
+    Mutation(
+        "rows that join: rows of one kind are processed by the first kind",
+        "JoinedSampling._scores",
+        "first = self._rows[indices[0]]",
+        "first = self._rows[self._together[0][0]]",
+        (_MIXES, "-k", "are_alone"),
+    ),
+    Mutation(
+        "rows that join: a processor with memory is called for the whole batch",
+        "judge_rows",
+        "not in_order",
+        "True",
+        (_MIXES, "-k", "are_alone"),
+    ),
+    Mutation(
+        "by load: drafts run where plain rounds are faster",
+        "_Load.drafts",
+        "self._drafting.rate >= self._plain.rate",
+        "self._drafting.rate <= self._plain.rate",
+        ("test_by_load.py",),
     ),
 )

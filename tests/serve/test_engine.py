@@ -2,48 +2,155 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import PreTrainedModel
+import asyncio
+import threading
+
+import pytest
 
 import selfspec
 from helpers import tiny
+from helpers.serving import Asked, alone, small
+from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError
 from selfspec.serve.engine import Engine
+from selfspec.serve.events import Committed, Event
 from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.ticket import Ticket
 
 
-def requests(count: int) -> list[RowRequest]:
-    """Prompts of different lengths, greedy and with a seed."""
-    return [
-        RowRequest(
-            tuple(tiny.prompt(3 + number % 7, seed=number)[0].tolist()),
-            4 + number,
-            RowSampling(temperature=0.0 if number % 3 else 0.8, top_k=0, seed=number),
-        )
-        for number in range(count)
-    ]
+def request(number: int) -> RowRequest:
+    """A prompt of its own, greedy or with a seed."""
+    prompt = tuple(tiny.prompt(3 + number % 7, seed=number, vocabulary=24)[0].tolist())
+    sampling = RowSampling(temperature=0.0 if number % 3 else 0.8, top_k=0, seed=number)
+    return RowRequest(prompt, 4 + number % 9, sampling)
 
 
-def alone(model: PreTrainedModel, request: RowRequest) -> list[int]:
-    """What `generate` gives for one request, without drafts."""
-    sampling = request.sampling
-    options = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
-    prompt = torch.tensor([request.input_ids])
-    out = selfspec.wrap(model).generate(
-        prompt,
-        max_new_tokens=request.max_new_tokens,
-        seed=sampling.seed,
-        accept="coupled",
-        **(options if sampling.temperature else {"do_sample": False}),
-    )
-    tokens: list[int] = out.sequences[0, prompt.shape[1] :].tolist()
-    return tokens
+def test_requests_come_from_many_threads() -> None:
+    model, asked = small(), [request(number) for number in range(24)]
+    answers: dict[int, list[int]] = {}
+    with Engine(selfspec.wrap(model, "lookup+exit:1", draft_length=3), max_rows=4) as engine:
+
+        def ask(numbers: range) -> None:
+            for number in numbers:
+                answers[number] = engine.submit(asked[number]).tokens(60)
+
+        threads = [threading.Thread(target=ask, args=(range(first, 24, 6),)) for first in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [answers[number] for number in range(24)] == [alone(model, Asked(each)) for each in asked]
+    assert engine.stats().finished == {"length": 24}
 
 
-def test_rows_that_come_and_go_are_what_they_are_alone() -> None:
-    model, asked = tiny.llama(), requests(12)
-    with Engine(selfspec.wrap(model, "exit:2", draft_length=3), max_rows=5, prefill_tokens=8) as engine:
-        tickets = [engine.submit(request) for request in asked]
-        answers = [ticket.tokens(60) for ticket in tickets]
-    assert answers == [alone(model, request) for request in asked]
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.cache_bytes) == (0, 0, 0)
+def test_an_engine_takes_requests_while_it_runs_and_never_else() -> None:
+    engine = Engine(selfspec.wrap(small()))
+    with pytest.raises(EngineStoppedError, match="was not started"):
+        engine.submit(request(0))
+    with engine:
+        assert engine.running
+        engine.submit(request(0))
+        with pytest.raises(EngineStoppedError, match="started before"):
+            engine.start()
+    assert not engine.running
+    with pytest.raises(EngineStoppedError, match="is stopped"):
+        engine.submit(request(0))
+    engine.stop()
+
+
+def test_what_was_submitted_runs_to_its_end_where_the_engine_drains() -> None:
+    model, asked = small(), [request(number) for number in range(6)]
+    engine = Engine(selfspec.wrap(model), max_rows=2)
+    engine.start()
+    tickets = [engine.submit(each) for each in asked]
+    engine.stop(drain=True)
+    assert all(ticket.wait(0) for ticket in tickets)
+    assert [ticket.tokens(1) for ticket in tickets] == [alone(model, Asked(each)) for each in asked]
+
+
+def test_rows_end_with_an_error_where_the_engine_does_not_drain() -> None:
+    engine = Engine(selfspec.wrap(small()), max_rows=2)
+    engine.start()
+    tickets = [engine.submit(RowRequest((1, 2), 100, RowSampling(temperature=0.0))) for _ in range(6)]
+    engine.stop(drain=False)
+    for ticket in tickets:
+        assert ticket.finished is not None
+        assert isinstance(ticket.finished.error, EngineStoppedError)
+    assert engine.stats().cache_bytes == 0
+
+
+def test_draining_has_an_end() -> None:
+    engine = Engine(selfspec.wrap(small()), max_rows=1)
+    engine.start()
+    tickets = [engine.submit(RowRequest((1, 2), 120, RowSampling(temperature=0.0))) for _ in range(30)]
+    engine.stop(drain=True, timeout=0.05)
+    assert all(ticket.finished is not None for ticket in tickets)
+    assert isinstance(tickets[-1].finished and tickets[-1].finished.error, EngineStoppedError)
+
+
+def test_an_error_in_the_with_block_stops_the_engine_at_once() -> None:
+    engine = Engine(selfspec.wrap(small()))
+    tickets: list[Ticket] = []
+
+    def fail() -> None:
+        tickets.append(engine.submit(RowRequest((1, 2), 120, RowSampling(temperature=0.0))))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), engine:
+        fail()
+    assert tickets[0].finished is not None
+
+
+def test_more_than_may_wait_are_refused() -> None:
+    engine = Engine(selfspec.wrap(small()), max_rows=1, max_waiting=2)
+    # Nobody takes them from the queue.
+    engine._thread = threading.Thread()
+    engine.submit(request(0))
+    engine.submit(request(1))
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        engine.submit(request(2))
+    assert engine.stats().waiting == 2
+    engine._thread = None
+    engine.stop()
+    assert engine.stats().finished == {"error": 2}
+
+
+def test_what_can_never_fit_is_refused_with_the_remedy() -> None:
+    spec = selfspec.wrap(small())
+    sizes = spec.row_decoder().measured()
+    with Engine(spec, cache_bytes=sizes.of(1, 20)) as engine:
+        with pytest.raises(CannotFitError, match=r"20 tokens; ask for fewer, or raise cache_bytes"):
+            engine.submit(RowRequest((1, 2, 3), 18))
+        assert len(engine.submit(RowRequest((1, 2, 3), 17)).tokens(30)) == 17
+
+
+def test_an_engine_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(selfspec.wrap(small()))
+    monkeypatch.setattr(engine._scheduler, "step", _broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine.start()
+    ticket = engine.submit(request(0))
+    with pytest.raises(EngineStoppedError):
+        ticket.tokens(30)
+    engine._thread.join(10)
+    with pytest.raises(EngineStoppedError, match="broke: a bug"):
+        engine.submit(request(0))
+    engine.stop()
+
+
+def _broken() -> None:
+    raise AssertionError("a bug")
+
+
+def test_events_reach_a_loop() -> None:
+    async def ask(engine: Engine) -> list[int]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        engine.submit(request(1), lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+        tokens: list[int] = []
+        while isinstance(event := await events.get(), Committed):
+            tokens += event.tokens
+        return tokens
+
+    model = small()
+    with Engine(selfspec.wrap(model)) as engine:
+        assert asyncio.run(ask(engine)) == alone(model, Asked(request(1)))

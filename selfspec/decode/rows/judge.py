@@ -22,7 +22,10 @@ def judge_rows(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdic
     Where a processor with memory raises, its row notes the error and ends with nothing of the round.
     """
     assert isinstance(batch, RowsBatch)
-    in_order = [index for index, row in enumerate(batch.rows) if row.sampling.in_order]
+    for row in batch.rows:
+        # What went wrong at a draft token of the last round may not come again.
+        row.error = None
+    in_order = [index for index, each in enumerate(batch.rows) if each.sampling.in_order]
     if not in_order:
         return judge_together(batch, draft, logits, rule)
     found: dict[int, RowVerdict] = {}

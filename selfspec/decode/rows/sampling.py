@@ -79,7 +79,6 @@ class JoinedSampling(Sampling):
             prefixes = Prefixes(row.sequences, [piece[index : index + 1] for piece in drafted])
             try:
                 found = row.sampling.scores(given, prefixes)
-                row.error = None
             except Exception as error:
                 found = broken(row, error, given)
             scores[index : index + 1] = found

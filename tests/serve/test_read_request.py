@@ -1,0 +1,151 @@
+"""Requests are checked when they are submitted: what cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import selfspec
+from helpers import tiny
+from helpers.serving import Alternating, Stepped, small
+from selfspec.serve.engine import Engine
+from selfspec.serve.events import Committed
+from selfspec.serve.row_request import RowRequest, RowSampling
+
+PLAIN = RowRequest((1, 2), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"input_ids": ()}, selfspec.PromptError, "empty"),
+        ({"input_ids": (1, 24)}, selfspec.PromptError, "outside the vocabulary"),
+        ({"input_ids": (1, -1)}, selfspec.PromptError, "outside the vocabulary"),
+        ({"input_ids": [1, 2]}, selfspec.PromptError, "tuple of token ids"),
+        ({"input_ids": (1, "2")}, selfspec.PromptError, "tuple of token ids"),
+        ({"input_ids": (1, True)}, selfspec.PromptError, "tuple of token ids"),
+        ({"input_ids": tuple([1] * 127)}, selfspec.PromptError, "context of 128"),
+        ({"max_new_tokens": 0}, selfspec.UnsupportedOptionError, "max_new_tokens"),
+        ({"max_new_tokens": 2.0}, selfspec.UnsupportedOptionError, "max_new_tokens"),
+        ({"eos": {1}}, selfspec.UnsupportedOptionError, "eos"),
+        ({"eos": frozenset({24})}, selfspec.UnsupportedOptionError, "eos"),
+        ({"logprobs": -1}, selfspec.UnsupportedOptionError, "logprobs"),
+        ({"logprobs": 25}, selfspec.UnsupportedOptionError, "logprobs"),
+        ({"sampling": None}, selfspec.UnsupportedOptionError, "sampling"),
+        ({"sampling": {"temperature": 1.0}}, selfspec.UnsupportedOptionError, "sampling"),
+    ],
+)
+def test_a_bad_request_is_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Stepped(selfspec.wrap(small())).submit(replace(PLAIN, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 1.5),
+        ("top_p", -0.1),
+        ("min_p", 2.0),
+        ("seed", 1.0),
+        ("seed", 2**63),
+        ("logit_bias", {24: 1.0}),
+        ("logit_bias", {1: float("nan")}),
+        ("logit_bias", [(1, 1.0)]),
+        ("presence_penalty", float("inf")),
+        ("frequency_penalty", "0"),
+        ("repetition_penalty", 0.0),
+        ("processors", (len, 3)),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(name: str, value: Any) -> None:
+    sampling = RowSampling(**{"temperature": 1.0, name: value})
+    with pytest.raises(selfspec.UnsupportedOptionError, match=name):
+        Stepped(selfspec.wrap(small())).submit(replace(PLAIN, sampling=sampling))
+
+
+def test_no_end_token_means_none() -> None:
+    model = small()
+    model.generation_config.eos_token_id = list(range(24))
+    engine = Stepped(selfspec.wrap(model))
+    own, never = engine.submit(PLAIN), engine.submit(replace(PLAIN, eos=frozenset()))
+    engine.run()
+    assert own.end.reason == "stop"
+    assert len(own.tokens) == 1
+    assert never.end.reason == "length"
+
+
+def test_defaults_are_those_of_generate() -> None:
+    model = small()
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.5
+    spec = selfspec.wrap(model)
+    engine = Stepped(spec)
+    seen = engine.submit(replace(PLAIN, max_new_tokens=12, sampling=RowSampling(seed=4)))
+    engine.run()
+    prompt = torch.tensor([PLAIN.input_ids])
+    out = spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=12, seed=4, accept="coupled", pad_token_id=0)
+    assert seen.tokens == out.sequences[0, 2:].tolist()
+
+
+@pytest.mark.parametrize("processors", [(), "memory"])
+def test_log_probabilities_are_those_of_the_models_own_logits(processors: Any) -> None:
+
+    model = small()
+    made = (Alternating(),) if processors else ()
+    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
+    sampling = RowSampling(temperature=0.7, top_k=3, seed=1, logit_bias={3: 2.0}, processors=made)
+    seen = engine.submit(RowRequest((1, 2), 12, sampling, logprobs=4))
+    engine.submit(RowRequest((3, 2, 1), 9, RowSampling(temperature=0.0)))
+    engine.run()
+    text = torch.tensor([[1, 2, *seen.tokens]])
+    with torch.no_grad():
+        expected = model(text).logits[0, 1:-1].log_softmax(-1)
+    found = [each for event in seen.events if isinstance(event, Committed) for each in event.logprobs or ()]
+    assert len(found) == 12
+    for place, (each, token) in enumerate(zip(found, seen.tokens, strict=True)):
+        assert each.logprob == pytest.approx(float(expected[place, token]), abs=1e-5)
+        best = expected[place].topk(4)
+        assert [token for token, _ in each.top] == best.indices.tolist()
+        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_what_cannot_be_served_is_refused_when_the_engine_is_made() -> None:
+    model = small()
+    with pytest.raises(selfspec.UnsupportedOptionError, match="lossless"):
+        Engine(selfspec.wrap(model, "exit:1", accept="relaxed-typical"))
+    with pytest.raises(selfspec.DraftConfigError, match="assistant"):
+        Engine(selfspec.wrap(model, selfspec.Assistant(small())))
+    with pytest.raises(selfspec.UnsupportedOptionError, match=r"cache_bytes=10 .* one token"):
+        Engine(selfspec.wrap(model), cache_bytes=10)
+    with pytest.raises(selfspec.UnsupportedOptionError, match="max_rows"):
+        Engine(selfspec.wrap(model), max_rows=0)
+    with pytest.raises(selfspec.UnsupportedOptionError, match="spec"):
+        Engine(model)  # type: ignore[arg-type]
+    spec = selfspec.wrap(model)
+    spec.unwrap()
+    with pytest.raises(selfspec.ClosedError):
+        Engine(spec)
+
+
+def test_rows_that_would_cross_a_change_of_rotary_tables_are_refused() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "factor": 2.0,
+    }
+    engine = Stepped(selfspec.wrap(tiny.llama(rope_parameters=rope)))
+    engine.submit(RowRequest((1, 2), 62))
+    for prompt in (2, 70):
+        with pytest.raises(selfspec.UnsupportedOptionError, match="longrope"):
+            engine.submit(RowRequest(tuple([1] * prompt), 63))

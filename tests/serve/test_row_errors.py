@@ -1,0 +1,141 @@
+"""What goes wrong in one row ends that row alone, with a typed error; the others are what they are alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+import selfspec
+from helpers.serving import Asked, Breaking, Seen, Stepped, alone, small
+from selfspec.errors import RowError
+from selfspec.serve.row_request import RowRequest, RowSampling
+
+
+class Banning(LogitsProcessor):
+    """Leaves no token to choose once a text has a length."""
+
+    stateless = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= 6 else scores
+
+
+class Misshapen(LogitsProcessor):
+    """Returns something else than scores."""
+
+    stateless = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores[:, :3] if input_ids.shape[1] >= 6 else scores
+
+
+class BreaksAtDrafts(LogitsProcessor):
+    """Raises at texts that end with a token which the model itself never chooses there."""
+
+    stateless = True
+
+    def __init__(self, text: list[int]) -> None:
+        self._text = text
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids[0].tolist() != self._text[: input_ids.shape[1]]:
+            raise AssertionError("a text that is not the model's")
+        return scores
+
+
+PROMPT, BESIDE = (1, 2, 3), (5, 4)
+
+
+def beside(engine: Stepped) -> list[Seen]:
+    """Other rows: greedy and seeded."""
+    samplings = (RowSampling(temperature=0.0), RowSampling(temperature=0.9, top_k=0, seed=3))
+    return [engine.submit(RowRequest(BESIDE, 20, sampling)) for sampling in samplings]
+
+
+def check_beside(model: PreTrainedModel, seen: list[Seen]) -> None:
+    samplings = (RowSampling(temperature=0.0), RowSampling(temperature=0.9, top_k=0, seed=3))
+    for each, sampling in zip(seen, samplings, strict=True):
+        assert each.tokens == alone(model, Asked(RowRequest(BESIDE, 20, sampling)))
+
+
+@pytest.mark.parametrize("draft", ["exit:1", None])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("made", "cause"),
+    [
+        (lambda: Breaking(6, stateless=True), ArithmeticError),
+        (lambda: Breaking(6, stateless=False), ArithmeticError),
+        (Misshapen, selfspec.UnsupportedOptionError),
+    ],
+    ids=["stateless", "with memory", "misshapen"],
+)
+def test_a_processor_that_fails(
+    draft: str | None, temperature: float, made: Callable[[], LogitsProcessor], cause: type[Exception]
+) -> None:
+    model = small()
+    engine = Stepped(selfspec.wrap(model, draft, draft_length=None if draft is None else 3))
+    others = beside(engine)
+    sampling = RowSampling(temperature=temperature, top_k=0, seed=1, processors=(made(),))
+    seen = engine.submit(RowRequest(PROMPT, 12, sampling))
+    engine.run()
+    assert isinstance(seen.end.error, RowError)
+    assert isinstance(seen.end.error.__cause__, cause)
+    plain = RowRequest(PROMPT, 12, RowSampling(temperature=temperature, top_k=0, seed=1))
+    expected = alone(model, Asked(plain))[:3]
+    assert seen.tokens == expected[: len(seen.tokens)]
+    # A processor with memory may break a round of which other tokens were accepted.
+    assert len(seen.tokens) == 3 or made().__dict__.get("stateless") is False
+    check_beside(model, others)
+
+
+def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
+    model = small()
+    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
+    others = beside(engine)
+    sampling = RowSampling(temperature=1.0, top_k=0, seed=1, processors=(Banning(),))
+    seen = engine.submit(RowRequest(PROMPT, 12, sampling))
+    engine.run()
+    assert isinstance(seen.end.error, RowError)
+    assert "no token to choose" in str(seen.end.error)
+    assert len(seen.tokens) == 3
+    check_beside(model, others)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "recycle", "exit:1"])
+@pytest.mark.parametrize("nodes", [3, 7])
+def test_a_processor_may_fail_at_what_only_drafts_have(draft: str, nodes: int) -> None:
+    model = small()
+    text = [*PROMPT, *alone(model, Asked(RowRequest(PROMPT, 12, RowSampling(temperature=0.0))))]
+    length = selfspec.FixedLength(3, nodes=nodes)
+    engine = Stepped(selfspec.wrap(model, draft, draft_length=length))
+    others = beside(engine)
+    sampling = RowSampling(temperature=0.0, processors=(BreaksAtDrafts(text),))
+    seen = engine.submit(RowRequest(PROMPT, 12, sampling))
+    engine.run()
+    assert seen.end.error is None
+    assert [*PROMPT, *seen.tokens] == text
+    check_beside(model, others)
+
+
+def test_a_row_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    weight = model.get_input_embeddings().weight
+    # No other text has this token, and no draft proposes it: the head is another matrix.
+    weight.data[23] = torch.nan
+    engine = Stepped(selfspec.wrap(model, "lookup", draft_length=3))
+    others = beside(engine)
+    seen = engine.submit(RowRequest((1, 23, 2), 12, RowSampling(temperature=0.0)))
+    engine.run()
+    assert isinstance(seen.end.error, RowError)
+    assert "NaN or infinite after 0 new tokens" in str(seen.end.error)
+    expected = [each for each in others if 23 in each.tokens]
+    assert expected == []
+    check_beside(model, others)
+    # Its slots are clean for whoever comes next.
+    again = beside(engine)
+    engine.run()
+    check_beside(model, again)

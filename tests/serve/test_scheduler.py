@@ -1,0 +1,251 @@
+"""Scheduling: who is next, how much is read before a round, and who gives back the cache when it is full."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers.serving import Asked, Seen, Stepped, alone, small
+from selfspec.decode.rows.decoder import CacheSizes
+from selfspec.serve.cache_budget import CacheBudget, Storage
+from selfspec.serve.events import Committed
+from selfspec.serve.read_request import read_row
+from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.scheduler import kept_rows
+
+GREEDY = RowSampling(temperature=0.0)
+
+
+def asked(length: int, new: int, seed: int = 0) -> RowRequest:
+    rng = random.Random(seed)
+    return RowRequest(tuple(rng.randrange(24) for _ in range(length)), new, GREEDY)
+
+
+def begun(seen: Seen) -> bool:
+    return any(isinstance(event, Committed) for event in seen.events)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return small()
+
+
+def test_requests_begin_in_the_order_in_which_they_came(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 3, 8)
+    seen = [engine.submit(asked(3 + number % 4, 3 + number % 5, number)) for number in range(12)]
+    while engine.scheduler.busy:
+        engine.step()
+        has_begun = [begun(each) for each in seen]
+        assert has_begun == sorted(has_begun, reverse=True)
+        assert engine.scheduler.stats().running <= 3
+    assert all(has_begun)
+
+
+def test_one_that_needs_much_room_is_not_passed_by(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 4, 64, tokens=40, margin=64)
+    first, large = engine.submit(asked(4, 12)), engine.submit(asked(20, 16))
+    small_ones = [engine.submit(asked(2, 4, number)) for number in range(3)]
+    while not begun(large):
+        engine.step()
+        assert not any(map(begun, small_ones))
+    assert first.end.reason == "length"
+    engine.run()
+    assert [each.end.reason for each in (large, *small_ones)] == ["length"] * 4
+
+
+def test_prompts_are_read_in_chunks_between_rounds(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 4, prefill_tokens=5)
+    running = engine.submit(asked(2, 30))
+    engine.step()
+    engine.submit(asked(23, 4))
+    read, chunks = engine.scheduler.stats().prompt_tokens, []
+    while engine.scheduler.stats().running < 2:
+        before = len(running.tokens)
+        engine.step()
+        chunks.append(engine.scheduler.stats().prompt_tokens - read)
+        read += chunks[-1]
+        # The row that runs goes on meanwhile.
+        assert len(running.tokens) == before + 1
+    # All but the last token, which the first round reads.
+    assert chunks == [5, 5, 5, 5, 2]
+
+
+def test_short_prompts_share_a_chunk(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 8, prefill_tokens=20)
+    for number in range(6):
+        engine.submit(asked(5, 9, number))
+    engine.step()
+    assert engine.scheduler.stats().prompt_tokens == 20
+    assert engine.scheduler.stats().running == 5
+
+
+def test_the_row_that_came_last_gives_its_cache_back_and_goes_on_later(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model, "lookup", draft_length=3), 4, 64, tokens=60)
+    requests = [asked(6, 34, number) for number in range(4)]
+    seen = [engine.submit(request) for request in requests]
+    later = engine.submit(asked(2, 2, 9))
+    before = 0
+    while engine.scheduler.busy:
+        engine.step()
+        stats = engine.scheduler.stats()
+        if stats.preemptions > before:
+            before = stats.preemptions
+            ends = [bool(each.ticket.finished) for each in seen]
+            # Whoever came first is never the one.
+            assert stats.running > 0 or all(ends)
+        # One that came later does not begin while an earlier one waits.
+        if stats.waiting > 1:
+            assert not begun(later)
+    assert before > 0
+    for request, each in zip(requests, seen, strict=True):
+        assert each.tokens == alone(model, Asked(request))
+        assert each.end.completion_tokens == 34
+    assert engine.most_bytes <= engine.budget.bound
+
+
+def test_a_row_that_is_read_again_has_fresh_noise(model: PreTrainedModel) -> None:
+    """A drawn row is in a round of its own, which it must not begin again."""
+    engine = Stepped(selfspec.wrap(model), 2, 64, tokens=30)
+    engine.submit(asked(4, 20))
+    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=RowSampling(temperature=1.0, top_k=0)), 24)
+    seen = engine.submit_row(row)
+    while not engine.scheduler.stats().preemptions:
+        engine.step()
+    assert row.noise._rounds.tolist() == [len(seen.tokens)]
+    engine.run()
+    assert len(seen.tokens) == 20
+
+
+def test_the_row_that_joins_and_the_storage_it_joins_fit_together(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 3, 3, tokens=46)
+    for number in range(5):
+        engine.submit(asked(9, 8, number))
+    engine.run()
+    assert engine.most_bytes <= engine.budget.bound
+
+
+def test_rows_end_in_the_order_in_which_they_came_where_only_one_fits(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 4, 64, tokens=24, margin=0)
+    seen = [engine.submit(asked(4, 16, number)) for number in range(4)]
+    ended: list[int] = []
+    while engine.scheduler.busy:
+        engine.step()
+        ended += [number for number, each in enumerate(seen) if each.ticket.finished and number not in ended]
+    assert ended == [0, 1, 2, 3]
+
+
+def test_a_request_is_cancelled_wherever_it_is(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 2, prefill_tokens=4)
+    running, going_on = engine.submit(asked(2, 40)), engine.submit(asked(3, 6))
+    engine.step()
+    waiting = engine.submit(asked(4, 4))
+    waiting.ticket.cancel()
+    engine.step()
+    assert waiting.end.reason == "cancelled"
+    assert waiting.end.completion_tokens == 0
+    running.ticket.cancel()
+    engine.step()
+    assert running.end.reason == "cancelled"
+    reading = engine.submit(asked(12, 4))
+    engine.step()
+    assert engine.scheduler.stats().prefilling == 1
+    reading.ticket.cancel()
+    engine.step()
+    assert reading.end.reason == "cancelled"
+    engine.run()
+    assert going_on.tokens == alone(model, Asked(asked(3, 6)))
+    assert engine.scheduler.stats().finished == {"cancelled": 3, "length": 1}
+
+
+def test_a_cancelled_row_that_ended_keeps_its_end(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model))
+    seen = engine.submit(asked(3, 2))
+    engine.run()
+    seen.ticket.cancel()
+    engine.step()
+    assert seen.end.reason == "length"
+
+
+def test_a_callback_that_raises_cancels_its_row_alone(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Stepped(selfspec.wrap(model))
+    other = engine.submit(asked(3, 12))
+    broken = engine.submit(asked(4, 12))
+    events = broken.events
+
+    def on_event(event: object) -> None:
+        events.append(event)  # type: ignore[arg-type]
+        if len(events) == 2:
+            raise ConnectionError("nobody is there")
+
+    broken.ticket._on_event = on_event
+    engine.run()
+    assert broken.end.reason == "cancelled"
+    assert len(broken.tokens) == 2
+    assert other.tokens == alone(model, Asked(asked(3, 12)))
+    assert "the callback of a request raised" in caplog.text
+
+
+def test_a_round_that_fails_ends_the_rows_that_run_and_no_others(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Stepped(selfspec.wrap(model), 2)
+    seen = [engine.submit(asked(3 + number, 6, number)) for number in range(4)]
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._decoder, "round", _out_of_memory)
+        engine.step()
+    for each in seen[:2]:
+        assert each.end.reason == "error"
+        assert isinstance(each.end.error, selfspec.errors.RowError)
+        assert isinstance(each.end.error.__cause__, torch.OutOfMemoryError)
+    engine.run()
+    for number in (2, 3):
+        assert seen[number].tokens == alone(model, Asked(asked(3 + number, 6, number)))
+    assert engine.scheduler.stats().cache_bytes == 0
+
+
+def _out_of_memory(_: object) -> None:
+    raise torch.OutOfMemoryError("no room on the device")
+
+
+def test_rows_that_stay_move_as_little_as_can_be() -> None:
+    assert kept_rows(5, {1}) == [0, 4, 2, 3]
+    assert kept_rows(5, {0, 4}) == [3, 1, 2]
+    assert kept_rows(4, {2, 3}) == [0, 1]
+    assert kept_rows(3, {0, 1, 2}) == []
+    for rows in range(1, 8):
+        for gone in range(2**rows):
+            left = {row for row in range(rows) if gone >> row & 1}
+            kept = kept_rows(rows, left)
+            assert sorted(kept) == [row for row in range(rows) if row not in left]
+            assert all(row >= place for place, row in enumerate(kept))
+
+
+def test_storage_is_roomy_where_there_is_room_and_tight_where_not() -> None:
+    sizes = CacheSizes(slot=10, row=0, slack=2)
+    budget = CacheBudget(sizes, sizes.of(4, 40), 8)
+    now = Storage(1, 10)
+    assert budget.storage(now, 2, 15, 100, 0) == Storage(4, 30)
+    assert budget.storage(now, 2, 50, 100, 0) == Storage(2, 50)
+    assert budget.storage(now, 4, 41, 100, 0) is None
+    assert budget.storage(now, 4, 40, 100, 1) is None
+    # What is there and fits stays as it is.
+    assert budget.storage(Storage(3, 20), 2, 15, 100, 0) == Storage(3, 20)
+    # No more than a row may come to have.
+    assert budget.storage(now, 1, 15, 16, 0) == Storage(2, 16)
+
+
+def test_a_row_may_be_read_where_it_can_join_and_grow() -> None:
+    sizes = CacheSizes(slot=10, row=5, slack=2)
+    budget = CacheBudget(sizes, sizes.of(3, 20), 8, margin=4)
+    assert budget.admits(0, 0, 1000, 1000)
+    assert budget.admits(1, 10, 10, 100)
+    assert not budget.admits(2, 20, 10, 100)
+    assert budget.fits_alone(budget.longest)
+    assert not budget.fits_alone(budget.longest + 1)
+    assert replace(budget, margin=0).admits(1, 16, 16, 100)
