@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     )
     from selfspec.errors import (
         BenchError,
+        CannotFitError,
         CheckpointError,
         ClosedError,
         CorpusError,
         DraftConfigError,
+        EngineStoppedError,
         ExitHeadError,
         NonFiniteLogitsError,
         ProfileError,
         PromptError,
+        QueueFullError,
+        RowError,
         SelfSpecError,
         StorageError,
         StudyError,
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from selfspec.model.adapter import Adapter
     from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
     from selfspec.runtime.packed import pack, unpack
+    from selfspec.serve.engine import Engine
+    from selfspec.serve.row_request import RowRequest, RowSampling
     from selfspec.tools.studies.inline import ablate
 
 __version__ = "0.1.0"
@@ -58,6 +64,7 @@ __all__ = [
     "Assistant",
     "BatchCosts",
     "BenchError",
+    "CannotFitError",
     "Cascade",
     "CheckpointError",
     "ClosedError",
@@ -72,6 +79,8 @@ __all__ = [
     "Drafter",
     "Eager",
     "EarlyExit",
+    "Engine",
+    "EngineStoppedError",
     "ExitHead",
     "ExitHeadError",
     "FixedLength",
@@ -84,10 +93,14 @@ __all__ = [
     "ProfileError",
     "PromptError",
     "PromptLookup",
+    "QueueFullError",
     "Recycling",
     "ReducedVocabulary",
     "Round",
+    "RowError",
+    "RowRequest",
     "RowRound",
+    "RowSampling",
     "SelfSpecError",
     "SelfSpeculative",
     "SkipFile",
@@ -140,6 +153,8 @@ _HOMES = {
     "runtime.packed": ["pack", "unpack"],
     "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
     "decode.stats": ["Stats"],
+    "serve.engine": ["Engine"],
+    "serve.row_request": ["RowRequest", "RowSampling"],
     "api": ["SelfSpeculative", "load", "wrap"],
 }
 

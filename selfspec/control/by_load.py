@@ -21,13 +21,16 @@ from selfspec.draft.tree_shape import Shape
 # Rounds that are remembered of either kind.
 _WINDOW = 16
 # Rounds of either kind before they are compared, in turns of so many: passes get faster once they are recorded, which
-# takes some passes of each kind.
-_FIRST, _TURN = 32, 8
+# takes some passes of each kind. A difference by more than these factors is believed after the first turns.
+_FIRST, _TURN = 32, 4
+_CLEAR = (0.75, 1.25)
 # A round this many times longer than usual says something about the machine, not about drafts.
-_OUTLIER = 3.0
+_OUTLIER = 2.0
 # Rounds after which the slower kind is tried again: at first, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
-_TRIAL = 2
+_FIRST_PAUSE, _LONGEST_PAUSE = 256, 4096
+_TRIAL = 6
+# By how much the other kind must be faster to take over: times scatter.
+_SURELY = 1.05
 
 
 class _Rounds:
@@ -36,9 +39,6 @@ class _Rounds:
     def __init__(self) -> None:
         self._tokens: deque[float] = deque(maxlen=_WINDOW)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
-
-    def __len__(self) -> int:
-        return len(self._seconds)
 
     def count(self, tokens: float, seconds: float) -> None:
         self._tokens.append(tokens)
@@ -55,46 +55,59 @@ class _Load:
     """One range of row counts: drafts and plain rounds in comparison."""
 
     def __init__(self) -> None:
-        self._drafting, self._plain = _Rounds(), _Rounds()
+        self._rounds = {True: _Rounds(), False: _Rounds()}
         self._begun = 0
-        self._pause = _FIRST_PAUSE
-        self._until_trial = _FIRST_PAUSE
+        # Whether drafts run, once that is known.
+        self._better: bool | None = None
+        self._pause = self._until_trial = _FIRST_PAUSE
         self._trial = 0
 
     def drafts(self) -> bool:
-        """Whether the next round may draft. Ask once a round."""
-        if not self._judged:
+        """Whether the next round may draft."""
+        if self._better is None:
             return self._begun // _TURN % 2 == 0
-        better = self._drafting.rate >= self._plain.rate
-        if self._trial:
+        return self._better != bool(self._trial)
+
+    def count(self, drafted: bool, tokens: float, seconds: float) -> None:
+        """Count a round; arguments as in `LoadGate.count`, but the tokens of one row."""
+        self._rounds[drafted].count(tokens, seconds)
+        if self._better is None:
+            self._begun += 1
+            if self._begun % (2 * _TURN) == 0:
+                least, most = _CLEAR
+                clear = not least < self._drafts_by_plain < most
+                self._better = self._drafts_by_plain >= 1 if clear or self._begun >= 2 * _FIRST else None
+        elif self._trial:
             self._trial -= 1
             if not self._trial:
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
                 self._until_trial = self._pause
-            return not better
-        self._until_trial -= 1
-        if self._until_trial <= 0:
-            self._trial = _TRIAL
-        return better
+                self._compare()
+        else:
+            self._until_trial -= 1
+            self._compare()
+            if self._until_trial <= 0:
+                self._trial = _TRIAL
+                # What it was long ago says little.
+                self._rounds[not self._better] = _Rounds()
 
-    def count(self, drafted: bool, tokens: float, seconds: float) -> None:
-        self._begun += 1
-        judged = self._judged
-        before = judged and self._drafting.rate >= self._plain.rate
-        (self._drafting if drafted else self._plain).count(tokens, seconds)
-        if judged and before != (self._drafting.rate >= self._plain.rate):
+    def _compare(self) -> None:
+        """Let the other kind run where it is faster by now."""
+        if (1 / self._drafts_by_plain if self._better else self._drafts_by_plain) > _SURELY:
+            self._better = not self._better
             self._pause = self._until_trial = _FIRST_PAUSE
 
     @property
-    def _judged(self) -> bool:
-        return self._begun > 2 * _FIRST
+    def _drafts_by_plain(self) -> float:
+        """How fast rounds are that may draft, by plain ones."""
+        return max(self._rounds[True].rate, 1e-9) / max(self._rounds[False].rate, 1e-9)
 
 
 class LoadGate:
     """Compares rounds that draft with plain ones, at each load apart, and lets the faster kind run.
 
     Loads are numbers of rows, from one power of two to the next. The slower kind is tried again now and then, less and
-    less often while it stays the slower one: about two rounds of a thousand in the end. A single row is left to the
+    less often while it stays the slower one: six rounds of four thousand in the end. A single row is left to the
     control, which is made for it.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import LogitsProcessor
 
-from selfspec.arguments import check_callables, check_kind, shown
+from selfspec.arguments import check_callables, shown
 from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
 from selfspec.decode.rows.decoder import RowDecoder
 from selfspec.decode.rows.row import Row
@@ -29,8 +29,14 @@ def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Row:
         PromptError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context.
         UnsupportedOptionError: an option cannot be honoured, by name.
     """
-    check_kind("request", request, RowRequest, "write RowRequest(input_ids=(1, 2), max_new_tokens=16)")
-    check_kind("sampling", request.sampling, RowSampling, "write RowSampling(temperature=0.7)")
+    if not isinstance(request, RowRequest):
+        raise UnsupportedOptionError(
+            f"a request is a RowRequest, got {shown(request)}; write RowRequest(input_ids=(1, 2), max_new_tokens=16)"
+        )
+    if not isinstance(request.sampling, RowSampling):
+        raise UnsupportedOptionError(
+            f"sampling must be a RowSampling, got {shown(request.sampling)}; write RowSampling(temperature=0.7)"
+        )
     _check(request, vocabulary)
     sampling = request.sampling
     return decoder.row(

@@ -146,6 +146,6 @@ def test_rows_that_would_cross_a_change_of_rotary_tables_are_refused() -> None:
     }
     engine = Stepped(selfspec.wrap(tiny.llama(rope_parameters=rope)))
     engine.submit(RowRequest((1, 2), 62))
-    for prompt in (2, 70):
+    for prompt, new in ((2, 63), (70, 3)):
         with pytest.raises(selfspec.UnsupportedOptionError, match="longrope"):
-            engine.submit(RowRequest(tuple([1] * prompt), 63))
+            engine.submit(RowRequest(tuple([1] * prompt), new))

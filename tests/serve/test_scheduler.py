@@ -237,7 +237,7 @@ def test_storage_is_roomy_where_there_is_room_and_tight_where_not() -> None:
     # What is there and fits stays as it is.
     assert budget.storage(Storage(3, 20), 2, 15, 100, 0) == Storage(3, 20)
     # No more than a row may come to have.
-    assert budget.storage(now, 1, 15, 16, 0) == Storage(2, 16)
+    assert budget.storage(now, 1, 15, 16, 0) == Storage(1, 16)
 
 
 def test_a_row_may_be_read_where_it_can_join_and_grow() -> None:
