@@ -2120,9 +2120,9 @@ CATALOGUE = (
     ),
     Mutation(
         "by load: drafts run where plain rounds are faster",
-        "_Load.drafts",
-        "self._drafting.rate >= self._plain.rate",
-        "self._drafting.rate <= self._plain.rate",
+        "_Load._drafts_by_plain",
+        "max(self._rounds[True].rate, 1e-9) / max(self._rounds[False].rate, 1e-9)",
+        "max(self._rounds[False].rate, 1e-9) / max(self._rounds[True].rate, 1e-9)",
         ("test_by_load.py",),
     ),
 )
