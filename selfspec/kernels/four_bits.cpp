@@ -126,16 +126,25 @@ struct Product {
   int64_t groups;
   int64_t out;
 
+  Product from_row(int64_t row) const {
+    Product rest = *this;
+    rest.x += row * ((groups + kGroups - 1) / kGroups);
+    rest.y += row * out;
+    return rest;
+  }
+
   template <int Rows, int Outputs>
   inline void tile(int64_t first) const {
     Floats sums[Outputs][Rows] = {};
     const int64_t bytes = groups * kGroupBytes, whole = groups / kGroups;
     const int64_t blocks = (groups + kGroups - 1) / kGroups;
     const uint8_t* row = weight + first * bytes;
+    const uint8_t* ahead = row + Outputs * bytes;  // in the order of memory, as in native.cpp
     for (int64_t block = 0; block < whole; ++block) {
       for (int output = 0; output < Outputs; ++output) {
         const uint8_t* at = row + output * bytes + block * sizeof(Block);
-        __builtin_prefetch(at + Outputs * bytes, 0, 3);
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += sizeof(Block);
         add<Rows>(sums[output], reinterpret_cast<const Block*>(at), x + block, blocks);
       }
     }
@@ -152,9 +161,7 @@ struct Product {
     }
     for (int output = 0; output < Outputs; ++output) {
       for (int row = 0; row < Rows; ++row) {
-        float total = 0;
-        for (int lane = 0; lane < kLanesAtOnce; ++lane) total += sums[output][row][lane];
-        y[row * out + first + output] = total;
+        y[row * out + first + output] = total<float, kLanesAtOnce>(sums[output][row]);
       }
     }
   }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -29,6 +30,8 @@
 #endif
 
 constexpr int kMostRows = 16;
+constexpr int kRowsOfTile = 8;
+constexpr int64_t kOutputsOfHalves = 8;
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;
 constexpr int kSums = 24;  // vectors of sums that fit into registers beside the operands
@@ -63,6 +66,20 @@ inline typename Lanes<Number, lanes>::Vector read(const void* from) {
   return vector;
 }
 
+// The sum of a vector: of its halves added up, of theirs, and on.
+template <typename Number, int lanes>
+inline Number total(const typename Lanes<Number, lanes>::Vector& vector) {
+  if constexpr (lanes == 2) {
+    return vector[0] + vector[1];
+  } else {
+    using Half = typename Lanes<Number, lanes / 2>::Vector;
+    Half first, last;
+    std::memcpy(&first, &vector, sizeof first);
+    std::memcpy(&last, reinterpret_cast<const char*>(&vector) + sizeof first, sizeof last);
+    return total<Number, lanes / 2>(first + last);
+  }
+}
+
 // As many outputs at a time as there are registers for their sums.
 template <int Rows, typename Work>
 void outputs(const Work& work, int64_t begin, int64_t end) {
@@ -74,9 +91,17 @@ void outputs(const Work& work, int64_t begin, int64_t end) {
 }
 
 // Outputs `begin` to `end` of some rows, by tiles of the work: `tile<Rows, Outputs>(first output)`.
-template <typename Work, int Rows = kMostRows>
+template <typename Work, int Rows = kRowsOfTile>
 void in_tiles(const Work& work, int64_t rows, int64_t begin, int64_t end) {
-  if (rows == Rows) {
+  if (rows > kRowsOfTile) {
+    // Few sums of so many rows fit into registers: halves of them read each weight again, while the cache holds it.
+    const int64_t half = (rows + 1) / 2;
+    for (int64_t output = begin; output < end; output += kOutputsOfHalves) {
+      const int64_t next = std::min(output + kOutputsOfHalves, end);
+      in_tiles(work, half, output, next);
+      in_tiles(work.from_row(half), rows - half, output, next);
+    }
+  } else if (rows == Rows) {
     outputs<Rows>(work, begin, end);
   } else if constexpr (Rows > 1) {
     in_tiles<Work, Rows - 1>(work, rows, begin, end);

@@ -63,18 +63,28 @@ struct Product {
   int64_t in;
   int64_t out;
 
+  Product from_row(int64_t row) const {
+    Product rest = *this;
+    rest.x += row * in;
+    rest.y += row * out;
+    return rest;
+  }
+
   // `Outputs` outputs of `Rows` rows, from output `first`.
   template <int Rows, int Outputs>
   inline void tile(int64_t first) const {
     Vector sums[Outputs][Rows] = {};
     const auto* w = weight + first * in;
+    // Memory gives most where it is read in one line from start to end, so the next outputs are asked for in that order,
+    // and into the second cache, which holds them all.
+    const auto* ahead = w + Outputs * in;
     int64_t i = 0;
     for (; i + lanes <= in; i += lanes) {
       Vector states[Rows];
       for (int row = 0; row < Rows; ++row) states[row] = read<Sum, lanes>(x + row * in + i);
       for (int output = 0; output < Outputs; ++output) {
-        // Few loads are under way while there is much to compute, so memory is asked for the next outputs now.
-        __builtin_prefetch(w + (Outputs + output) * in + i, 0, 3);
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += lanes;
         Vector weights = Weight::lanes(w + output * in + i);
         KEEP_IN_REGISTER(weights);
         for (int row = 0; row < Rows; ++row) sums[output][row] += weights * states[row];
@@ -98,11 +108,10 @@ struct Product {
     }
     for (int output = 0; output < Outputs; ++output) {
       for (int row = 0; row < Rows; ++row) {
-        Sum total = 0;
-        for (int lane = 0; lane < lanes; ++lane) total += sums[output][row][lane];
-        if (scales) total *= scales[first + output];
-        if (bias) total += bias[first + output];
-        y[row * out + first + output] = total;
+        Sum sum = total<Sum, lanes>(sums[output][row]);
+        if (scales) sum *= scales[first + output];
+        if (bias) sum += bias[first + output];
+        y[row * out + first + output] = sum;
       }
     }
   }
