@@ -23,6 +23,7 @@ from selfspec.cli.options import grouped
 from selfspec.cli.outcome import INTERRUPTED, asks_for_json, report, status_of
 from selfspec.cli.quantize import quantize
 from selfspec.cli.search import search
+from selfspec.cli.serve import serve
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
 
@@ -34,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
-    "Decode": [generate, chat, demo, inspect, kernels, doctor],
+    "Decode": [generate, chat, serve, demo, inspect, kernels, doctor],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [quantize, index, search, ablate],
     "Hand over": [export],

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.api import SelfSpeculative
+    from selfspec.control import Control
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
 
@@ -66,16 +67,26 @@ def check_draft(model: ModelOptions, draft: DraftOption, budget: Budget, nodes: 
         draft.drafter.check(depth)
 
 
-def load_drafting(model: ModelOptions, draft: DraftOption, budget: Budget) -> Loaded:
-    """Load a model and wrap it."""
+def load_drafting(model: ModelOptions, draft: DraftOption, budget: Budget, control: Control | None = None) -> Loaded:
+    """Load a model and wrap it.
+
+    Args:
+        model: from a folder or the hub.
+        draft: what drafts.
+        budget: of memory.
+        control: how long drafts are; None: the default.
+    """
     from selfspec.api import wrap
     from selfspec.measure.stock import bare
     from selfspec.model.checkpoint import load_tokenizer
 
     if budget.memory is None:
         checkpoint = model.load()
-        return Loaded(wrap(bare(checkpoint.model), draft=draft.drafter), checkpoint.tokenizer)
+        spec = wrap(bare(checkpoint.model), draft=draft.drafter, draft_length=control)
+        return Loaded(spec, checkpoint.tokenizer)
     tokenizer = load_tokenizer(model.place)
     spec = load_within(model, budget, draft.within_budget)
+    if control is not None:
+        spec = spec.drafting(spec.draft, draft_length=control)
     spec.model.generation_config = bare(spec.model).generation_config
     return Loaded(spec, tokenizer)

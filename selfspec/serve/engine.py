@@ -167,6 +167,11 @@ class Engine:
             return self._scheduler.stats(len(self._incoming))
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a row, prompt included: by the model's context, and by the bound of the cache."""
+        return min(self._decoder.context, self._budget.longest)
+
+    @property
     def running(self) -> bool:
         """Whether requests are taken."""
         return self._thread is not None and not self._stopping and self._broken is None

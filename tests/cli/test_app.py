@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "generate",
     "chat",
+    "serve",
     "inspect",
     "verify",
     "calibrate",

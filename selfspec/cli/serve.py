@@ -1,0 +1,169 @@
+"""`selfspec serve`: a model behind OpenAI's endpoints."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selfspec.cli.loading import BEST, check_draft, draft_option, load_drafting
+from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output
+from selfspec.cli.outcome import print_json
+from selfspec.errors import UnsupportedOptionError
+
+_LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Address."""
+
+    host: Annotated[str, typer.Option(help="Listen on this address; by default only this machine can ask.")] = _LOCAL
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on port N; 0: any that is free.")] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SELFSPEC_API_KEY", help="Take requests with this key alone.", show_envvar=True),
+    ] = None
+    name: Annotated[
+        str | None, typer.Option(help="Clients ask for the model by this name; by default as it is given here.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """Batching."""
+
+    max_rows: Annotated[int, typer.Option(min=1, help="Run at most N answers at once.")] = 32
+    cache: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Keys and values take at most `2GiB`, say; by default what the rows need."),
+    ] = None
+    prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Read N tokens of new prompts before each round of the running answers.")
+    ] = 512
+    max_waiting: Annotated[int, typer.Option(min=1, help="Let at most N answers wait; refuse more with 429.")] = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Limits."""
+
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Refuse larger bodies with 413.")] = "4MiB"
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Write at most N tokens; by default what the context has room for.")
+    ] = None
+    max_answers: Annotated[int, typer.Option(min=1, help="At most N answers a request: prompts times n.")] = 128
+    request_seconds: Annotated[float, typer.Option(min=1, help="Give up answers that take longer, with 408.")] = 600.0
+    client_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Give up clients that take longer to send headers or body, or to read.")
+    ] = 20.0
+    max_connections: Annotated[int, typer.Option(min=1, help="At most N connections at once.")] = 1000
+    stop_seconds: Annotated[
+        float, typer.Option(min=1, help="When told to stop, let running answers take up to X seconds.")
+    ] = 60.0
+
+
+def serve(
+    model: ModelOptions,
+    address: Address,
+    batching: Batching,
+    bounds: Bounds,
+    budget: Budget,
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="DRAFT",
+            help="What drafts; `selfspec generate --help` lists every kind. With --memory `auto` is look-ups and "
+            "rounded copies of what is streamed.",
+        ),
+    ] = BEST,
+    draft_length: DraftLength = None,
+    nodes: Nodes = None,
+    template: Annotated[
+        Path | None, typer.Option(help="File with a chat template in Jinja, in place of the checkpoint's own.")
+    ] = None,
+    log_text: Annotated[bool, typer.Option("--log-text", help="Write prompts and answers to the log, too.")] = False,
+    output: Output = "text",
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it: /v1/completions and /v1/chat/completions.
+
+    Every answer is what the model writes alone, whatever runs beside it. The log is JSON, one line a request, on
+    stderr; /docs shows all endpoints. SIGTERM and Ctrl-C finish what runs.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import fastapi_offline  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedOptionError(
+            f"serving needs {error.name}, which is not installed; run: pip install 'selfspec[serve]'"
+        ) from error
+    if address.api_key == "":
+        raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
+    named = draft_option(draft, BEST)
+    source = None
+    if template is not None:
+        from selfspec.serve.chat_template import read_template
+
+        source = read_template(template)
+    check_draft(model, named, budget, nodes)
+
+    from selfspec.control.named import control_of
+    from selfspec.placement.byte_size import parse_bytes
+    from selfspec.serve.app import create_app
+    from selfspec.serve.served import serve_model
+    from selfspec.serve.server import listen, run
+    from selfspec.serve.server_limits import ServerLimits
+
+    limits = ServerLimits(
+        body_bytes=parse_bytes("--max-body", bounds.max_body),
+        new_tokens=bounds.max_new_tokens,
+        answers=bounds.max_answers,
+        request_seconds=bounds.request_seconds,
+        client_seconds=bounds.client_seconds,
+        connections=bounds.max_connections,
+    )
+    cache_bytes = None if batching.cache is None else parse_bytes("--cache", batching.cache)
+    control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
+    with listen(address.host, address.port) as bound:
+        loaded = load_drafting(model, named, budget, control)
+        name = address.name or model.model
+        served = serve_model(
+            loaded.spec,
+            loaded.tokenizer,
+            name,
+            template=source,
+            limits=limits,
+            max_rows=batching.max_rows,
+            cache_bytes=cache_bytes,
+            prefill_tokens=batching.prefill_tokens,
+            max_waiting=batching.max_waiting,
+            log_text=log_text,
+        )
+        app = create_app(served, address.api_key, bounds.stop_seconds)
+        port = bound.getsockname()[1]
+        url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}"
+
+        def ready() -> None:
+            if output == "json":
+                print_json({"url": url, "model": name, "context": served.context})
+                return
+            print(f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops", file=sys.stderr)
+            if served.template is None:
+                print("note: there is no chat template; --template FILE gives one", file=sys.stderr)
+            if address.api_key is None and not _is_local(address.host):
+                print("note: whoever reaches this address may ask; --api-key KEY lets in who has it", file=sys.stderr)
+
+        run(app, served, bound, bounds.stop_seconds, ready)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,100 @@
+"""Refusals and failures as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfspec.errors import EngineStoppedError, PromptError, QueueFullError, SelfSpecError, UnsupportedOptionError
+
+RETRY_AFTER = 1
+"""Seconds after which a request that found the queue full may come again."""
+
+
+class ApiError(Exception):
+    """An answer that is no completion.
+
+    Attributes:
+        status: of HTTP.
+        message: what is wrong and what to do about it.
+        param: the field that is wrong; None: none.
+        code: a word for programs; None: none.
+        headers: besides those of every answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = kinds.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def stopping_error() -> ApiError:
+    """The server takes no more requests."""
+    return ApiError(503, "the server is stopping; send the request to another one, or later", None, "stopping")
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    """A model that is not served here."""
+    message = f"there is no model {asked[:200]!r} here; ask for {served!r}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def api_error(error: SelfSpecError, param: str | None = None) -> ApiError:
+    """What a typed error of the engine is to a client.
+
+    Args:
+        error: as it was raised.
+        param: the field that it is about, where it names none.
+    """
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), None, "queue_full", {"Retry-After": str(RETRY_AFTER)})
+    if isinstance(error, EngineStoppedError):
+        return stopping_error()
+    if isinstance(error, PromptError):
+        return ApiError(400, str(error), param, "context_length_exceeded" if "context" in str(error) else None)
+    if isinstance(error, UnsupportedOptionError):
+        return ApiError(400, str(error), _named(str(error)) or param)
+    return ApiError(500, str(error))
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic found wrong, by the field that is deepest in it."""
+    if not errors:
+        return ApiError(400, "the request cannot be read")
+    # Of a field with several forms, the form that went furthest says most.
+    deepest = max(errors, key=lambda error: len(error["loc"]))
+    place = [str(part) for part in deepest["loc"] if part != "body"]
+    if deepest["type"] == "json_invalid":
+        reason = deepest.get("ctx", {}).get("error", "it cannot be read")
+        return ApiError(400, f"the body is not JSON: {reason}", None, "invalid_json")
+    message = str(deepest["msg"]).removeprefix("Value error, ")
+    field = place[0] if place else _named(message)
+    if deepest["type"] == "extra_forbidden":
+        return ApiError(400, f"unrecognized request argument: {'.'.join(place)}", field, "unknown_argument")
+    if not place:
+        return ApiError(400, message, field)
+    return ApiError(400, f"{'.'.join(place)}: {message}", field)
+
+
+def _named(message: str) -> str | None:
+    """The field that a message begins with."""
+    word = message.replace("=", " ").replace(":", " ").partition(" ")[0]
+    return word if word.replace("_", "").isalpha() and word.islower() else None

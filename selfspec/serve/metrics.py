@@ -1,0 +1,105 @@
+"""Metrics for Prometheus, by vLLM's names where it has one, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from selfspec.serve.engine_stats import EngineStats
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    """Counts of requests, and the engine's own.
+
+    Args:
+        model: the name that it is served by, the label of every metric.
+        stats: asks the engine, when the metrics are read.
+    """
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_EngineCollector(model, stats))
+        ProcessCollector(registry=self._registry)
+        self._model = model
+
+        def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, words, ["model_name"], registry=self._registry, buckets=buckets)
+            return made.labels(model)
+
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "Until an answer's first token.", _SECONDS)
+        self.between_tokens = histogram(
+            "vllm:inter_token_latency_seconds", "From one token of an answer to the next, by their rounds.", _SECONDS
+        )
+        self.whole_answer = histogram("vllm:e2e_request_latency_seconds", "Until an answer's last token.", _SECONDS)
+        self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.answer_tokens = histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._successes = Counter(
+            "vllm:request_success",
+            "Answers, by why they ended.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._responses = Counter(
+            "selfspec:http_responses", "Responses, by status.", ["model_name", "status"], registry=self._registry
+        )
+
+    def ended(self, reason: str) -> None:
+        """Count an answer."""
+        self._successes.labels(self._model, reason).inc()
+
+    def responded(self, status: int) -> None:
+        """Count a response."""
+        self._responses.labels(self._model, str(status)).inc()
+
+    def written(self) -> bytes:
+        """All metrics, in the text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """What the engine counts itself, read when it is asked for."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._model = model
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the engine's counts."""
+        stats = self._stats()
+        used = stats.cache_bytes / stats.cache_bound
+        gauges = {
+            "vllm:num_requests_running": ("Rows in the running batch.", stats.running + stats.prefilling),
+            "vllm:num_requests_waiting": ("Requests that wait for room.", stats.waiting),
+            "vllm:kv_cache_usage_perc": ("Share of the cache's bound that is used.", used),
+            "selfspec:cache_bytes": ("Bytes of keys, values and states.", stats.cache_bytes),
+            "selfspec:cache_bound_bytes": ("The most of them that there may be.", stats.cache_bound),
+        }
+        counters = {
+            "vllm:prompt_tokens": ("Tokens of prompts that were read.", stats.prompt_tokens),
+            "vllm:generation_tokens": ("Tokens that were committed.", stats.committed),
+            "vllm:num_preemptions": ("Rows that gave their cache back and were read again.", stats.preemptions),
+            "vllm:spec_decode_num_drafts": ("Rounds with a draft.", stats.rounds - stats.plain_rounds),
+            "vllm:spec_decode_num_draft_tokens": ("Draft tokens that were proposed.", stats.drafted),
+            "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", stats.accepted),
+            "selfspec:rounds": ("Rounds of the running batch.", stats.rounds),
+            "selfspec:plain_rounds": ("Rounds without a draft.", stats.plain_rounds),
+        }
+        for name, (words, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, (words, value) in counters.items():
+            counter = CounterMetricFamily(name, words, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        labels = ["model_name", "reason"]
+        ended = CounterMetricFamily("selfspec:rows_finished", "Rows, by why they ended.", labels=labels)
+        for reason, count in stats.finished.items():
+            ended.add_metric([self._model, reason], count)
+        yield ended

@@ -1,0 +1,218 @@
+"""What a request may say, field by field, as OpenAI's clients say it. What is not here is refused by name.
+
+Fields that would change an answer are honoured or refused; those that change nothing here are read and left.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MOST_STOPS = 32
+
+Token = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+
+
+class Strict(BaseModel):
+    """No field but those that are named, no number for a string, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """How a stream is written."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Strict):
+    """A schema that the answer fits."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class RegexFormat(Strict):
+    """Text that a regular expression matches as a whole."""
+
+    type: Literal["regex"]
+    pattern: Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat, Field(discriminator="type")]
+
+
+class Generation(Strict):
+    """What both kinds of request may say."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: Stops | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # As other servers of this kind take them, beside what OpenAI's API has.
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS)] | None = None
+    # They change nothing here.
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams: set stream to true, or drop it")
+        return self
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Refused unless they say what holds anyway.
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _means_what_it_says(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is not supported; ask for n answers and choose among them")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0 and echo is not set: nothing would be returned")
+        if self.echo and self.stream:
+            raise ValueError("echo is not supported in a stream; drop one of them")
+        return self
+
+
+class TextPart(Strict):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """A function that the model called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of a tool, in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # Clients send back what they were sent.
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing")
+        return self
+
+
+class Function(Strict):
+    """A function that a template tells the model of."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool that a template tells the model of."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatCompletionRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    # A model that must call a tool would need its grammar; it may, or must not.
+    tool_choice: Literal["none", "auto"] | None = None
+    # They change nothing here.
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _means_what_it_says(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: set it to true, or drop top_logprobs")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens is 0: nothing would be returned")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
+        return self

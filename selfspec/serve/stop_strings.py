@@ -1,0 +1,42 @@
+"""Strings that end an answer: found in text that comes piece by piece, and not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Lets text through up to the first stop string. What may become one is held back.
+
+    Attributes:
+        found: whether one came; then nothing more is let through.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Take text; return what is certainly before any stop string."""
+        if self.found:
+            return ""
+        self._held += text
+        places = [place for place in map(self._held.find, self._strings) if place >= 0]
+        if places:
+            self.found = True
+            return self._give(min(places))
+        return self._give(len(self._held) - max(map(self._begun, self._strings), default=0))
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        return "" if self.found else self._give(len(self._held))
+
+    def _give(self, length: int) -> str:
+        given, self._held = self._held[:length], self._held[length:]
+        return given
+
+    def _begun(self, string: str) -> int:
+        """How much of the string the text ends with."""
+        longest = min(len(string) - 1, len(self._held))
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(string[:size])), 0)

@@ -1,0 +1,111 @@
+"""`selfspec serve`: a process that serves, stops well, and says before it loads anything what it cannot do."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.chat_templates import written
+from helpers.running import Invoke
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    sent = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, sent, {"content-type": "application/json"})
+    reply = connection.getresponse()
+    found = reply.status, json.loads(reply.read())
+    connection.close()
+    return found
+
+
+def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_path: Path) -> None:
+    words = ["serve", folder, "--port", "0", "--name", "stories", "--template", written(tmp_path), "--output", "json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "selfspec", *words, "--draft", "exit:3", "--draft-length", "3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        told = json.loads(process.stdout.readline())
+        assert told["model"] == "stories"
+        assert told["url"].startswith("http://127.0.0.1:")
+        body = {"model": "stories", "messages": [{"role": "user", "content": "Tell me of Lily."}], "max_tokens": 4}
+        assert ask(told["url"], "/v1/chat/completions", body)[0] == 200
+        replies = []
+        long = {"model": "stories", "prompt": "Once", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+        thread = threading.Thread(target=lambda: replies.append(ask(told["url"], "/v1/completions", long)))
+        thread.start()
+        while b"num_requests_running{model_name=\"stories\"} 1.0" not in _metrics(told["url"]):
+            assert thread.is_alive()
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert replies[0][0] == 200
+        assert replies[0][1]["usage"]["completion_tokens"] == 480
+        rest, log = process.communicate(timeout=60)
+        assert (process.returncode, rest) == (0, "")
+        lines = [json.loads(line) for line in log.splitlines()]
+        assert {"request_id", "status", "completion_tokens"} <= lines[0].keys()
+        assert "Lily" not in log
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _metrics(url: str) -> bytes:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/metrics")
+    found = connection.getresponse().read()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--api-key", ""), "--api-key is empty"),
+        (("--draft", "exit:99"), "exit"),
+        (("--template", "nowhere.jinja"), "cannot be read"),
+        (("--max-body", "much"), "--max-body"),
+        (("--cache", "0GiB"), "--cache"),
+        (("--host", "not.a.host.invalid"), "--host"),
+        (("--memory", "1KiB"), "GiB"),
+    ],
+)
+def test_refuses_by_name(invoke: Invoke, folder: str, more: tuple[str, ...], said: str) -> None:
+    ending = invoke("serve", folder, "--port", "0", *more)
+    assert ending.status == 2
+    assert said in ending.stderr
+
+
+def test_a_port_that_is_taken(invoke: Invoke, folder: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ending = invoke("serve", folder, "--port", str(taken.getsockname()[1]))
+    assert ending.status == 2
+    assert "choose another port" in ending.stderr
+
+
+def test_without_the_libraries_it_names_the_remedy(
+    invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    ending = invoke("serve", folder)
+    assert ending.status == 2
+    assert "pip install 'selfspec[serve]'" in ending.stderr

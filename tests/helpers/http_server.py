@@ -1,0 +1,130 @@
+"""A server of a tiny trained model on the loopback, in a thread of the test process or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+import selfspec
+from helpers.chat_templates import PLAIN
+from helpers.stories import checkpoint_folder
+from selfspec.serve.app import create_app
+from selfspec.serve.served import Served, serve_model
+from selfspec.serve.server_limits import ServerLimits
+from selfspec.serve.slow_headers import bounded_headers
+
+NAME = "stories"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        found: dict[str, Any] = json.loads(self.raw)
+        return found
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Of a stream, which ended as it should."""
+        lines = [line.removeprefix("data: ") for line in self.raw.decode().split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that listens."""
+
+    port: int
+    served: Served
+    spec: selfspec.SelfSpeculative
+    tokenizer: PreTrainedTokenizerBase
+
+    def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> Reply:
+        """Send one request; a body that is no bytes is sent as JSON."""
+        sent = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(
+                method or ("GET" if body is None else "POST"),
+                path,
+                sent,
+                {"content-type": "application/json", **fields},
+            )
+            reply = connection.getresponse()
+            found = {name.lower(): value for name, value in reply.getheaders()}
+            return Reply(reply.status, found, reply.read())
+        finally:
+            connection.close()
+
+    def complete(self, **fields: Any) -> Reply:
+        """Ask for a completion."""
+        return self.ask("/v1/completions", {"model": NAME, "prompt": "Once upon", "max_tokens": 8, **fields})
+
+    def chat(self, **fields: Any) -> Reply:
+        """Ask for an answer."""
+        messages = [{"role": "user", "content": "Tell me of Lily."}]
+        return self.ask("/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 8, **fields})
+
+    def settled(self) -> None:
+        """Wait until no row is left."""
+        for _ in range(500):
+            stats = self.served.engine.stats()
+            if stats.running + stats.prefilling + stats.waiting == 0 and stats.cache_bytes == 0:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError(f"rows were left: {self.served.engine.stats()}")
+
+
+@contextmanager
+def running(
+    limits: ServerLimits | None = None, api_key: str | None = None, template: str | None = PLAIN, **engine: Any
+) -> Iterator[Running]:
+    """Serve the stories in float64, drafting by look-ups and an exit, in a thread."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    spec = selfspec.wrap(model, draft="lookup+exit:3", draft_length=3)
+    served = serve_model(spec, tokenizer, NAME, template=template, limits=limits, **engine)
+    app = create_app(served, api_key, stop_seconds=5)
+    config = uvicorn.Config(
+        app,
+        port=0,
+        http=bounded_headers(served.limits.client_seconds),
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=served.limits.connections,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="test-server")
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            threading.Event().wait(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(port, served, spec, tokenizer)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()

@@ -1,0 +1,163 @@
+"""`/v1/completions` answers what `spec.generate` does, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.serving import NAME, Running
+
+PROMPTS = ("Once upon a time", "Tom had a big red ball.", "One day, a dog")
+NEW = 12
+
+
+def generated(server: Running, prompt: str, new: int = NEW, **options: Any) -> list[int]:
+    """The new tokens of `spec.generate`."""
+    ids = server.tokenizer(prompt, return_tensors="pt").input_ids
+    options = options or {"do_sample": False}
+    found: list[int] = server.spec.generate(ids, max_new_tokens=new, **options).sequences[0, ids.shape[1] :].tolist()
+    return found
+
+
+def text_of(server: Running, prompt: str, tokens: list[int]) -> str:
+    """The text that tokens add to a prompt."""
+    ids = server.tokenizer(prompt).input_ids
+    whole = server.tokenizer.decode([*ids, *tokens], skip_special_tokens=True)
+    assert isinstance(whole, str)
+    return whole.removeprefix(prompt)
+
+
+def test_greedy_text_is_that_of_generate(server: Running) -> None:
+    reply = server.complete(prompt=list(PROMPTS), max_tokens=NEW, temperature=0)
+    assert reply.status == 200
+    expected = [text_of(server, prompt, generated(server, prompt)) for prompt in PROMPTS]
+    assert [choice["text"] for choice in reply.body["choices"]] == expected
+    assert [choice["index"] for choice in reply.body["choices"]] == [0, 1, 2]
+    assert {choice["finish_reason"] for choice in reply.body["choices"]} == {"length"}
+
+
+def test_seeded_text_is_that_of_generate(server: Running) -> None:
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "accept": "coupled"}
+    body = {"prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0.9, "top_p": 0.95, "seed": 5, "n": 2}
+    choices = server.complete(**body).body["choices"]
+    for index, choice in enumerate(choices):
+        assert choice["text"] == text_of(server, PROMPTS[0], generated(server, PROMPTS[0], seed=5 + index, **options))
+    assert choices == server.complete(**body).body["choices"]
+
+
+def test_token_ids_are_prompts_too(server: Running) -> None:
+    ids = server.tokenizer(PROMPTS[0]).input_ids
+    by_text = server.complete(prompt=PROMPTS[0], temperature=0).body["choices"][0]["text"]
+    for prompt in (ids, [ids]):
+        assert server.complete(prompt=prompt, temperature=0).body["choices"][0]["text"] == by_text
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_stream_says_the_same(server: Running, temperature: float) -> None:
+    body = {"prompt": list(PROMPTS), "max_tokens": NEW, "temperature": temperature, "seed": 1}
+    whole = server.complete(**body).body
+    events = server.complete(**body, stream=True, stream_options={"include_usage": True}).events
+    texts, reasons = [""] * 3, [None] * 3
+    for event in events[:-1]:
+        assert event["usage"] is None
+        (choice,) = event["choices"]
+        assert reasons[choice["index"]] is None
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert reasons == ["length"] * 3
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 3 * NEW == whole["usage"]["completion_tokens"]
+    assert {event["id"] for event in events} == {events[0]["id"]}
+
+
+def test_usage_counts_accepted_tokens(server: Running) -> None:
+    usage = server.complete(max_tokens=NEW, temperature=0).body["usage"]
+    details = usage["completion_tokens_details"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert 0 < details["accepted_prediction_tokens"] <= usage["completion_tokens"] == NEW
+    assert details["rejected_prediction_tokens"] >= 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_an_answer_and_are_not_sent(server: Running, stream: bool) -> None:
+    whole = text_of(server, PROMPTS[0], generated(server, PROMPTS[0], 40))
+    stop = whole[20:23]
+    body = {"prompt": PROMPTS[0], "max_tokens": 40, "temperature": 0, "stop": [stop, "never said"]}
+    reply = server.complete(**body, stream=stream)
+    choices = [event["choices"][0] for event in reply.events] if stream else reply.body["choices"]
+    assert "".join(choice["text"] for choice in choices) == whole[: whole.find(stop)]
+    assert choices[-1]["finish_reason"] == "stop"
+    if not stream:
+        assert reply.body["usage"]["completion_tokens"] < 40
+    server.settled()
+
+
+def test_end_tokens(server: Running) -> None:
+    """One more of them ends an answer; `ignore_eos` leaves these alone."""
+    tokens = generated(server, PROMPTS[0])
+    body = {"prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0, "stop_token_ids": [tokens[4]]}
+    for further in ({}, {"ignore_eos": True}):
+        reply = server.complete(**body, **further).body
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["usage"]["completion_tokens"] == tokens.index(tokens[4]) + 1
+
+
+def test_bias_and_penalties_change_the_text(server: Running) -> None:
+    plain = server.complete(temperature=0, max_tokens=NEW, logprobs=1).body["choices"][0]
+    first = server.tokenizer.convert_tokens_to_ids(server.tokenizer.tokenize("Once upon a time"))[-1]
+    forced = server.complete(temperature=0, max_tokens=3, logit_bias={str(first): 100}).body["choices"][0]["text"]
+    assert forced == server.tokenizer.decode([first] * 3) or len(set(forced.split())) == 1
+    for field in ("presence_penalty", "frequency_penalty"):
+        other = server.complete(temperature=0, max_tokens=60, **{field: 2}).body["choices"][0]["text"]
+        assert other != server.complete(temperature=0, max_tokens=60).body["choices"][0]["text"]
+    assert plain["text"]
+
+
+def test_logprobs_are_the_models_own(server: Running) -> None:
+    choice = server.complete(prompt=PROMPTS[0], temperature=0, max_tokens=4, logprobs=2).body["choices"][0]
+    tokens = generated(server, PROMPTS[0], 4)
+    ids = server.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    whole = torch.cat([ids, torch.tensor([tokens])], 1)
+    scores = server.spec.model(whole).logits[0, ids.shape[1] - 1 : -1].float().log_softmax(-1)
+    expected = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert "".join(found["tokens"]).endswith(choice["text"])
+    for top, own in zip(found["top_logprobs"], found["token_logprobs"], strict=True):
+        assert len(top) == 2
+        assert max(top.values()) == own
+    assert found["text_offset"][0] == 0
+    assert found["text_offset"] == sorted(found["text_offset"])
+
+
+def test_echo_scores_the_prompt(server: Running) -> None:
+    ids = server.tokenizer(PROMPTS[1], return_tensors="pt").input_ids
+    reply = server.complete(prompt=PROMPTS[1], temperature=0, max_tokens=1, logprobs=1, echo=True)
+    choice = reply.body["choices"][0]
+    scores = server.spec.model(ids).logits[0, :-1].float().log_softmax(-1)
+    expected = scores.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    found = choice["logprobs"]
+    assert choice["text"].startswith(PROMPTS[1])
+    assert found["token_logprobs"][0] is None
+    assert found["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+    assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == ids.shape[1] + 1
+
+
+def test_echo_alone(server: Running) -> None:
+    choice = server.complete(prompt=PROMPTS[1], max_tokens=0, echo=True, logprobs=0).body["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPTS[1], "length")
+
+
+def test_an_answer_without_a_length_is_short(server: Running) -> None:
+    reply = server.ask("/v1/completions", {"model": NAME, "prompt": "Once"})
+    assert reply.body["usage"]["completion_tokens"] == 16
+
+
+def test_equal_answers_of_n_are_counted_once_in_the_prompt(server: Running) -> None:
+    reply = server.complete(n=3, temperature=0).body
+    assert len({choice["text"] for choice in reply["choices"]}) == 1
+    assert reply["usage"]["completion_tokens"] == 24
+    assert reply["usage"]["prompt_tokens"] == len(server.tokenizer("Once upon").input_ids)

@@ -1,0 +1,215 @@
+"""Bad requests: each field wrong in turn is refused by name, and the server lives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.serving import NAME, Running, running
+
+MESSAGES = [{"role": "user", "content": "Tell me of Lily."}]
+COMPLETION = {"model": NAME, "prompt": "Once upon", "max_tokens": 2}
+CHAT = {"model": NAME, "messages": MESSAGES, "max_tokens": 2}
+
+NOT_TEXT = st.one_of(
+    st.integers(), st.booleans(), st.lists(st.none(), min_size=1), st.dictionaries(st.text(), st.integers())
+)
+NOT_A_NUMBER = st.one_of(st.text(), st.booleans(), st.lists(st.integers()), st.dictionaries(st.text(), st.integers()))
+NOT_A_FLAG = st.one_of(st.text(), st.integers(), st.lists(st.booleans()))
+
+
+def outside(low: float, high: float) -> st.SearchStrategy[Any]:
+    """Numbers beyond bounds, and what is no number."""
+    far = st.one_of(
+        st.floats(max_value=low, exclude_max=True, allow_infinity=False),
+        st.floats(min_value=high, exclude_min=True, allow_infinity=False),
+    )
+    return st.one_of(far, NOT_A_NUMBER)
+
+
+def whole_outside(low: int, high: int) -> st.SearchStrategy[Any]:
+    """The same of whole numbers, and fractions."""
+    far = st.one_of(st.integers(max_value=low - 1), st.integers(min_value=high + 1))
+    return st.one_of(far, NOT_A_NUMBER, st.just(1.5))
+
+
+BOTH: dict[str, st.SearchStrategy[Any]] = {
+    "model": NOT_TEXT,
+    "max_tokens": whole_outside(0, 10**6),
+    "temperature": outside(0, 2),
+    "top_p": st.one_of(outside(0, 1), st.just(0)),
+    "top_k": whole_outside(0, 10**400),
+    "min_p": outside(0, 1),
+    "n": whole_outside(1, 128),
+    "stop": st.one_of(NOT_TEXT.filter(lambda value: value != []), st.just(""), st.just(["a"] * 33), st.just(["a", 3])),
+    "seed": whole_outside(-(2**63), 2**63 - 1),
+    "logit_bias": st.one_of(
+        st.text(), st.integers(), st.just({"a": 1}), st.just({"1": 101}), st.just({"-1": 1}), st.just({"99999999": 1})
+    ),
+    "presence_penalty": outside(-2, 2),
+    "frequency_penalty": outside(-2, 2),
+    "repetition_penalty": st.one_of(outside(0, 10), st.just(0)),
+    "stop_token_ids": st.one_of(st.text(), st.integers(), st.just([-1]), st.just([10**8]), st.just(["a"])),
+    "ignore_eos": NOT_A_FLAG,
+    "stream": NOT_A_FLAG,
+    "stream_options": st.one_of(st.text(), st.just({"include_usage": True}), st.just({"include": True})),
+    "response_format": st.one_of(
+        st.text(), st.just({"type": "xml"}), st.just({"type": "json_schema"}), st.just({"type": "regex", "pattern": ""})
+    ),
+    "user": NOT_TEXT,
+}
+COMPLETIONS: dict[str, st.SearchStrategy[Any]] = {
+    **BOTH,
+    "prompt": st.one_of(
+        st.integers(),
+        st.booleans(),
+        st.none(),
+        st.just([]),
+        st.just([[]]),
+        st.just([-1]),
+        st.just([10**6]),
+        st.just([1, "a"]),
+        st.just({"text": "a"}),
+    ),
+    "logprobs": whole_outside(0, 20),
+    "echo": NOT_A_FLAG,
+    "best_of": whole_outside(1, 1),
+    "suffix": st.text(),
+}
+CHATS: dict[str, st.SearchStrategy[Any]] = {
+    **BOTH,
+    "messages": st.one_of(
+        st.text(),
+        st.none(),
+        st.just([]),
+        st.just([{"role": "user"}]),
+        st.just([{"role": "king", "content": "a"}]),
+        st.just([{"content": "a"}]),
+        st.just([{"role": "user", "content": 3}]),
+        st.just([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]),
+        st.just(
+            [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]
+        ),
+        st.just([{"role": "user", "content": "Lily " * 600}]),
+    ),
+    "max_completion_tokens": whole_outside(1, 10**6),
+    "logprobs": NOT_A_FLAG,
+    "top_logprobs": st.one_of(whole_outside(0, 20), st.just(3)),
+    "tools": st.one_of(st.text(), st.just([{}]), st.just([{"type": "function"}]), st.just([{"type": "code"}])),
+    "tool_choice": st.one_of(NOT_TEXT, st.just("required"), st.just({"type": "function", "function": {"name": "a"}})),
+    "modalities": st.one_of(st.text(), st.just(["audio"])),
+    "metadata": st.one_of(st.text(), st.integers()),
+}
+
+
+def wrong_bodies(path: str, body: dict[str, Any], wrong: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """A path, the field that is wrong, and the body."""
+
+    def with_field(name: str) -> st.SearchStrategy[Any]:
+        return wrong[name].map(lambda value: (path, name, {**body, name: value}))
+
+    return st.sampled_from(sorted(wrong)).flatmap(with_field)
+
+
+CASES = st.one_of(
+    wrong_bodies("/v1/completions", COMPLETION, COMPLETIONS), wrong_bodies("/v1/chat/completions", CHAT, CHATS)
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=CASES)
+def test_a_wrong_field_is_refused_by_name(server: Running, case: tuple[str, str, dict[str, Any]]) -> None:
+    path, field, body = case
+    reply = server.ask(path, body)
+    assert 400 <= reply.status < 500, reply.raw
+    error = reply.body["error"]
+    assert error["message"]
+    named = {"max_completion_tokens": "max_tokens"}
+    assert error["param"] in (field, named.get(field)), error
+
+
+@pytest.mark.parametrize(("path", "wrong"), [("/v1/completions", COMPLETIONS), ("/v1/chat/completions", CHATS)])
+def test_there_is_a_wrong_value_for_every_field(path: str, wrong: dict[str, Any]) -> None:
+    from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest
+
+    fields = (CompletionRequest if path == "/v1/completions" else ChatCompletionRequest).model_fields.keys()
+    plain_text = {"service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    assert wrong.keys() | plain_text | {"parallel_tool_calls", "store"} >= fields
+
+
+def test_the_server_lives_after_it_all(server: Running) -> None:
+    assert server.ask("/health").status == 200
+    assert server.complete(temperature=0).status == 200
+    server.settled()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "prompt"),
+        (b"{", "not JSON"),
+        (b'{"model": ', "not JSON"),
+        (b"\xff\xfe", ""),
+        (b"[" * 100_000, ""),
+        (b"null", ""),
+        (b"[]", ""),
+        (b'{"model": "stories", "prompt": "\\ud800"}', "prompt"),
+        (b'{"model": "stories", "prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"model": "stories", "prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"model": "stories", "prompt": "a", "n": ' + b"9" * 5000 + b"}", ""),
+    ],
+)
+def test_malformed_bodies(server: Running, body: bytes, words: str) -> None:
+    reply = server.ask("/v1/completions", body)
+    assert 400 <= reply.status < 500, reply.raw
+    assert words in json.dumps(reply.body["error"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompts": "a"}, "prompts", "unrecognized"),
+        ({"guided_json": {}}, "guided_json", "unrecognized"),
+        ({"prompt": "Lily " * 600}, "prompt", "beyond the context of 512"),
+        ({"prompt": "Lily " * 100, "max_tokens": 500}, "max_tokens", "ask for at most"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"echo": True, "stream": True}, "echo", "stream"),
+        ({"n": 200}, "n", "128"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n", "128"),
+    ],
+)
+def test_refused_by_name(server: Running, fields: dict[str, Any], param: str, words: str) -> None:
+    reply = server.complete(**fields)
+    assert reply.status == 400
+    assert reply.body["error"]["param"] == param
+    assert words in reply.body["error"]["message"]
+    assert reply.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("ask", [Running.complete, Running.chat])
+def test_unknown_models(server: Running, ask: Callable[..., Any]) -> None:
+    reply = ask(server, model="gpt-9")
+    assert reply.status == 404
+    assert reply.body["error"]["code"] == "model_not_found"
+    assert reply.body["error"]["param"] == "model"
+    assert server.ask("/v1/models/gpt-9").status == 404
+
+
+def test_unknown_places_and_methods(server: Running) -> None:
+    assert server.ask("/v1/embeddings", {"model": NAME}).body["error"]["type"] == "not_found_error"
+    assert server.ask("/v1/completions").status == 405
+
+
+def test_a_bound_on_new_tokens() -> None:
+    from selfspec.serve.server_limits import ServerLimits
+
+    with running(limits=ServerLimits(new_tokens=10, answers=2)) as server:
+        reply = server.complete(max_tokens=11)
+        assert (reply.status, reply.body["error"]["param"]) == (400, "max_tokens")
+        assert server.complete(n=3).body["error"]["param"] == "n"
+        assert server.chat(max_tokens=None, ignore_eos=True).body["usage"]["completion_tokens"] == 10
