@@ -35,7 +35,9 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     served.metrics.prompt_tokens.observe(len(prompt))
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
-    rows = await served.read(lambda: row_requests(served, request, [prompt], asked, top, "messages"))
+    rows = await served.read(
+        lambda: row_requests(served, request, [prompt], asked, top, "messages"), request.response_format is not None
+    )
     head: Body = {
         "id": f"chatcmpl-{request_id(http.scope)}",
         "object": "chat.completion.chunk" if request.stream else "chat.completion",

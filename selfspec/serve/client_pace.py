@@ -35,11 +35,23 @@ class ClientPace:
         async def next_message() -> Message:
             return unread.pop() if unread else await receive()
 
-        async def paced(message: Message) -> None:
-            async with asyncio.timeout(self._limits.client_seconds):
-                await send(message)
+        gave_up = False
 
-        await self._app(scope, next_message, paced)
+        async def paced(message: Message) -> None:
+            nonlocal gave_up
+            try:
+                async with asyncio.timeout(self._limits.client_seconds):
+                    await send(message)
+            except TimeoutError:
+                gave_up = True
+                raise
+
+        try:
+            await self._app(scope, next_message, paced)
+        except Exception:
+            # The server closes the connection of an answer that is not complete.
+            if not gave_up:
+                raise
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None where the client left."""

@@ -36,7 +36,10 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     for prompt in prompts:
         served.metrics.prompt_tokens.observe(len(prompt))
     asked = _asked(served, request, prompts)
-    rows = await served.read(lambda: row_requests(served, request, prompts, asked or 1, request.logprobs, "prompt"))
+    rows = await served.read(
+        lambda: row_requests(served, request, prompts, asked or 1, request.logprobs, "prompt"),
+        request.response_format is not None,
+    )
     head: Body = {
         "id": f"cmpl-{request_id(http.scope)}",
         "object": "text_completion",

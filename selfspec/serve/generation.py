@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
@@ -260,12 +261,25 @@ def streamed(
                 yield event([], usage=usage(prompt_tokens, answering))
         except ApiError as error:
             yield _event(error.body)
-        finally:
-            answering.cancel()
         yield "data: [DONE]\n\n"
 
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+    return _Stream(answering, events(), headers)
+
+
+class _Stream(StreamingResponse):
+    """Events that are sent as they come. Whatever ends it, even before the first event, ends the answers."""
+
+    def __init__(self, answering: Answering, events: AsyncIterator[str], headers: Mapping[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answering.cancel()
 
 
 def _event(content: Body) -> str:

@@ -64,15 +64,22 @@ class Served:
         # One thread, because tokenizers are not made for several.
         self._reader = ThreadPoolExecutor(1, "selfspec-reader")
         self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
+        # Grammars may take long to compile, and only those who bring them wait for that.
+        self._compiler = ThreadPoolExecutor(1, "selfspec-grammars")
 
-    async def read(self, work: Callable[[], _Found]) -> _Found:
+    async def read(self, work: Callable[[], _Found], with_grammar: bool = False) -> _Found:
         """Run what reads requests beside the loop that serves them.
+
+        Args:
+            work: what to run.
+            with_grammar: whether it compiles a grammar.
 
         Raises:
             ApiError: in place of a typed error.
         """
+        threads = self._compiler if with_grammar else self._reader
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
         except SelfSpecError as error:
             raise api_error(error) from error
 
@@ -100,8 +107,8 @@ class Served:
 
     def close(self) -> None:
         """End the threads that read."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        self._scorer.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._reader, self._scorer, self._compiler):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def serve_model(

@@ -51,7 +51,7 @@ def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_
         long = {"model": "stories", "prompt": "Once", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
         thread = threading.Thread(target=lambda: replies.append(ask(told["url"], "/v1/completions", long)))
         thread.start()
-        while b"num_requests_running{model_name=\"stories\"} 1.0" not in _metrics(told["url"]):
+        while b'num_requests_running{model_name="stories"} 1.0' not in _metrics(told["url"]):
             assert thread.is_alive()
         process.send_signal(signal.SIGTERM)
         thread.join(60)
