@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.serving import NAME, Running, running
+from helpers.http_server import NAME, Running, running
 from helpers.stories import checkpoint_folder
 
 pytest.importorskip("lm_eval")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers.serving import NAME, Running, running
+from helpers.http_server import NAME, Running, running
 
 pytest.importorskip("openai")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers.serving import Running, running
+from helpers.http_server import Running, running
 
 
 @pytest.fixture(scope="session")

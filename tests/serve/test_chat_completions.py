@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.chat_templates import PLAIN
-from helpers.serving import Running, running
+from helpers.http_server import Running, running
 from selfspec.serve.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "Tell me of Lily."}

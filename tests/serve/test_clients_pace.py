@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers.serving import NAME, Running, running
+from helpers.http_server import NAME, Running, running
 from selfspec.serve.server_limits import ServerLimits
 
 BODY = b'{"model": "stories", "prompt": "Once upon", "max_tokens": 400, "temperature": 0, "ignore_eos": true%s}'

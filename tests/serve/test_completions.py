@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.serving import NAME, Running
+from helpers.http_server import NAME, Running
 
 PROMPTS = ("Once upon a time", "Tom had a big red ball.", "One day, a dog")
 NEW = 12

@@ -8,7 +8,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from helpers.serving import NAME, Running, running
+from helpers.http_server import NAME, Running, running
 from selfspec.serve.request_log import LOGGER, JsonLines
 
 

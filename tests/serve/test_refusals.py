@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.serving import NAME, Running, running
+from helpers.http_server import NAME, Running, running
 
 MESSAGES = [{"role": "user", "content": "Tell me of Lily."}]
 COMPLETION = {"model": NAME, "prompt": "Once upon", "max_tokens": 2}
