@@ -94,7 +94,9 @@ def expected_texts(
         known: list[int] = ids[0].tolist()
         for length in _LENGTHS:
             for seed in (None, index):
-                drawn = {} if seed is None else {"temperature": 0.8, "top_k": 0, "seed": seed, "accept": "coupled"}
+                drawn: dict[str, Any] = (
+                    {} if seed is None else {"temperature": 0.8, "top_k": 0, "seed": seed, "accept": "coupled"}
+                )
                 out = spec.generate(ids, max_new_tokens=length, do_sample=seed is not None, **drawn)
                 new = out.sequences[0, ids.shape[1] :].tolist()
                 texts[index, length, seed] = continuation(checkpoint.tokenizer, known, new)

@@ -48,7 +48,7 @@ def create_app(served: Served, api_key: str | None = None, stop_seconds: float |
             served.close()
 
     # Its page of /docs loads nothing from elsewhere.
-    app = FastAPIOffline(
+    app: FastAPI = FastAPIOffline(
         redoc_url=None,
         title="selfspec",
         summary=f"{served.name}, which drafts for itself",

@@ -5,6 +5,7 @@ Fields that would change an answer are honoured or refused; those that change no
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -93,6 +94,17 @@ class Generation(Strict):
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS)] | None = None
     # They change nothing here.
     user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_unicode(cls, fields: Any) -> Any:
+        # JSON may write halves of pairs, which no tokenizer reads.
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except (UnicodeError, RecursionError) as error:
+                raise ValueError(f"{name}: it is no Unicode text, or too deep") from error
+        return fields
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Generation:

@@ -39,7 +39,7 @@ def test_greedy_text_is_that_of_generate(server: Running) -> None:
 
 
 def test_seeded_text_is_that_of_generate(server: Running) -> None:
-    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "accept": "coupled"}
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "accept": "coupled"}
     body = {"prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0.9, "top_p": 0.95, "seed": 5, "n": 2}
     choices = server.complete(**body).body["choices"]
     for index, choice in enumerate(choices):

@@ -63,7 +63,7 @@ def test_ids_of_requests(server: Running) -> None:
 def test_the_log_has_a_line_a_request_and_no_text_unless_asked(
     caplog: pytest.LogCaptureFixture, log_text: bool
 ) -> None:
-    with running(log_text=log_text) as server, caplog.at_level(logging.INFO, LOGGER.name):
+    with caplog.at_level(logging.INFO, LOGGER.name), running(log_text=log_text) as server:
         said = server.chat(temperature=0).body["choices"][0]["message"]["content"]
         server.complete(prompt="Tell me of Lily.", stream=True)
         server.complete(temperature="hot")

@@ -151,7 +151,7 @@ def test_the_server_lives_after_it_all(server: Running) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "prompt"),
+        (b"", "body"),
         (b"{", "not JSON"),
         (b'{"model": ', "not JSON"),
         (b"\xff\xfe", ""),
