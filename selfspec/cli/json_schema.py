@@ -111,6 +111,15 @@ class Chat(_Output):
     error: Failure | None = None
 
 
+class Serve(_Output):
+    """`selfspec serve`, once it takes requests."""
+
+    url: str = Field(description="Of the server; OpenAI's endpoints are below /v1.")
+    model: str = Field(description="The name that clients ask for.")
+    context: int = Field(description="The most tokens of a prompt and its answer.")
+    error: Failure | None = None
+
+
 class Demo(_Output):
     """`selfspec demo`."""
 
@@ -368,6 +377,7 @@ class Failed(_Output):
 OUTPUTS: dict[str, type[BaseModel]] = {
     "generate": Generate,
     "chat": Chat,
+    "serve": Serve,
     "demo": Demo,
     "inspect": Inspect,
     "kernels": Kernels,

@@ -17,6 +17,7 @@ import pytest
 
 from helpers.chat_templates import written
 from helpers.running import Invoke
+from selfspec.cli.json_schema import OUTPUTS
 
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
@@ -43,6 +44,7 @@ def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_
     assert process.stderr is not None
     try:
         told = json.loads(process.stdout.readline())
+        OUTPUTS["serve"].model_validate(told)
         assert told["model"] == "stories"
         assert told["url"].startswith("http://127.0.0.1:")
         body = {"model": "stories", "messages": [{"role": "user", "content": "Tell me of Lily."}], "max_tokens": 4}
