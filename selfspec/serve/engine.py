@@ -129,7 +129,7 @@ class Engine:
     ) -> None:
         self.stop(drain=error is None)
 
-    def submit(self, request: RowRequest, on_event: Callable[[Event], None] | None = None) -> Ticket:
+    def submit(self, request: RowRequest, on_event: Callable[[Event], object] | None = None) -> Ticket:
         """Take a request; returns at once.
 
         Args:

@@ -18,7 +18,7 @@ class Ticket:
             `lambda event: loop.call_soon_threadsafe(queue.put_nowait, event)` does. None: `events` has them.
     """
 
-    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, on_event: Callable[[Event], object] | None = None) -> None:
         self._on_event = on_event
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = threading.Event()

@@ -11,11 +11,11 @@ from helpers import tiny_joint
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
 from helpers.serving import Seen, Stepped
-from selfspec.control import FixedLength
+from selfspec.control import Control, FixedLength
 from selfspec.serve.row_request import RowRequest, RowSampling
 
 WARPS = (Warp(), Warp(temperature=0.6), Warp(temperature=1.4, top_k=4))
-DRAFTS: dict[str, tuple[str, object]] = {
+DRAFTS: dict[str, tuple[str, int | Control | None]] = {
     "exit": ("exit:1", 2),
     "tree": ("exit:1", FixedLength(2, nodes=5)),
     "cascade": ("lookup+exit:1", 2),

@@ -12,9 +12,9 @@ import selfspec
 from helpers import tiny
 from helpers.serving import Mix, Stepped, alone, caches_alive, check_mix, random_requests, small
 from helpers.shrunken import shrunken
-from selfspec.control import CostAware, FixedLength
+from selfspec.control import Control, CostAware, FixedLength
 
-DRAFTS: dict[str, tuple[str | None, object]] = {
+DRAFTS: dict[str, tuple[str | None, int | Control | None]] = {
     "exit": ("exit:1", 3),
     "tree": ("exit:1", FixedLength(3, nodes=6)),
     "lookup": ("lookup", 4),

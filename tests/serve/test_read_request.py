@@ -128,7 +128,7 @@ def test_what_cannot_be_served_is_refused_when_the_engine_is_made() -> None:
     with pytest.raises(selfspec.UnsupportedOptionError, match="max_rows"):
         Engine(selfspec.wrap(model), max_rows=0)
     with pytest.raises(selfspec.UnsupportedOptionError, match="spec"):
-        Engine(model)  # type: ignore[arg-type]
+        Engine(model)
     spec = selfspec.wrap(model)
     spec.unwrap()
     with pytest.raises(selfspec.ClosedError):
