@@ -44,7 +44,9 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_tokens_are_those_of_one_process(kind: str, split: dict[str, Any]) -> None:
     first, second = split[kind]
     assert first["split"] < 0.8
-    assert first == second
+    # What is refused names what this rank was given.
+    ranks = [{name: value for name, value in answer.items() if name != "refusals"} for answer in (first, second)]
+    assert ranks[0] == ranks[1]
     assert first["verified"] is True
     expected = split_worker.answers(_model(kind))
     assert {name: first[name] for name in expected} == expected
