@@ -139,7 +139,7 @@ def local_part(module: nn.Module) -> LocalPart | None:
     from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 
     forward = vars(module).get("forward")
-    style = None if forward is None else inspect.getclosurevars(forward).nonlocals.get("self")
+    style: Any = None if forward is None else inspect.getclosurevars(forward).nonlocals.get("self")
     bias = module._parameters.get("bias")
     local_bias = None if bias is None else getattr(bias, "to_local", lambda: bias)()
     mesh = weight.device_mesh

@@ -32,7 +32,7 @@ from ray import serve
 from selfspec.serve.replicas import Replicas
 
 REQUESTS, CLIENTS, TRIES = 120, 6, 20
-OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 
 
 def prompt(number: int) -> list[int]:

@@ -26,8 +26,8 @@ from selfspec.control import FixedLength
 from selfspec.tools.verify.run import verify
 from selfspec.tools.verify.settings import Settings
 
-GREEDY = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "seed": 5}
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.8, "seed": 5}
 TREE = FixedLength(3, nodes=6)
 
 
@@ -36,7 +36,7 @@ def answers(model: Any) -> dict[str, Any]:
     one, ragged = tiny.prompt(9), torch.cat([tiny.prompt(9), tiny.prompt(9, seed=1)])
     mask = torch.ones_like(ragged)
     mask[1, :4] = 0
-    found = {}
+    found: dict[str, Any] = {}
     for name, draft, length, options in (
         ("plain", None, None, GREEDY),
         ("exit", "exit:2", 3, GREEDY),
@@ -125,7 +125,7 @@ def _share_here(model: Any) -> float:
     """How much of the weights this process has."""
     whole = sum(weight.numel() for weight in model.parameters())
     here = sum(getattr(weight, "to_local", lambda weight=weight: weight)().numel() for weight in model.parameters())
-    return here / whole
+    return float(here / whole)
 
 
 if __name__ == "__main__":

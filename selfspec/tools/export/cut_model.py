@@ -68,6 +68,9 @@ def cut_config(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCon
         if isinstance(value, list | tuple) and len(value) == depth and name not in _NO_LAYERS:
             inner[name] = [value[layer] for layer in layers]
     inner[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
+    # Configs that were made for an encoder and a decoder count the layers of each.
+    if "decoder_layers" in inner:
+        inner["decoder_layers"] = len(layers)
     found: PreTrainedConfig = type(config).from_dict(whole)
     found._attn_implementation = config._attn_implementation
     return found

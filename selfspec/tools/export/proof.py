@@ -66,7 +66,7 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
     config = model.config.get_text_config(decoder=True)
     longest = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    words = [token for token in range(min(vocabulary, 1000)) if token != config.pad_token_id]
+    words = [token for token in range(min(vocabulary, 1000)) if token != getattr(config, "pad_token_id", None)]
     drawn = torch.randint(len(words), (1, longest), generator=torch.Generator().manual_seed(0))
     return torch.tensor(words)[drawn].to(model.device)
 
