@@ -28,7 +28,7 @@ from selfspec.cli.json_schema import OUTPUTS, schema_of  # noqa: E402
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _LINK = re.compile(r"(\]\(|\]: )(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=[)\s])")
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
-_YET_TO_COME = {"other_engines.md", "scaling.md", "serving.md"}
+_YET_TO_COME = {"serving.md"}
 _SCHEMAS = "<!-- schemas -->"
 _CODE = {".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
 
@@ -102,7 +102,12 @@ def _notebook(path: Path) -> dict[str, str | bytes]:
                 pictures[f"notebooks/{name}"] = base64.b64decode(data["image/png"])
                 parts.append(f"![what this cell draws]({name})")
             elif output.get("name") != "stderr":
-                parts.append(f"```text\n{output.get('text') or data.get('text/plain', '')}\n```")
+                printed = (output.get("text") or data.get("text/plain", "")).rstrip("\n")
+                # What one cell prints may be kept in pieces.
+                if parts[-1].startswith("```text"):
+                    parts[-1] = f"{parts[-1].removesuffix('```')}{printed}\n```"
+                else:
+                    parts.append(f"```text\n{printed}\n```")
     parts.append(f"This page is a notebook: [{path.name}]({path.name}).")
     return {f"{uri}.md": "\n\n".join(parts) + "\n", **pictures}
 

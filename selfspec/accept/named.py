@@ -54,7 +54,9 @@ def find_rule(accept: str | Rule) -> Rule:
 
 def _with_thresholds(name: str, written: str) -> Rule:
     rule = RULES[name]
-    known = {field.name: type(getattr(rule, field.name)) for field in fields(rule)} if is_dataclass(rule) else {}
+    known: dict[str, type] = (
+        {field.name: type(getattr(rule, field.name)) for field in fields(rule)} if is_dataclass(rule) else {}
+    )
     if not known:
         raise UnsupportedOptionError(f"rule {name!r} has no thresholds, got {written!r}; write {name!r} alone")
     given = {}

@@ -13,7 +13,16 @@ import resource
 import sys
 
 _NEWUSER, _NEWNET = 0x10000000, 0x40000000
-_REFUSED = ("socket.", "ctypes.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn")
+_REFUSED: tuple[str, ...] = (
+    "socket.",
+    "ctypes.",
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+)
 _REFUSED += ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown")
 _REFUSED += ("os.truncate", "os.kill", "os.putenv", "shutil.", "signal.", "pty.", "winreg.", "webbrowser.")
 _MODULES = {"_ctypes", "_posixsubprocess", "_socket", "ctypes", "multiprocessing", "socket", "subprocess"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.files.writing import whole
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.palette import BLACK, BLUE, PALE, STYLE, VERMILION
+from selfspec.measure.palette import BLACK, BLUE, PALE, STYLE, VERMILION, Mark
 from selfspec.tools.bench.arms import ArmSpec
 from selfspec.tools.bench.quality.record import QualityRecord, QualitySetup, of_conditions, plain_of
 from selfspec.tools.bench.quality.tables import NAMES
@@ -22,6 +22,7 @@ QUALITY = "quality.png"
 # Inches: of a page within its margins, and of a panel.
 _WIDTH, _PAGE, _HEIGHT = 7.2, 9.2, 2.8
 _DPI = 150
+_MARKERS = "oDs^vPX"
 
 
 def draw_quality(cells: Sequence[MeasuredCell], records: Sequence[QualityRecord], folder: Path, kept: str) -> list[str]:
@@ -36,7 +37,9 @@ def draw_quality(cells: Sequence[MeasuredCell], records: Sequence[QualityRecord]
         return []
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
+    marks = _marks([record for here in shown.values() for record in here])
     with rc_context(STYLE):
         height = min(_PAGE, 0.4 + _HEIGHT * len(shown))
         figure = Figure((_WIDTH, height), layout="constrained")
@@ -44,17 +47,19 @@ def draw_quality(cells: Sequence[MeasuredCell], records: Sequence[QualityRecord]
         for (left, right), (setup, here) in zip(panels, shown.items(), strict=True):
             speeds = _speeds(cells, setup)
             task = "passed" if here[0].passed else "rouge_l"
-            _panel(left, here, speeds, task)
-            _panel(right, here, speeds, "perplexity")
+            _panel(left, here, speeds, task, marks)
+            _panel(right, here, speeds, "perplexity", marks)
             how = f"temperature {setup.temperature:g}" if setup.temperature else "greedy"
             left.set_title(f"{setup.workload}, {how}")
             left.set_ylabel(f"{NAMES[task]}, against {here[0].against}" if task == "rouge_l" else NAMES[task])
             right.set_ylabel("perplexity under the target")
         figure.supxlabel(
-            "decoding speed, times selfspec's plain decoding. Black: plain; blue: lossless; red: relaxed. "
-            "Band: 95 % interval of plain decoding",
-            fontsize=6,
+            "decoding speed, times selfspec's plain decoding. Bars and, of plain decoding, the band: intervals",
+            fontsize=7,
         )
+        names = {record.arm: _short(record) for here in shown.values() for record in here}
+        keys = [Line2D([], [], label=names[arm], **{**mark.of_line, "linestyle": ""}) for arm, mark in marks.items()]
+        figure.legend(handles=keys, loc="outside upper center", ncols=min(3, len(keys)))
         with whole(folder / QUALITY, kept) as draft:
             figure.savefig(draft, dpi=_DPI)
     return [QUALITY]
@@ -70,28 +75,41 @@ def _speeds(cells: Sequence[MeasuredCell], setup: QualitySetup) -> dict[ArmSpec,
     return {}
 
 
-def _panel(panel: Axes, records: Sequence[QualityRecord], speeds: dict[ArmSpec, Estimate], name: str) -> None:
+def _panel(
+    panel: Axes,
+    records: Sequence[QualityRecord],
+    speeds: dict[ArmSpec, Estimate],
+    name: str,
+    marks: dict[ArmSpec, Mark],
+) -> None:
     plain = plain_of(records)
     if plain is not None and name in plain.figures:
         panel.axhspan(plain.figures[name].low, plain.figures[name].high, color=PALE, alpha=0.3, lw=0)
     for record in records:
         speed, quality = speeds.get(record.arm), record.figures.get(name)
-        if speed is None or quality is None or not record.arm.own:
-            continue
-        colour = BLACK if record is plain else BLUE if record.lossless else VERMILION
-        panel.errorbar(
-            speed.value,
-            quality.value,
-            [[quality.value - quality.low], [quality.high - quality.value]],
-            [[speed.value - speed.low], [speed.high - speed.value]],
-            fmt="o" if record.lossless else "D",
-            color=colour,
-            elinewidth=0.7,
-        )
-        panel.annotate(
-            _short(record), (speed.value, quality.value), xytext=(4, 4), textcoords="offset points", fontsize=5.5
-        )
+        if speed is not None and quality is not None and record.arm in marks:
+            panel.errorbar(
+                speed.value,
+                quality.value,
+                [[quality.value - quality.low], [quality.high - quality.value]],
+                [[speed.value - speed.low], [speed.high - speed.value]],
+                elinewidth=0.7,
+                **{**marks[record.arm].of_line, "linestyle": ""},
+            )
+    if name == "passed":
+        panel.set_ylim(-0.03, 1.03)
     panel.grid()
+
+
+def _marks(records: Sequence[QualityRecord]) -> dict[ArmSpec, Mark]:
+    """Of selfspec's arms: plain decoding black, lossless drafts blue, relaxed rules red, with a marker each."""
+    marks: dict[ArmSpec, Mark] = {}
+    for record in records:
+        if record.arm.own and record.arm not in marks:
+            colour = BLACK if record.arm.kind == "plain" else BLUE if record.lossless else VERMILION
+            alike = sum(mark.colour == colour for mark in marks.values())
+            marks[record.arm] = Mark(colour, _MARKERS[alike % len(_MARKERS)], filled=alike < len(_MARKERS))
+    return marks
 
 
 def _short(record: QualityRecord) -> str:
