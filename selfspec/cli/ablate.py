@@ -118,9 +118,28 @@ def ablate(
         print_rows(panel.title, panel.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
         if panel.shapes:
             print_rows(f"{panel.title}: trees beside chains", panel.shapes, _SHAPES)
+        print(_verdict(panel.title, panel.best))
     for result in finding.failed:
         print(f"failed: {dict(result.point.place)}: {result.error}")
     print(f"{len(finding.results)} points, {len(finding.failed)} failed; the report is in {folder}")
+
+
+def _verdict(title: str, best: Sequence[Mapping[str, Any]]) -> str:
+    """What the best draft of a panel is worth: measured where a draft was confirmed, else predicted."""
+    measured = [row for row in best if isinstance(row.get("measured_speedup_median"), float)]
+    measured = [row for row in measured if row["measured_speedup_median"] == row["measured_speedup_median"]]
+    if measured:
+        first = max(measured, key=lambda row: float(row["measured_speedup_median"]))
+        speed, predicted = first["measured_speedup_median"], first["predicted_speedup"]
+        if speed <= 1:
+            return f"{title}: no draft beat plain decoding here; {first['draft']} came to {speed:.2f}.\n"
+        return f"{title}: {first['draft']}, measured {speed:.2f} and predicted {predicted:.2f} times plain decoding.\n"
+    if not best:
+        return f"{title}: there is no draft to judge.\n"
+    speed = best[0]["predicted_speedup"]
+    if speed <= 1:
+        return f"{title}: no draft is predicted to beat plain decoding; {best[0]['draft']} comes to {speed:.2f}.\n"
+    return f"{title}: {best[0]['draft']} is predicted {speed:.2f} times plain decoding; --confirm 1 measures it.\n"
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,7 +173,10 @@ def _found(kind: Mapping[str, Any]) -> Table:
 
 def _sentence(chosen: Chosen) -> str:
     if chosen.costs is None:
-        return "No draft was faster than plain decoding."
+        return (
+            "No draft beat plain decoding here, so auto decodes without one. `selfspec doctor` says what is slow; "
+            "exits can be trained by selfspec train."
+        )
     limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded without a draft."
     trees = "" if chosen.nodes is None else f" in trees of up to {chosen.nodes} nodes"
     return f"Chosen: {chosen.draft}{trees}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"

@@ -76,7 +76,14 @@ def search(
         print_json({**found, **about, "versions": versions()})
     else:
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
-        print(f"{len(scores)} sets evaluated; the best is {best['draft']}, in {to}: --draft skip-file:{to}")
+        promised = searching.speed(best)
+        print(
+            f"{len(scores)} sets evaluated; {best['draft']} is in {to}, predicted {promised:.2f} times plain decoding."
+        )
+        if promised <= 1:
+            print("No skip set is predicted to beat plain decoding here: use --draft lookup+int8, or train an exit.")
+        else:
+            print(f"Measure it before you rely on it: selfspec bench {model} --draft skip-file:{to}")
 
 
 def _sizes(text: str | None) -> tuple[int, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,8 @@ train = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+# Of the measured check of a new checkpoint; one turn is decoded in any case.
+_CHECK_SECONDS = 15.0
 # Of the Trainer's log: what the bar and the report say.
 _UNSAID = {
     "epoch",
@@ -146,7 +149,15 @@ def _train(
                 print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
 
         report = run(model_place(model), text, course, recipe, to, observe, machine.device)
-    _show(report, to, output)
+    if not isinstance(recipe, LayerSkipRecipe):
+        _show(report, to, output)
+        return
+    from selfspec.cli.train_check import check_exits, verdict
+
+    checked = check_exits(to, machine.device, report["after"], _CHECK_SECONDS)
+    _show({**report, "checked": [asdict(each) for each in checked]}, to, output)
+    if output == "text":
+        print(verdict(checked, to))
 
 
 def _prepare(threads: int | None) -> None:

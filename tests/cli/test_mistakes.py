@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -100,14 +100,14 @@ CALLS: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "a bare decoder": (lambda model: selfspec.wrap(model.model, "int8"), "language-model head"),
     "a linear layer": (lambda model: selfspec.wrap(torch.nn.Linear(2, 2), "int8"), "not a transformers model"),
     "a misspelt draft": (lambda model: selfspec.wrap(model, "look-up"), "did you mean lookup"),
-    "a number for a draft": (lambda model: selfspec.wrap(model, 4), "EarlyExit(layer=4)"),
-    "a class for a draft": (lambda model: selfspec.wrap(model, selfspec.EarlyExit), "EarlyExit"),
+    "a number for a draft": (lambda model: selfspec.wrap(model, cast(Any, 4)), "EarlyExit(layer=4)"),
+    "a class for a draft": (lambda model: selfspec.wrap(model, cast(Any, selfspec.EarlyExit)), "EarlyExit"),
     "an exit beyond the depth": (lambda model: selfspec.wrap(model, selfspec.EarlyExit(9)), "choose 1..3"),
     "a draft length of 0": (lambda model: selfspec.wrap(model, "exit:2", draft_length=0), "at least 1"),
     "a rule that there is not": (lambda model: selfspec.wrap(model, "exit:2", accept="best"), "best"),
     "three bits": (lambda model: selfspec.LowPrecision(3), "8 and 4"),
     "a skip set of all": (lambda model: selfspec.wrap(model, selfspec.LayerSkip(layers=[0, 1, 2, 3])), "layers"),
-    "text for ids": (lambda model: _wrapped(model).generate("Once"), "input_ids"),
+    "text for ids": (lambda model: _wrapped(model).generate(cast(Any, "Once")), "input_ids"),
     "a flat prompt": (lambda model: _wrapped(model).generate(PROMPT[0]), "input_ids[None]"),
     "ids that the model has not": (lambda model: _wrapped(model).generate(PROMPT + 100), "vocabulary"),
     "a mask of another shape": (lambda model: _wrapped(model).generate(PROMPT, torch.ones(1, 9)), "mask"),

@@ -12,6 +12,12 @@ from helpers.running import Invoke
 _QUICK = ("--steps", "3", "--batch", "2", "--length", "16", "--held-out-blocks", "2", "--device", "cpu")
 
 
+@pytest.fixture(autouse=True)
+def one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured check of a new checkpoint takes one turn."""
+    monkeypatch.setattr("selfspec.cli.train._CHECK_SECONDS", 0.0)
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     """A little story."""
@@ -30,6 +36,10 @@ def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, t
     assert report["recipe"]["exits"] == [2, 3]
     assert report["before"].keys() == report["after"].keys() >= {"held_out_loss", "agreement_2", "alpha_3", "speedup_3"}
     assert "step 3/3" in ending.stderr
+    printed = [line for line in ending.stderr.splitlines() if line]
+    assert len(set(printed)) == len(printed)
+    assert [each["draft"] for each in report["checked"]] == ["exit:2", "exit:3"]
+    assert all(each["greedy"]["value"] > 0 for each in report["checked"])
     drafted = invoke("generate", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
     assert (drafted.status, drafted.stderr) == (0, "")
 
