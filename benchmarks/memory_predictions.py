@@ -2,10 +2,12 @@
 
     python benchmarks/memory_predictions.py
 
-Prints the table of docs/memory.md. Models are made from their configurations on the meta device.
+Prints the tables of docs/memory.md. Models are made from their configurations on the meta device.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
@@ -16,8 +18,26 @@ from selfspec.placement.plan import Bandwidth, Memory, plan_memory
 from selfspec.placement.survey import memory_of
 
 BUDGETS = ("6 GiB", "8 GiB", "12 GiB", "24 GiB")
-BANDWIDTH = Bandwidth(memory=40e9, stream=3.5e9)
-CONTEXT, PROCESS = 4096, 400 * 2**20
+CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of machine.
+
+    Attributes:
+        bandwidth: of its memory, and of where streamed weights come from.
+        process: bytes of a budget that the process takes before a model is loaded.
+    """
+
+    bandwidth: Bandwidth
+    process: int
+
+
+MACHINES = {
+    "a CPU with 40 GB/s of memory and a disk of 3.5 GB/s": Machine(Bandwidth(memory=40e9, stream=3.5e9), 400 * 2**20),
+    "a GPU with 500 GB/s of memory and 25 GB/s from the host": Machine(Bandwidth(memory=500e9, stream=25e9), 0),
+}
 
 
 def models() -> dict[str, PreTrainedConfig]:
@@ -37,25 +57,25 @@ def models() -> dict[str, PreTrainedConfig]:
     }  # fmt: skip
 
 
-def table() -> str:
-    """The table, as Markdown: a row for each model, a column for each budget."""
+def table(machine: Machine) -> str:
+    """What to expect of a machine, as Markdown: a row for each model, a column for each budget."""
     lines = ["| bfloat16 | " + " | ".join(BUDGETS) + " |", "|---" * (1 + len(BUDGETS)) + "|"]
     for name, config in models().items():
-        memory = memory_of(config, torch.bfloat16, CONTEXT, PROCESS)
+        memory = memory_of(config, torch.bfloat16, CONTEXT, machine.process)
         weights = (memory.kept + sum(memory.layers)) / 1e9
-        cells = [_cell(memory, parse_bytes("memory", budget)) for budget in BUDGETS]
+        cells = [_cell(memory, parse_bytes("memory", budget), machine.bandwidth) for budget in BUDGETS]
         lines.append(f"| {name}, {weights:.1f} GB | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(memory: Memory, budget: int) -> str:
+def _cell(memory: Memory, budget: int, bandwidth: Bandwidth) -> str:
     depth = len(memory.layers) - 1
     try:
-        plan = plan_memory(memory, budget, BANDWIDTH, (8, 4))
+        plan = plan_memory(memory, budget, bandwidth, (8, 4))
     except UnsupportedOptionError as error:
         least = str(error).partition("at least ")[2].partition(" (")[0]
         try:
-            plain = plan_memory(memory, budget, BANDWIDTH, ())
+            plain = plan_memory(memory, budget, bandwidth, ())
         except UnsupportedOptionError as still:
             return "from " + str(still).partition("at least ")[2].partition(" (")[0]
         return f"{plain.resident} of {depth} layers, no drafts: {plain.plain:.2f}; drafts from {least}"
@@ -65,4 +85,5 @@ def _cell(memory: Memory, budget: int) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    for name, machine in MACHINES.items():
+        print(f"{name}\n\n{table(machine)}\n")

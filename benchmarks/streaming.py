@@ -9,17 +9,19 @@ Linux alone. Each call is a process of its own; its peak of resident memory is r
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
 before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. Tokens after
 the first round are timed. Efficiency is what was reached of the formula: tokens a pass, by the bandwidths that were
-measured when the model was loaded, over one target pass and the draft steps that it took.
+measured when the model was loaded, over one target pass and the draft steps that it took. `--minutes 8` ends early, and
+the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,14 @@ from kept import RESULTS
 from rich.progress import track
 
 from selfspec.environment import environment
+from selfspec.files.writing import write_json
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 
 ARMS = {"accelerate": "accelerate, disk offload", "plain": "selfspec, plain", "drafts": "selfspec, default drafts"}
+_MAY_GROW = {"memory", "repeats", "arms"}
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,56 @@ def main() -> None:
     texts = parse_workloads(f"code={options.held_out}#kind=code")[0]
     tokenizer = load_tokenizer(str(options.model))
     prompt = next(iter(texts.prompts(tokenizer, 1, 1, options.context)))[0].tolist()
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    settings = {name: value for name, value in settings.items() if name not in ("model", "held_out")}
-    record: dict[str, Any] = {"settings": settings, "environment": environment(torch.device("cpu")), "cells": []}
-    for memory in options.memory:
-        for temperature in options.temperatures:
-            record["cells"].append(_measured(options, memory, temperature, prompt))
-            (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-            (RESULTS / f"{options.name}.md").write_text(_report(record))
+    record = _begun(options)
+    started = time.monotonic()
+    wanted = [
+        (memory, temperature, turn, arm)
+        for memory in options.memory
+        for temperature in options.temperatures
+        for turn in range(options.repeats)
+        for arm in options.arms
+    ]
+    for memory, temperature, turn, arm in track(wanted, "calls", transient=True):
+        if time.monotonic() - started > 60 * options.minutes:
+            print("not complete; run the same command to resume")
+            return
+        cell = _cell(record, memory, temperature)
+        calls = cell["calls"].setdefault(arm, [])
+        if arm in cell["refused"] or len(calls) > turn:
+            continue
+        found = _call(options, arm, memory, temperature, prompt)
+        if isinstance(found, str):
+            cell["refused"][arm] = found
+        else:
+            calls.append(asdict(found))
+        write_json(RESULTS / f"{options.name}.json", record)
+        (RESULTS / f"{options.name}.md").write_text(_report(record))
     if options.picture:
         _draw(record, RESULTS / f"{options.name}.png")
     print(_report(record))
+
+
+def _begun(options: argparse.Namespace) -> dict[str, Any]:
+    """What an earlier run of the same settings left, or a new record. Budgets, arms and repeats may be added."""
+    places = ("model", "held_out", "minutes", "picture")
+    settings = {name: value for name, value in vars(options).items() if name not in places}
+    file = RESULTS / f"{options.name}.json"
+    record: dict[str, Any] = {"settings": settings, "environment": environment(torch.device("cpu")), "cells": []}
+    if not file.exists():
+        return record
+    earlier: dict[str, Any] = json.loads(file.read_text())
+    if any(earlier["settings"][name] != settings[name] for name in settings.keys() - _MAY_GROW):
+        raise SystemExit(f"{file} was made with {earlier['settings']}, not {settings}: remove it, or choose a --name")
+    return {**earlier, "settings": settings}
+
+
+def _cell(record: dict[str, Any], memory: str, temperature: float) -> dict[str, Any]:
+    for cell in record["cells"]:
+        if (cell["memory"], cell["temperature"]) == (memory, temperature):
+            found: dict[str, Any] = cell
+            return found
+    record["cells"].append({"memory": memory, "temperature": temperature, "refused": {}, "calls": {}})
+    return _cell(record, memory, temperature)
 
 
 def _options() -> argparse.Namespace:
@@ -102,51 +145,39 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no call after so long; then resume")
     parser.add_argument("--picture", action="store_true", help="draw tokens a second over budgets")
     parser.add_argument("--name", default="streaming", help="of the results")
     return parser.parse_args()
 
 
-def _measured(options: argparse.Namespace, memory: str, temperature: float, prompt: list[int]) -> dict[str, Any]:
-    calls: dict[str, list[Call]] = {}
-    refused: dict[str, str] = {}
-    for _ in track(range(options.repeats), f"{memory}, T {temperature:g}", transient=True):
-        for arm in options.arms:
-            if arm not in refused:
-                found = _call(options, arm, memory, temperature, prompt)
-                if isinstance(found, str):
-                    refused[arm] = found
-                else:
-                    calls.setdefault(arm, []).append(found)
+def _place(cell: dict[str, Any]) -> tuple[int, float]:
+    return parse_bytes("memory", cell["memory"]), cell["temperature"]
+
+
+def _arms(cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each arm gave; in turns that all arms have."""
+    turns = min((len(made) for made in cell["calls"].values() if made), default=0)
+    calls = {arm: [Call(**call) for call in made[:turns]] for arm, made in cell["calls"].items() if made}
     speeds = {arm: [1 / call.seconds for call in made] for arm, made in calls.items()}
     reference = next(iter(calls.values()))[0].text if calls else []
     return {
-        "memory": memory,
-        "temperature": temperature,
-        "refused": refused,
-        "arms": {
-            arm: {
-                "tokens_per_second": Estimate.of_median(speeds[arm]).to_dict(),
-                **{
-                    f"against {other}": Estimate.of_median(
-                        [one / base for one, base in zip(speeds[arm], speeds[other], strict=True)]
-                    ).to_dict()
-                    for other in ("plain", "accelerate")
-                    if other in speeds
-                },
-                **(
-                    {}
-                    if arm == "accelerate"
-                    else {"efficiency": Estimate.of_median([call.efficiency for call in made]).to_dict()}
-                ),
-                "bytes_per_token": max(call.bytes for call in made),
-                "peak": max(call.peak for call in made),
-                "equal_tokens": min(_equal(call.text, reference) for call in made),
-                "plan": made[-1].plan,
-                "stats": made[-1].stats,
-            }
-            for arm, made in calls.items()
-        },
+        arm: {
+            "tokens/s": Estimate.of_median(speeds[arm]),
+            **{
+                f"against {other}": Estimate.of_median(
+                    [one / base for one, base in zip(speeds[arm], speeds[other], strict=True)]
+                )
+                for other in ("plain", "accelerate")
+                if other in speeds
+            },
+            **({} if arm == "accelerate" else {"efficiency": Estimate.of_median([call.efficiency for call in made])}),
+            "bytes": max(call.bytes for call in made),
+            "peak": max(call.peak for call in made),
+            "equal": min(_equal(call.text, reference) for call in made),
+            "last": made[-1],
+        }
+        for arm, made in calls.items()
     }
 
 
@@ -190,33 +221,34 @@ def _report(record: dict[str, Any]) -> str:
     settings, machine = record["settings"], record["environment"]
     lines = [
         "# More model than memory\n",
-        f"{machine['processor']}, {settings['threads']} threads, {settings['repeats']} repeats in turns, each in a",
+        f"{machine['processor']}, {settings['threads']} threads; arms in turns, each call in a",
         f"process of its own; a prompt of {settings['context']} tokens, {settings['max_new_tokens']} new with drafts",
         f"and {settings['plain_tokens']} without. Medians and their intervals. *Read*: by the disk's count. *Peak*:",
         "resident memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's,",
         "of those that both have. *Efficiency*: of the formula, for the tokens a pass that were accepted.",
     ]
-    for cell in record["cells"]:
-        lines.append(f"\n## {cell['memory']}, temperature {cell['temperature']:g}\n")
+    for cell in sorted(record["cells"], key=_place):
+        turns = max(map(len, cell["calls"].values()), default=0)
+        lines.append(f"\n## {cell['memory']}, temperature {cell['temperature']:g}, {turns} repeats\n")
         lines += [f"{ARMS[arm]}: {why}\n" for arm, why in cell["refused"].items()]
-        if not cell["arms"]:
+        arms = _arms(cell)
+        if not arms:
             continue
-        if (drafts := cell["arms"].get("drafts")) is not None and drafts["plan"]["draft_step"] is not None:
-            plan = drafts["plan"]
+        last = arms["drafts"]["last"] if "drafts" in arms else None
+        if last is not None and last.plan["draft_step"] is not None:
             lines.append(
-                f"With drafts {plan['resident']} layers stay, {shown_bytes(plan['streamed'])} are streamed, drafts "
-                f"have {plan['bits']} bits; predicted {plan['drafting']:.2f} tokens/s; "
-                f"{drafts['stats']['mean_accepted_length']:.1f} tokens a pass.\n"
+                f"With drafts {last.plan['resident']} layers stay, {shown_bytes(last.plan['streamed'])} are streamed, "
+                f"drafts have {last.plan['bits']} bits; predicted {last.plan['drafting']:.2f} tokens/s; "
+                f"{last.stats['mean_accepted_length']:.1f} tokens a pass.\n"
             )
         greedy = cell["temperature"] == 0
-        columns = ["tokens/s", "against plain", "against accelerate", "efficiency", "read a token", "peak"]
-        lines.append("| | " + " | ".join(columns + ["equal"] * greedy) + " |")
-        lines.append("|---" * (1 + len(columns) + greedy) + "|")
-        for arm, found in cell["arms"].items():
-            keys = ("tokens_per_second", "against plain", "against accelerate", "efficiency")
-            cells = [ARMS[arm], *(Estimate(**found[key]).shown(2) if key in found else "" for key in keys)]
-            cells += [shown_bytes(found["bytes_per_token"]), shown_bytes(found["peak"])]
-            cells += [str(found["equal_tokens"])] * greedy
+        columns = ["tokens/s", "against plain", "against accelerate", "efficiency"]
+        others = ["read a token", "peak", *["equal"] * greedy]
+        lines.append("| | " + " | ".join(columns + others) + " |")
+        lines.append("|---" * (1 + len(columns) + len(others)) + "|")
+        for arm, found in arms.items():
+            cells = [ARMS[arm], *(found[key].shown(2) if key in found else "" for key in columns)]
+            cells += [shown_bytes(found["bytes"]), shown_bytes(found["peak"]), *[str(found["equal"])] * greedy]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -225,19 +257,20 @@ def _draw(record: dict[str, Any], file: Path) -> None:
     """Draw tokens a second over budgets, a panel for each temperature."""
     from matplotlib.figure import Figure
 
-    temperatures = list(dict.fromkeys(cell["temperature"] for cell in record["cells"]))
+    ordered = sorted(record["cells"], key=_place)
+    temperatures = sorted({cell["temperature"] for cell in ordered})
     figure = Figure(figsize=(4.2 * len(temperatures), 3.6), layout="constrained")
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
     for panel, temperature in zip(panels, temperatures, strict=True):
-        cells = [cell for cell in record["cells"] if cell["temperature"] == temperature]
+        cells = [cell for cell in ordered if cell["temperature"] == temperature]
         for arm, title in ARMS.items():
-            taken = [cell for cell in cells if arm in cell["arms"]]
+            taken = [(cell, found[arm]["tokens/s"]) for cell in cells if arm in (found := _arms(cell))]
             if not taken:
                 continue
-            rates = [Estimate(**cell["arms"][arm]["tokens_per_second"]) for cell in taken]
+            rates = [rate for _, rate in taken]
             low = [rate.value - rate.low for rate in rates]
             high = [rate.high - rate.value for rate in rates]
-            budgets = [parse_bytes("memory", cell["memory"]) / 2**30 for cell in taken]
+            budgets = [parse_bytes("memory", cell["memory"]) / 2**30 for cell, _ in taken]
             panel.errorbar(budgets, [rate.value for rate in rates], (low, high), marker="o", markersize=3, label=title)
         panel.set(title=f"temperature {temperature:g}" if temperature else "greedy", xlabel="budget, GiB", yscale="log")
         panel.grid(alpha=0.3)

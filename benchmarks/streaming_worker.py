@@ -27,6 +27,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.model.checkpoint import read_config
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.planned import plan_checkpoint
+from selfspec.placement.weight_source import FromDisk
 
 
 class _Clock:
@@ -73,11 +74,11 @@ def main() -> None:
     try:
         if arm == "accelerate":
             # Planned as plain streaming is.
-            plan = plan_checkpoint(folder, memory, None, draft=False, context=context).plan
+            plan = plan_checkpoint(folder, memory, None, False, context, FromDisk()).plan
             text, stats = _accelerate(folder, plan.resident, prompt, clock, options), None
             rounds = steps = 0
         else:
-            spec = selfspec.load(folder, memory, draft=arm == "drafts", context=context)
+            spec = selfspec.load(folder, memory, device="cpu", draft=arm == "drafts", context=context)
             placement = placement_of(spec.model)
             assert placement is not None
             plan, text = placement.plan, []

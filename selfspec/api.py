@@ -44,6 +44,7 @@ from selfspec.errors import (
 )
 from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.adapter import Adapter
+from selfspec.model.checkpoint import find_device
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
@@ -55,8 +56,9 @@ from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
 from selfspec.placement.planned import plan_checkpoint
+from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
-from selfspec.runtime import Runtime, Traced
+from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
 
@@ -99,7 +101,8 @@ def wrap(
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture that selfspec does not know.
-        runtime: how passes run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`.
+        runtime: how passes run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`; where weights are streamed
+            from the disk, the default is `Eager`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
@@ -113,7 +116,7 @@ def wrap(
     check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
     check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
     found = find_adapter(model) if adapter is None else adapter
-    run_by = Traced() if runtime is None else runtime
+    run_by = _default_runtime(model) if runtime is None else runtime
     return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
 
 
@@ -121,24 +124,31 @@ def load(
     path: str | Path,
     memory: str | int,
     *,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     draft: Drafter | str | bool = True,
     context: int = 4096,
+    cache: str | None = None,
 ) -> SelfSpeculative:
-    """Load a checkpoint within a byte budget, on the CPU, and wrap it. See docs/memory.md.
+    """Load a checkpoint within a byte budget, and wrap it. See docs/memory.md.
 
-    Layers that fit stay in memory. The others are streamed: a target pass reads their weights from the disk, each when
-    it is needed and the next ones meanwhile. What is generated is the same to the last bit of the arithmetic. Rounded
-    copies of the streamed layers stay in memory and draft, so that a pass verifies many tokens.
+    Layers that fit stay in memory. The others are streamed: a target pass gets their weights from the disk, or on a GPU
+    from memory of the host, each when it is needed and the next ones meanwhile. What is generated is the same to the
+    last bit of the arithmetic. Rounded copies of the streamed layers stay in memory and draft, so that a pass verifies
+    many tokens.
 
     Args:
         path: a folder with safetensors files.
-        memory: the most that the process may take: "6GiB", or a number of bytes.
+        memory: the most that the process may take on the CPU, or torch on a GPU: "6GiB", or a number of bytes.
+        device: that computes: "cpu", "cuda", "cuda:1"; None: a CUDA GPU if there is one, else the CPU.
         dtype: of the weights; None: the checkpoint's own.
         draft: what drafts: a drafter or its name, as in `wrap`. In fewer bits, copies are made of the layers that are
             streamed; those that stay draft as they are. True: look-ups and such copies, in the bits that promise most,
             if anything is streamed; False: plain decoding, without copies.
         context: the most tokens that the cache holds, of all rows of a batch together. Longer ones are refused.
+        cache: how keys and values are kept. "exact": on the device, as they are. "host": as they are, in memory of the
+            host, for a GPU. "int8": in 8 bits, which is not lossless, as `out.lossless` then says. None: "exact", and
+            "host" where the budget has no room otherwise.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
@@ -149,7 +159,8 @@ def load(
         StorageError: the disk does not give what it should.
     """
     named = _named(draft)
-    planned = plan_checkpoint(str(path), memory, dtype, named, context)
+    source = source_for(find_device("auto" if device is None else str(device)))
+    planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache)
     if isinstance(named, Drafter):
         named.check(len(planned.survey.layers) - 1)
     model = place(planned.survey, planned.plan)
@@ -203,7 +214,7 @@ class SelfSpeculative:
         placement = placement_of(model)
         own = Substitutes() if placement is None else placement.substitutes
         self.substitutes = own if substitutes is None else substitutes
-        self.limits = None if placement is None else Limits(placement.context, TOKENS_AT_ONCE)
+        self.limits = None if placement is None else Limits(placement.context, TOKENS_AT_ONCE, placement.cache)
         self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)
@@ -540,6 +551,12 @@ class SelfSpeculative:
         if not isinstance(draft, Drafter):
             raise DraftConfigError(f"draft must be a drafter such as EarlyExit(layer=4), got {draft!r}")
         draft.check(len(self.adapter.decoder_layers(self.model)))
+
+
+def _default_runtime(model: PreTrainedModel) -> Runtime:
+    placement = placement_of(model)
+    # A recording takes memory, which such a budget has better uses for.
+    return Eager() if placement is not None and placement.streams_from_disk else Traced()
 
 
 def _named(draft: Drafter | str | bool) -> Drafter | bool:

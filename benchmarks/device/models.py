@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +90,7 @@ class Models:
         self._small = model_place(small)
         self._small_config = read_config(self._small)
         self._held: tuple[str, Any] = ("", None)
+        self._folders: dict[str, str] = {}
 
     def config(self, shape: str) -> LlamaConfig:
         """The configuration of a shape."""
@@ -104,6 +108,16 @@ class Models:
     def trained(self, shape: str) -> Checkpoint:
         """A model of about a shape that says what the small trained one says, up to rounding."""
         return self._kept(f"trained {shape}", lambda: self._widened(shape))
+
+    def folder(self, shape: str) -> str:
+        """A folder with the trained model of a shape, which is there as long as this object; no model stays held."""
+        if shape not in self._folders:
+            folder = mkdtemp(prefix="selfspec-")
+            weakref.finalize(self, rmtree, folder, ignore_errors=True)
+            self.trained(shape).model.save_pretrained(folder)
+            self._folders[shape] = folder
+        self.drop()
+        return self._folders[shape]
 
     def exit_layer(self, shape: str, share: float) -> int:
         """The exit of a trained model that has so large a share of the small model's layers before it."""

@@ -9,6 +9,7 @@ from device.gpu_tests import test_cases
 from device.memory import memory_cases
 from device.speed import speed_cases, tree_cases
 from device.stage import Stage
+from device.streaming import streaming_cases
 from device.verification import verification_cases
 from device.waits import wait_cases
 
@@ -22,5 +23,6 @@ STAGES = (
     Stage("costs-8B", "c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
     Stage("speed-8B", "Tokens a second of a trained model widened to 8B", 8, partial(speed_cases, "8B")),
     Stage("trees-8B", "Trees of 16 to 64 nodes beside chains, widened to 8B", 8, partial(tree_cases, "8B")),
+    Stage("streaming-8B", "More model than memory: a trained model widened to 8B in 8 GB", 8, streaming_cases),
     Stage("memory", "Memory at the peak, of both shapes", 5, memory_cases),
 )

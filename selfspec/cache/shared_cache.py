@@ -19,9 +19,13 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from selfspec.cache.block import Block
+from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.cursors import Cursors
+from selfspec.cache.host_layer import HostLayer
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.recurrent import RecurrentLayer
+from selfspec.cache.rounded_layer import RoundedLayer
+from selfspec.cache.shared_layer import SharedLayer
 from selfspec.cache.tree import Tree
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from selfspec.model.adapter import Adapter
 
 _STEPS = 16
+_LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": HostLayer, "int8": RoundedLayer}
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class SharedCache(Cache):
         recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
         bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of so
             many slots, so that many passes have one shape. What lies past a row's end there is masked.
+        kept: how keys and values are kept; those of layers that have states as well are exact.
     """
 
     def __init__(
@@ -82,14 +88,16 @@ class SharedCache(Cache):
         aligned: Literal["left", "right"] = "left",
         recurrent: Mapping[int, LinearAttentionCacheLayerMixin] = MappingProxyType({}),
         bucket: int = 1,
+        kept: CacheKind = "exact",
     ) -> None:
         bucket = bucket if aligned == "left" and not recurrent else 1
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is free at once rather than when the garbage collector comes round.
         self._cursors = Cursors(batch, limit, slack, device, aligned, bucket)
         self._most_bytes = 0
-        super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors) for index in range(depth)])
-        self._slotted = [layer for layer in self.layers if isinstance(layer, _SharedLayer)]
+        self._kept = kept
+        super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors, kept) for index in range(depth)])
+        self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     @classmethod
@@ -103,6 +111,7 @@ class SharedCache(Cache):
         *,
         device: torch.device | None = None,
         bucket: int = 1,
+        kept: CacheKind = "exact",
     ) -> SharedCache:
         """Make the cache that a model's passes need. `device` is the model's by default; the rest as in the class."""
         return cls(
@@ -114,6 +123,7 @@ class SharedCache(Cache):
             aligned="right" if adapter.ragged == "padding" else "left",
             recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
             bucket=bucket,
+            kept=kept,
         )
 
     @property
@@ -145,6 +155,11 @@ class SharedCache(Cache):
     def state_bytes(self) -> int:
         """The most bytes that states of recurrent layers have taken, the copies of a round included."""
         return sum(layer.state_bytes for layer in self._recurrent)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether passes read the very keys and values that passes have written."""
+        return self._kept != "int8"
 
     @property
     def rolls_back_by_cursor(self) -> bool:
@@ -381,9 +396,10 @@ class SharedCache(Cache):
         """All that a pass needs to know of this cache, ready to be written to.
 
         None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
-        and before every layer has seen tokens.
+        where keys and values are kept otherwise than passes read them, and before every layer has seen tokens.
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
+        laid_out = laid_out and self._kept == "exact"
         if not laid_out or any(layer.keys is None for layer in self._slotted):
             return None
         slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
@@ -445,171 +461,26 @@ def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCache
 
 
 def _layer_like(
-    stock: LinearAttentionCacheLayerMixin | None, cursors: Cursors
+    stock: LinearAttentionCacheLayerMixin | None, cursors: Cursors, kept: CacheKind
 ) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
     if stock is None:
-        return _SharedLayer(cursors)
+        return _LAYERS[kept](cursors)
     if isinstance(stock, CacheLayerMixin):
         return _RecurrentSharedLayer(cursors, stock.number_of_states)
     return RecurrentLayer(cursors, stock.number_of_states)
 
 
-class _SharedLayer(CacheLayerMixin):
-    """One layer's slots, `[batch, heads, capacity, head_dim]`, allocated when its first tokens come.
-
-    They are the first rows of what is stored.
-    """
-
-    is_sliding = False
-
-    def __init__(self, cursors: Cursors) -> None:
-        super().__init__()
-        self._cursors = cursors
-        self._stored: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        # Read once: other threads may ask while it is exchanged.
-        stored = self._stored
-        return 0 if stored is None else sum(slots.nbytes for slots in stored)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._store(self._slots_like(key_states), self._slots_like(value_states))
-        self.is_initialized = True
-
-    def _store(self, keys: Tensor, values: Tensor) -> None:
-        self._stored = keys, values
-        self.show()
-
-    def show(self) -> None:
-        """Let passes see the rows there are."""
-        if self._stored is not None:
-            rows = len(self._cursors.seq_lens)
-            self.keys, self.values = (slots[:rows] for slots in self._stored)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
-        if self.keys is None:
-            self.lazy_initialization(key_states, value_states)
-        self.grown()
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
-        return self.seen(key_states.shape[2])
-
-    def grown(self) -> tuple[Tensor, Tensor]:
-        """All slots, of keys and of values, as many as there are to be."""
-        if self.keys.shape[2] < self._cursors.capacity:
-            self.hold()
-        return self.keys, self.values
-
-    def hold(self) -> None:
-        """Store as many rows and slots as there are to be, with what lies in them."""
-        if self._stored is not None:
-            keys, values = self._stored
-            # One after the other, so that the old one is free before the next new one is made.
-            self._stored = None
-            del self.keys, self.values
-            keys = self._resized(keys)
-            self._store(keys, self._resized(values))
-
-    def seen(self, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a pass over `width` tokens may look at."""
-        return self._seen(self.keys, width), self._seen(self.values, width)
-
-    def narrow_slots(self, rows: Sequence[int]) -> None:
-        if self.keys is not None:
-            index = torch.tensor(rows, device=self.keys.device)
-            self._store(self.keys[index], self.values[index])
-
-    def join_slots(self, other: _SharedLayer, first: int) -> None:
-        """Take over the rows of another cache's layer; the first of them becomes row `first`."""
-        if self._stored is None and other._stored is not None:
-            self._store(*(self._slots_like(slots) for slots in other._stored))
-        self.show()
-        if self._stored is None:
-            return
-        for index, length in enumerate(other._cursors.seq_lens):
-            sources = (None, None) if other._stored is None else tuple(slots[index] for slots in other._stored)
-            for slots, source in zip(self._stored, sources, strict=True):
-                _fill(slots[first + index], source, length)
-
-    def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Move some rows to the front, in the order given; none lies before its new place."""
-        for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            if row != target and self._stored is not None:
-                for slots in self._stored:
-                    _fill(slots[target], slots[row], length)
-
-    def scrub(self, row: int) -> None:
-        if self.keys is not None:
-            self.keys[row, :, self._cursors.seq_lens[row] :] = 0
-            self.values[row, :, self._cursors.seq_lens[row] :] = 0
-
-    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy what lies in some slots of each row, `[batch, slots]`, to others, all of them at once."""
-        if self.keys is None:
-            return
-        rows = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
-        sources, targets = sources.to(self.keys.device), targets.to(self.keys.device)
-        for slots in (self.keys, self.values):
-            slots[rows, :, targets] = slots[rows, :, sources]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cursors.visible(query_length, self._cursors.first), 0
-
-    def get_seq_length(self) -> int:
-        return max(self._cursors.seq_lens) + self._cursors.first + 1
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def _slots_like(self, states: Tensor) -> Tensor:
-        # Zeros, because a masked slot still meets the attention's weighted sum, where 0 * NaN would be NaN.
-        _, heads, _, head_dim = states.shape
-        return states.new_zeros(self._cursors.held, heads, self._cursors.capacity, head_dim)
-
-    def _resized(self, old: Tensor) -> Tensor:
-        new = self._slots_like(old)
-        rows, slots = min(len(old), len(new)), min(old.shape[2], new.shape[2])
-        new[:rows, :, :slots] = old[:rows, :, :slots]
-        return new
-
-    def _write(self, slots: Tensor, states: Tensor) -> None:
-        width, first = states.shape[2], self._cursors.first
-        if self._cursors.uniform:
-            start = self._cursors.seq_lens[0] + first + 1
-            slots[:, :, start : start + width] = states
-        else:
-            rows = torch.arange(states.shape[0], device=states.device)[:, None]
-            slots[rows, :, self._cursors.slots(width, first).to(states.device)] = states.transpose(1, 2)
-
-    def _seen(self, slots: Tensor, width: int) -> Tensor:
-        first = self._cursors.first
-        if self._cursors.uniform or self._cursors.aligned == "left":
-            return slots[:, :, : self._cursors.visible(width, first)]
-        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        index = self._cursors.right_aligned(width, first).clamp(min=0)
-        return slots[rows, :, index.to(slots.device)].transpose(1, 2)
-
-
-def _fill(row: Tensor, source: Tensor | None, length: int) -> None:
-    """Copy the first slots of a row, `[heads, slots, head_dim]`, and zero the others: NaN may have been left there."""
-    if source is not None:
-        row[:, :length] = source[:, :length]
-    row[:, 0 if source is None else length :] = 0
-
-
-class _RecurrentSharedLayer(RecurrentLayer, _SharedLayer):
+class _RecurrentSharedLayer(RecurrentLayer, SharedLayer):
     """A layer that has both: slots of keys and values, and states."""
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
-        _SharedLayer.__init__(self, cursors)
+        SharedLayer.__init__(self, cursors)
         RecurrentLayer.__init__(self, cursors, number_of_states)
 
     def lazy_initialization(self, *slots: Tensor, **states: Any) -> None:
         """Called with keys and values by attention, by keyword with states by the rest."""
         if slots:
-            _SharedLayer.lazy_initialization(self, *slots)
+            SharedLayer.lazy_initialization(self, *slots)
         else:
             RecurrentLayer.lazy_initialization(self, **states)
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from selfspec.cache.recurrent import RecurrentLayer, Snapshot
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.shared_layer import SharedLayer
 from selfspec.errors import UnsupportedOptionError
 
 # Their exact classes: windows, quantised and static layers hold something else.
@@ -122,8 +123,8 @@ def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
     for layer in cache.layers:
         kind = _stock_kind(layer)
         copy = kind() if kind is DynamicLayer else kind(layer.number_of_states)
-        if isinstance(layer, CacheLayerMixin) and layer.keys is not None:
-            copy.update(_placed(layer.keys, places, length), _placed(layer.values, places, length))
+        if isinstance(layer, SharedLayer) and layer.keys is not None:
+            copy.update(*(_placed(states, places, length) for states in layer.held()))
         if isinstance(layer, RecurrentLayer):
             for index, state in layer.settled.conv.items():
                 copy.update_conv_state(state, index)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import DtypeOption, Machine, Output, prepare_process
+from selfspec.cli.options import DtypeOption, Output, WholeMachine, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import counting_bar
 from selfspec.errors import StudyError
@@ -69,7 +69,7 @@ class Estimates(TextsAndCosts):
 def ablate(
     lists: Lists,
     estimates: Estimates,
-    machine: Machine,
+    machine: WholeMachine,
     study: Annotated[Path | None, typer.Argument(metavar="STUDY", help="A study as TOML; options override it.")] = None,
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")

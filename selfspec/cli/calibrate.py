@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output, PromptFile, read_draft
+from selfspec.cli.options import Output, PromptFile, WholeModelOptions, read_draft
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
@@ -25,7 +25,7 @@ _WIDTHS = (1, 2, 4, 8)
 
 
 def calibrate(
-    model: ModelOptions,
+    model: WholeModelOptions,
     measurements: Measurements,
     draft: Annotated[
         list[str] | None,

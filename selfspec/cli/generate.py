@@ -195,7 +195,8 @@ def generate(
     ended_by = _show_rounds(generation, display, rounds)
     new_ids = [token for row in rounds for token in row.tokens]
     if not generation.lossless:
-        print(f"note: --accept {accept} is not lossless; this text is not the model's own", file=sys.stderr)
+        why = f"--cache {budget.cache}" if rule is None or rule.lossless else f"--accept {accept}"
+        print(f"note: {why} is not lossless; this text is not the model's own", file=sys.stderr)
     if shown.stats:
         _print_stats(generation.stats)
     result = {
@@ -215,6 +216,7 @@ def generate(
             "threads": torch.get_num_threads(),
             "memory": budget.memory,
             "context": None if budget.memory is None else budget.room,
+            "cache": budget.cache,
             "sampling": asdict(sampling),
             "shaping": asdict(shaping),
             "accept": accept,

@@ -23,24 +23,32 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
     """Describe a model by its parts, without loading its weights or running it.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
-    and memory, measured on its largest weights.
+    and memory, or of host and GPU, measured here.
 
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
     from selfspec.environment import versions
-    from selfspec.model.checkpoint import read_config
+    from selfspec.model.checkpoint import find_device, read_config
     from selfspec.model.summary import describe_config
     from selfspec.placement.planned import plan_checkpoint
+    from selfspec.placement.weight_source import source_for
 
     prepare_process(threads=None)
     summary = describe_config(read_config(model_place(model)))
     planned = None
     if budget.memory is not None:
-        planned = plan_checkpoint(model_place(model), budget.memory, None, draft=True, context=budget.room)
+        source = source_for(find_device("auto"))
+        planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.room, source, budget.cache)
     if output == "json":
         found = {"checkpoint": model, **summary.to_dict(), "versions": versions()}
         if planned is not None:
-            found["plan"] = {"memory": asdict(planned.survey.memory), "context": budget.room, **asdict(planned.plan)}
+            found["plan"] = {
+                "device": str(planned.survey.source.device),
+                "memory": asdict(planned.survey.memory),
+                "context": budget.room,
+                "cache": planned.survey.cache,
+                **asdict(planned.plan),
+            }
         print_json(found)
         return
     exits = figures_table(
@@ -110,13 +118,19 @@ def _plan(planned: PlannedCheckpoint, budget: Budget) -> Table:
 
     plan, memory = planned.plan, planned.survey.memory
     layers = len(memory.layers) - 1
-    table = figures_table(f"Within {budget.memory}, for {budget.room:,} tokens of context", ["part"], ["plan"])
+    device = planned.survey.source.device
+    table = figures_table(
+        f"Within {budget.memory} on {device}, for {budget.room:,} tokens of context", ["part"], ["plan"]
+    )
     table.add_row("layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}")
-    table.add_row("streamed, each pass", shown_bytes(plan.streamed) if plan.streamed else "nothing")
+    where = "the disk" if device.type == "cpu" else "the host"
+    table.add_row("streamed, each pass", f"{shown_bytes(plan.streamed)} from {where}" if plan.streamed else "nothing")
     if plan.bits is not None:
         table.add_row("rounded copies, for drafts", f"{plan.bits} bits")
-    table.add_row("keys and values", shown_bytes(memory.cache))
-    table.add_row("the process itself", shown_bytes(memory.process))
+    kept = {"exact": "", "host": ", the rest on the host", "int8": ", in 8 bits: not lossless"}[planned.survey.cache]
+    table.add_row("keys and values", shown_bytes(memory.cache) + kept)
+    if memory.process:
+        table.add_row("the process itself", shown_bytes(memory.process))
     table.add_row("total", shown_bytes(plan.total))
     table.add_row("plain decoding, predicted", f"{plan.plain:.2f} tokens/s")
     if plan.drafting is not None:

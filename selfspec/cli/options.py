@@ -76,10 +76,18 @@ class Budget:
     context: Annotated[
         int | None, typer.Option(min=1, help="With --memory: room for N tokens of prompt and text; by default 4096.")
     ] = None
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="With --memory: keep keys and values `exact`, on the `host` of a GPU, or in `int8`, not lossless.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.memory is None and self.context is not None:
-            raise UnsupportedOptionError("--context says what a budget has room for; add --memory, or drop it")
+        for name, what in (("context", "what a budget has room for"), ("cache", "how a budget keeps keys and values")):
+            if self.memory is None and getattr(self, name) is not None:
+                raise UnsupportedOptionError(f"--{name} says {what}; add --memory, or drop it")
 
     @property
     def room(self) -> int:
@@ -93,6 +101,25 @@ class Machine:
 
     device: Device = "auto"
     threads: Threads = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoBudget:
+    """Memory of commands that read or change all weights: there is no budget."""
+
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", hidden=True)] = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            raise UnsupportedOptionError(
+                "--memory: this command measures, reads or changes all weights, so the model is in memory whole; "
+                "generate, inspect, verify and bench take a budget, whose plan predicts what drafts cost"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeMachine(_NoBudget, Machine):
+    """Device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +160,11 @@ class ModelOptions(Machine):
         return checkpoint
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeModelOptions(_NoBudget, ModelOptions):
+    """Device and weights."""
+
+
 def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | str | bool | None) -> SelfSpeculative:
     """Load a model within a budget.
 
@@ -149,10 +181,19 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
     assert budget.memory is not None
     if not isinstance(draft, Drafter | bool | None):
         raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
-    if model.packed or model.device not in ("auto", "cpu"):
-        raise UnsupportedOptionError("--memory takes plain weights, on the CPU; drop --packed and --device")
+    if model.packed:
+        raise UnsupportedOptionError("--memory takes plain weights; drop --packed")
     dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
-    return load(model.place, budget.memory, dtype=dtype, draft=draft or False, context=budget.room)
+    device = None if model.device == "auto" else model.device
+    return load(
+        model.place,
+        budget.memory,
+        device=device,
+        dtype=dtype,
+        draft=draft or False,
+        context=budget.room,
+        cache=budget.cache,
+    )
 
 
 def one_draft_in_fewer_bits(drafts: Sequence[Drafter]) -> Drafter | bool:

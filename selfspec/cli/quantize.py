@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output, PromptFile, Seed
+from selfspec.cli.options import Output, PromptFile, Seed, WholeModelOptions
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, counting_bar
 from selfspec.errors import DraftConfigError
@@ -24,7 +24,7 @@ _TEXTS, _PROMPT = 12, 16
 
 
 def quantize(
-    model: ModelOptions,
+    model: WholeModelOptions,
     to: Annotated[Path, typer.Option(metavar="FILE", help="Where the substitutes go: safetensors.")],
     bits: Annotated[int, typer.Option(help="Bits of a weight: 8 or 4.")] = 8,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale, in 4 bits: 32, 64, 128 or 256.")] = 32,

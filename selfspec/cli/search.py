@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
-from selfspec.cli.options import Machine, Model, Output, Seed
+from selfspec.cli.options import Model, Output, Seed, WholeMachine
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import counting_bar
 from selfspec.errors import DraftConfigError
@@ -22,7 +22,7 @@ _SIZES = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 def search(
     model: Model,
     texts: TextsAndCosts,
-    machine: Machine,
+    machine: WholeMachine,
     to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
     evaluations: Annotated[int, typer.Option(min=1, help="Evaluate at most N skip sets.")] = 100,
     sublayers: Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec.cli.options import Machine, Model, Output, OutputFormat, Threads, grouped, prepare_process
+from selfspec.cli.options import Model, Output, OutputFormat, Threads, WholeMachine, grouped, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
 from selfspec.measure.embedded import model_place
@@ -47,7 +47,7 @@ def layerskip(
     text: Texts,
     recipe: LayerSkipRecipe,
     course: Course,
-    machine: Machine,
+    machine: WholeMachine,
     output: Output = "text",
 ) -> None:
     """Continue a checkpoint by the LayerSkip recipe (Elhoushi et al., 2024), so that early exits draft well.
@@ -59,7 +59,7 @@ def layerskip(
 
 @train.command()
 @grouped
-def plain(model: Model, to: To, text: Texts, course: Course, machine: Machine, output: Output = "text") -> None:
+def plain(model: Model, to: To, text: Texts, course: Course, machine: WholeMachine, output: Output = "text") -> None:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
     _train(model, text, course, None, to, machine, output)
 
@@ -72,7 +72,7 @@ def exit_heads(
     text: Texts,
     heads: ExitHeadRecipe,
     course: HeadCourse,
-    machine: Machine,
+    machine: WholeMachine,
     output: Output = "text",
 ) -> None:
     """Train exit heads for a base that stays as it is: a side-car of a few MB, for `--draft head:FOLDER`.
@@ -129,7 +129,7 @@ def _train(
     course: Course,
     recipe: LayerSkipRecipe | ExitHeadRecipe | None,
     to: Path,
-    machine: Machine,
+    machine: WholeMachine,
     output: OutputFormat,
 ) -> None:
     """Train, and print the figures before and after."""

@@ -19,7 +19,7 @@ from selfspec.cli.options import (
 )
 from selfspec.cli.outcome import FAILED, print_json
 from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.tools.verify.settings import Settings
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def verify(
     from selfspec.tools.verify.run import default_drafts
     from selfspec.tools.verify.run import verify as run
 
+    if budget.cache == "int8":
+        raise UnsupportedOptionError("--cache int8 is not lossless, so there is nothing to verify; drop it")
     texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named

@@ -37,7 +37,8 @@ class Generation(Iterator[Round]):
 
     Attributes:
         stats: counts so far. Times and bytes are filled in when the generation ends or is closed.
-        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule,
+            and where keys and values are kept in fewer bits.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Generation(Iterator[Round]):
             slack=control.most.within(request.stopping.max_new_tokens).nodes,
             device=device,
             bucket=1 if programs is None else programs.bucket,
+            kept="exact" if limits is None else limits.cache,
         )
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
@@ -77,7 +79,7 @@ class Generation(Iterator[Round]):
             seed = ranks.of_first(seed)
         self.stats = Stats()
         self._request = request
-        self.lossless = rule.lossless
+        self.lossless = rule.lossless and cache.lossless
         batch = Batch(
             runner=runner_for(model, adapter, cache, programs, substitutes),
             cache=cache,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from selfspec.cache.cache_kind import CacheKind
 from selfspec.errors import PromptError
 
 
@@ -14,10 +15,12 @@ class Limits:
     Attributes:
         context: prompts and texts, of all rows of a batch together.
         at_once: tokens of prompts that one pass reads, of all rows together.
+        cache: how keys and values are kept.
     """
 
     context: int
     at_once: int
+    cache: CacheKind = "exact"
 
     def check(self, rows: int, tokens: int) -> None:
         """Refuse what the cache has no room for.

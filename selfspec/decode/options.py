@@ -75,7 +75,7 @@ _REMEDIES = {
     "assistant_model": "write selfspec.wrap(model, draft=selfspec.Assistant(...)) instead, or drop it",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps keys and values exact and beside the weights; drop it, and within a memory "
-    "budget say by context how many tokens need room",
+    "budget say by selfspec.load(..., context=, cache=) how many tokens need room, and how they are kept",
     "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",
     "position_ids": "positions follow from the attention mask, and these do not; drop it",
     "output_hidden_states": "call model.generate for hidden states",

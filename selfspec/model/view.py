@@ -82,6 +82,11 @@ def has_other_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
 
 
+def is_streamed(module: nn.Module) -> bool:
+    """Whether a module's weights, though on the meta device, have values: it gets them whenever it runs."""
+    return bool(module.__dict__.get("streams"))
+
+
 def runs_as_written(function: Callable[..., Any], home: str) -> bool:
     """Whether a function is one that a module defines, or a kernel of torch's: kernel libraries put others there.
 

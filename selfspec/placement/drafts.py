@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.cache.cache_kind import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice
@@ -18,6 +19,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read, share_read
 from selfspec.placement.plan import GROUP_SIZE, LONGEST, Plan
+from selfspec.placement.weight_stream import WeightStream
 
 # What a further token adds to a pass that streams, and all else to a round, in plain steps.
 _WIDENING, _OVERHEAD = 0.005, 0.01
@@ -44,6 +46,9 @@ class Placement:
         head: whether the head is streamed.
         context: tokens that the cache may hold, of all rows together.
         substitutes: of what is streamed.
+        cache: how keys and values are kept.
+        stream: that weights come from; None: all stay.
+        streams_from_disk: whether they come from the disk, and the budget is of the process.
     """
 
     plan: Plan
@@ -51,6 +56,9 @@ class Placement:
     head: bool
     context: int
     substitutes: Substitutes
+    cache: CacheKind = "exact"
+    stream: WeightStream | None = None
+    streams_from_disk: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Placement:
         # A copy of the model streams what the model streams.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -12,10 +13,11 @@ from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.kernels.rounded import Precision
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement
-from selfspec.placement.plan import GROUP_SIZE, SLOTS, Plan
+from selfspec.placement.plan import GROUP_SIZE, Plan
 from selfspec.placement.skeleton import names_by_weight, set_weight
 from selfspec.placement.survey import StreamableModule, Survey
 from selfspec.placement.weight_files import ReadBuffer
+from selfspec.placement.weight_source import FromDisk
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
 
@@ -35,13 +37,22 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
         stored = next((made.stored[name] for name in names if name in made.stored), None)
         if stored is not None and not away.intersection(names):
             read = ReadBuffer(stored.nbytes).read(surveyed.files, stored).to(surveyed.dtype)
-            set_weight(made.model, names, nn.Parameter(read, requires_grad=False))
+            set_weight(made.model, names, nn.Parameter(read.to(surveyed.source.device), requires_grad=False))
+    _move_what_is_there(made.model, surveyed.source.device)
     substitutes = Substitutes()
-    if streamed:
-        _stream(surveyed, streamed, plan.bits, substitutes)
+    stream = _stream(surveyed, streamed, plan.bits, substitutes) if streamed else None
     depth = len(surveyed.layers) - 1
     head = bool(surveyed.layers[depth]) and plan.resident <= depth
-    made.model.__dict__["placement"] = Placement(plan, depth, head, surveyed.context, substitutes)
+    made.model.__dict__["placement"] = Placement(
+        plan,
+        depth,
+        head,
+        surveyed.context,
+        substitutes,
+        surveyed.cache,
+        stream,
+        streams_from_disk=stream is not None and isinstance(surveyed.source, FromDisk),
+    )
     return made.model
 
 
@@ -52,10 +63,25 @@ def default_draft(plan: Plan) -> Drafter | None:
     return Cascade(PromptLookup(), LowPrecision(plan.bits, GROUP_SIZE))
 
 
-def _stream(surveyed: Survey, modules: Sequence[StreamableModule], bits: int | None, substitutes: Substitutes) -> None:
+def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
+    """Move buffers, and weights that `transformers` joined, to the device."""
+    for names in names_by_weight(model).values():
+        weight = model.get_parameter(names[0])
+        if not weight.is_meta and weight.device != device:
+            set_weight(model, names, nn.Parameter(weight.to(device), requires_grad=False))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _stream(
+    surveyed: Survey, modules: Sequence[StreamableModule], bits: int | None, substitutes: Substitutes
+) -> WeightStream:
     """Let modules take their weights from a stream, and make their substitutes."""
     weights = [weight for module in modules for weight in module.weights.values()]
-    stream = WeightStream(weights, SLOTS, surveyed.dtype, surveyed.files)
+    sizes = [weight.nbytes // weight.dtype.itemsize * surveyed.dtype.itemsize for weight in weights]
+    stream = WeightStream(sizes, surveyed.source.slots(weights, surveyed.dtype, surveyed.files))
     first = 0
     for each in logging.tqdm(modules, desc="Rounding streamed weights", delay=2, disable=bits is None):
         module = surveyed.skeleton.model.get_submodule(each.name)
@@ -65,3 +91,4 @@ def _stream(surveyed: Survey, modules: Sequence[StreamableModule], bits: int | N
             with stream.lend(numbers) as lent:
                 substitutes.take(module, each.name, Precision(bits, GROUP_SIZE), lent)
         stream_module(module, list(each.weights), numbers, stream)
+    return stream

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.arguments import shown
+from selfspec.cache.cache_kind import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
-from selfspec.placement.resident import machine_bytes
 from selfspec.placement.survey import Survey, survey
+from selfspec.placement.weight_source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,52 @@ class PlannedCheckpoint:
 
 
 def plan_checkpoint(
-    path: str, memory: str | int, dtype: torch.dtype | None, draft: bool | Drafter, context: int
+    path: str,
+    memory: str | int,
+    dtype: torch.dtype | None,
+    draft: bool | Drafter,
+    context: int,
+    source: WeightSource,
+    cache: str | None = None,
 ) -> PlannedCheckpoint:
-    """Plan how to load a checkpoint within a byte budget. Arguments and errors as in `selfspec.load`."""
+    """Plan how to load a checkpoint within a byte budget.
+
+    Arguments and errors are those of `selfspec.load`, but for `source`, where streamed weights come from.
+    """
     budget = parse_bytes("memory", memory)
     if type(context) is not int or context < 1:
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
+    named = _cache_kind(cache)
     beside = bits_of(draft) if isinstance(draft, Drafter) else None
     bits = [8, 4] if draft is True else [] if beside is None else [beside]
-    surveyed = survey(path, dtype, context)
-    plan = plan_memory(surveyed.memory, budget, surveyed.bandwidth(), bits, beside)
-    there = machine_bytes()
-    if there is not None and plan.total > there:
+    surveyed = survey(path, dtype, context, source)
+    bandwidth = surveyed.bandwidth()
+
+    def planned(kept: CacheKind) -> PlannedCheckpoint:
+        keeping = surveyed.keeping(kept)
+        return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, bits, beside))
+
+    try:
+        found = planned(named or "exact")
+    except UnsupportedOptionError:
+        if named is not None or not surveyed.may_keep("host"):
+            raise
+        # Exact as well, and slower.
+        found = planned("host")
+    there = source.available()
+    if there is not None and found.plan.total > there:
         raise UnsupportedOptionError(
-            f"memory={shown_bytes(budget)} is more than there is: the plan takes {shown_bytes(plan.total)}, and the "
-            f"machine, or the control group of the process, has {shown_bytes(there)}; ask for less"
+            f"memory={shown_bytes(budget)} is more than there is: the plan takes {shown_bytes(found.plan.total)}, and "
+            f"{source.name} has {shown_bytes(there)}; ask for less"
         )
-    return PlannedCheckpoint(surveyed, plan)
+    source.check_streamed(found.plan.streamed)
+    return found
+
+
+def _cache_kind(cache: str | None) -> CacheKind | None:
+    for kind in CACHE_KINDS:
+        if cache == kind:
+            return kind
+    if cache is None:
+        return None
+    raise UnsupportedOptionError(f"cache={shown(cache)}: keys and values are kept as {', '.join(CACHE_KINDS)}")

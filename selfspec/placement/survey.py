@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import CheckpointError
+from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_cache import recurrent_layers
+from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import local_folder, read_config, weight_files
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
+from selfspec.placement.cache_room import cache_bytes
 from selfspec.placement.plan import GROUP_SIZE, SLOTS, TOKENS_AT_ONCE, Bandwidth, Memory
-from selfspec.placement.resident import resident_bytes
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
-from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
+from selfspec.placement.weight_files import StoredWeight, WeightFiles, stored_weights
+from selfspec.placement.weight_source import FromDisk, WeightSource
 
-# Bytes of weights that are read, and multiplied, to see how fast.
-_PROBED = 1 << 27
 # What allocators hold on to.
-_SLACK = 64 * 2**20
+_SLACK = 96 * 2**20
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Survey:
         layers: the modules of each layer that can be streamed; those of the head are a layer after the last.
         memory: what it takes.
         context: tokens that this has room for.
+        source: where streamed weights come from.
+        cache: how keys and values are kept.
     """
 
     skeleton: Skeleton
@@ -62,37 +64,37 @@ class Survey:
     layers: tuple[tuple[StreamableModule, ...], ...]
     memory: Memory
     context: int
+    source: WeightSource
+    cache: CacheKind = "exact"
 
     def bandwidth(self) -> Bandwidth:
-        """Measure how fast the largest weights are read, and multiplied."""
-        probed: list[StoredWeight] = []
-        for weight in sorted(self.skeleton.stored.values(), key=lambda weight: -weight.nbytes):
-            if probed and sum(each.nbytes for each in probed) + weight.nbytes > _PROBED:
-                break
-            probed.append(weight)
-        buffer, seconds = ReadBuffer(probed[0].nbytes), 0.0
-        # The first read waits for memory, too.
-        buffer.read(self.files, probed[0])
-        for weight in probed:
-            begun = time.perf_counter()
-            read = buffer.read(self.files, weight)
-            seconds += time.perf_counter() - begun
-        flat = read.reshape(-1, read.shape[-1])
-        row, times = flat.new_zeros(flat.shape[1]), []
-        for _ in range(3):
-            begun = time.perf_counter()
-            torch.mv(flat, row)
-            times.append(time.perf_counter() - begun)
-        return Bandwidth(flat.nbytes / min(times), sum(weight.nbytes for weight in probed) / seconds)
+        """Measure how fast weights come, and are multiplied."""
+        return self.source.bandwidth(list(self.skeleton.stored.values()), self.files)
+
+    def may_keep(self, cache: CacheKind) -> bool:
+        """Whether keys and values can be kept so."""
+        return cache in self.source.caches and not recurrent_layers(self.skeleton.model.config)
+
+    def keeping(self, cache: CacheKind) -> Survey:
+        """The same checkpoint, with keys and values kept in another way.
+
+        Raises:
+            UnsupportedOptionError: they cannot be.
+        """
+        _check_cache(cache, self.skeleton.model, self.source)
+        before = self.memory.process
+        memory = _memory(self.skeleton, self.layers, before, self.context, self.dtype, self.source, cache)
+        return replace(self, cache=cache, memory=memory)
 
 
-def survey(name: str, dtype: torch.dtype | None, context: int) -> Survey:
-    """Find out what a checkpoint would take on a CPU. No weight is read that can be read later.
+def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:
+    """Find out what a checkpoint would take. No weight is read that can be read later.
 
     Args:
         name: a folder.
         dtype: of the weights; None: the checkpoint's.
         context: tokens of prompts and texts, of all rows together, that the cache has room for.
+        source: where streamed weights come from.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
@@ -101,16 +103,17 @@ def survey(name: str, dtype: torch.dtype | None, context: int) -> Survey:
     config, folder = read_config(name), local_folder(name)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
-    before = resident_bytes() or 0
+    before = source.in_use()
     weights, files = stored_weights(weight_files(folder)), WeightFiles()
     dtype = dtype or config.dtype or next(iter(weights.values())).dtype
     made = skeleton(folder, config, weights, dtype, files)
     layers = _streamable(made, find_adapter(made.model))
-    return Survey(made, dtype, files, layers, _memory(made, layers, before, context, dtype), context)
+    memory = _memory(made, layers, before, context, dtype, source, "exact")
+    return Survey(made, dtype, files, layers, memory, context, source)
 
 
 def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
-    """Say what a checkpoint of a configuration would take, without one: its files keep every weight in this dtype.
+    """Say what a checkpoint of a configuration would take on a CPU, without one: its files have every weight in dtype.
 
     Args:
         config: of the model.
@@ -123,7 +126,18 @@ def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, proces
     weights = model.named_parameters(remove_duplicate=False)
     stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), dtype) for name, weight in weights}
     made = Skeleton(model, stored)
-    return _memory(made, _streamable(made, find_adapter(model)), process, context, dtype)
+    return _memory(made, _streamable(made, find_adapter(model)), process, context, dtype, FromDisk(), "exact")
+
+
+def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource) -> None:
+    if cache not in source.caches:
+        raise UnsupportedOptionError(
+            f"cache={cache!r}: on {source.device.type} keys and values are {' or '.join(source.caches)}; leave it out"
+        )
+    if cache != "exact" and recurrent_layers(model.config):
+        raise UnsupportedModelError(
+            f"cache={cache!r}: layers of {type(model).__name__} have states, which stay as they are; leave it out"
+        )
 
 
 def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModule, ...], ...]:
@@ -163,25 +177,37 @@ def _rounded(shapes: Iterable[torch.Size], bits: int) -> int:
 
 
 def _memory(
-    made: Skeleton, layers: Sequence[Sequence[StreamableModule]], before: int, context: int, dtype: torch.dtype
+    made: Skeleton,
+    layers: Sequence[Sequence[StreamableModule]],
+    before: int,
+    context: int,
+    dtype: torch.dtype,
+    source: WeightSource,
+    kept: CacheKind,
 ) -> Memory:
     summary = describe(made.model)
     of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in layers]
     sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
-    # A module uses up to two weights at once, which are copied where the files have another dtype.
-    copied = [_bytes_as(weight, dtype) for layer in of_layers for weight in layer if weight.dtype != dtype]
+    weights = [weight for layer in of_layers for weight in layer]
+    in_slots = source.dtype_in_slots
+    # A module uses up to two weights at once, which are copied where their slots have another dtype.
+    copied = [_bytes_as(weight, dtype) for weight in weights if in_slots(weight.dtype, dtype) != dtype]
     # The head does not read prompts.
     widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
+    cache = cache_bytes(summary.cache, dtype, context, len(summary.layers), kept)
     return Memory(
         process=before,
         kept=sum(weight.nbytes for weight in made.model.parameters()) - sum(sizes),
         layers=tuple(sizes),
-        largest=_largest(layers),
+        largest=max((_bytes_as(weight, in_slots(weight.dtype, dtype)) for weight in weights), default=0),
         substitutes={
             bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
         },
-        cache=summary.cache.bytes_per_token * context,
-        working=_SLACK + 2 * max(copied, default=0) + 2 * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize,
+        cache=cache.slots,
+        working=_SLACK
+        + 2 * max(copied, default=0)
+        + 2 * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize
+        + cache.copied,
     )
 
 

@@ -1,67 +1,78 @@
-"""Weights that are streamed: read when a pass needs them, the next ones while it computes."""
+"""Weights that are streamed: fetched when a pass needs them, the next ones while it computes."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.view import copied
-from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
+from selfspec.model.view import copied, is_streamed
 
 # A pass that asks for nothing so long, in seconds, was abandoned, or leaves the network early.
 _PAUSE = 0.5
 
 
-class _Slot:
-    """Memory for one weight.
+class Slot(ABC):
+    """Memory for one weight at a time, where modules compute.
 
     Attributes:
         holds: number of the weight that is there, or on its way; None: none.
-        read: its read.
     """
 
-    def __init__(self, size: int) -> None:
-        self.buffer = ReadBuffer(size)
-        self.holds: int | None = None
-        self.read: Future[Tensor] = Future()
+    holds: int | None = None
+
+    def bring(self, number: int) -> None:
+        """Let a weight come in place of the one that is there. Does not wait for it."""
+        self.holds = number
+        self._fetch(number)
+
+    @abstractmethod
+    def _fetch(self, number: int) -> None:
+        """Begin to fetch a weight."""
+
+    @abstractmethod
+    def arrived(self) -> Tensor:
+        """The weight, for what is computed from now on.
+
+        Raises:
+            StorageError: it does not come.
+        """
+
+    @abstractmethod
+    def used(self) -> None:
+        """Note that all that uses the weight so far has been asked for, and may still be computing."""
 
 
 class WeightStream:
-    """Streams weights from files into a few slots of memory, in the order in which passes use them.
+    """Streams weights into a few slots of memory, in the order in which passes use them.
 
     Passes of several threads take turns: each moves all the weights that it uses. A pass that fails or is interrupted
     leaves nothing behind.
 
     Args:
-        weights: what is streamed, in the order in which a pass is likely to use it. The order in which passes do is
+        sizes: bytes of each weight, in the order in which a pass is likely to use them. The order in which passes do is
             learnt.
-        slots: weights in memory at once, at least 2 more than one module uses.
-        dtype: of the model.
-        files: to read from.
+        slots: at least 2 more than one module uses.
 
     Attributes:
-        bytes_read: so far.
+        bytes_moved: so far.
     """
 
-    def __init__(self, weights: Sequence[StoredWeight], slots: int, dtype: torch.dtype, files: WeightFiles) -> None:
-        self._weights, self._dtype, self._files = list(weights), dtype, files
-        self._slots = [_Slot(max(weight.nbytes for weight in weights)) for _ in range(slots)]
-        self._next = {number: (number + 1) % len(weights) for number in range(len(weights))}
+    def __init__(self, sizes: Sequence[int], slots: Sequence[Slot]) -> None:
+        self._sizes, self._slots = list(sizes), list(slots)
+        self._next = {number: (number + 1) % len(sizes) for number in range(len(sizes))}
         self._last: int | None = None
-        self._reader = ThreadPoolExecutor(1, "selfspec-weights")
         self._turn = threading.Condition()
         self._owner: int | None = None
         self._lent = False
         self._since = 0.0
-        self.bytes_read = 0
+        self.bytes_moved = 0
 
     @contextmanager
     def lend(self, numbers: Sequence[int]) -> Iterator[list[Tensor]]:
@@ -71,17 +82,22 @@ class WeightStream:
             numbers: of the weights.
 
         Raises:
-            StorageError: the disk does not give them.
+            StorageError: they do not come.
         """
         self._take_turn()
         try:
             yield self._lent_weights(numbers)
         finally:
-            with self._turn:
-                self._lent, self._since = False, time.monotonic()
-                if self._last == len(self._weights) - 1:
-                    self._owner = None
-                self._turn.notify_all()
+            try:
+                for slot in self._slots:
+                    if slot.holds in numbers:
+                        slot.used()
+            finally:
+                with self._turn:
+                    self._lent, self._since = False, time.monotonic()
+                    if self._last == len(self._sizes) - 1:
+                        self._owner = None
+                    self._turn.notify_all()
 
     def _take_turn(self) -> None:
         me = threading.get_ident()
@@ -97,37 +113,31 @@ class WeightStream:
             if self._last is not None:
                 self._next[self._last] = number
             self._last = number
-        slots = [self._slot(number, numbers) for number in numbers]
-        wanted = [*numbers]
-        while len(wanted) < len(self._slots):
-            following = self._next[wanted[-1]]
-            if following in wanted:
-                break
-            wanted.append(following)
-            self._slot(following, wanted)
         try:
-            return [slot.read.result().to(self._dtype) for slot in slots]
+            slots = [self._slot(number, numbers) for number in numbers]
+            wanted = [*numbers]
+            while len(wanted) < len(self._slots):
+                following = self._next[wanted[-1]]
+                if following in wanted:
+                    break
+                wanted.append(following)
+                self._slot(following, wanted)
+            return [slot.arrived() for slot in slots]
         except BaseException:
-            # The next pass reads them again, and those that were on their way.
+            # The next pass fetches them again, and those that were on their way.
             for slot in self._slots:
                 slot.holds = None
             raise
 
-    def _slot(self, number: int, wanted: Sequence[int]) -> _Slot:
+    def _slot(self, number: int, wanted: Sequence[int]) -> Slot:
         """The slot that holds a weight, or will; what other slots of `wanted` hold stays there."""
         for slot in self._slots:
             if slot.holds == number:
                 return slot
         slot = next(slot for slot in self._slots if slot.holds is None or slot.holds not in wanted)
-        # A read that nobody waits for any more must not write into memory that another one fills: one thread reads.
-        slot.read.cancel()
-        slot.holds = number
-        slot.read = self._reader.submit(self._read, slot.buffer, self._weights[number])
+        slot.bring(number)
+        self.bytes_moved += self._sizes[number]
         return slot
-
-    def _read(self, buffer: ReadBuffer, weight: StoredWeight) -> Tensor:
-        self.bytes_read += weight.nbytes
-        return buffer.read(self._files, weight)
 
 
 def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int], stream: WeightStream) -> None:
@@ -150,7 +160,7 @@ def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int
             return kind.forward(lent, *args, **kwargs)
 
     module.__dict__["forward"] = forward
-    # Says that its weights, though on the meta device, have values.
+    # See `is_streamed`.
     module.__dict__["streams"] = True
 
 
@@ -160,7 +170,7 @@ def check_in_memory(model: nn.Module, what: str) -> None:
     Raises:
         UnsupportedModelError: some are streamed.
     """
-    if any(module.__dict__.get("streams") for module in model.modules()):
+    if any(map(is_streamed, model.modules())):
         raise UnsupportedModelError(
             f"{type(model).__name__} streams its weights, so it cannot be {what}; load it whole with from_pretrained"
         )

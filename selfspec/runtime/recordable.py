@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.view import copied, has_other_forward
+from selfspec.model.view import copied, has_other_forward, is_streamed
 
 # Modules of these are known to decide alike in every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
@@ -24,11 +24,13 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forwa
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Say why this stock model cannot be recorded now; None: it can be."""
+    """Say why this stock model cannot be recorded now; None: it can be, but for passes that stream weights."""
     if any(GLOBAL_HOOKS):
         return "every module of this process has hooks"
     for name, module in model.named_modules():
         kind = type(module)
+        if is_streamed(module):
+            continue
         if not f"{kind.__module__}.".startswith(_KNOWN):
             return (
                 f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__}, which may act differently next time"
@@ -37,7 +39,10 @@ def why_not(model: nn.Module) -> str | None:
             return f"the forward of {name or 'the model'} was replaced"
         if any(module.__dict__[hooks] for hooks in _HOOKS):
             return f"{name or 'the model'} has hooks"
+    streamed = {id(weight) for module in model.modules() if is_streamed(module) for weight in module.parameters()}
     for name, weight in model.named_parameters():
+        if id(weight) in streamed:
+            continue
         if type(weight) is not nn.Parameter or weight.is_meta or not weight.dtype.is_floating_point:
             return f"{name} is quantised or offloaded"
     return None

@@ -7,7 +7,10 @@ from transformers import PreTrainedModel
 from selfspec.cache.masks import needs_mask, smallest_window
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.adapter import Adapter, takes
+from selfspec.model.early_head import DraftHead
+from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.view import is_streamed
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
@@ -30,10 +33,11 @@ class RecordedRunner(ModelRunner):
         self._programs = programs
         self._window = smallest_window(self._config)
         self._packed = tuple(layer.weight for layer in packed_layers(model))
+        self._streaming: dict[tuple[LayerPath, DraftHead | None], bool] = {}
 
     def _run_in_block(self, call: PassCall) -> PassResult:
         slots = self._cache.slots(call.tokens.shape[1], call.first)
-        if slots is None or is_watched(call.tokens.device):
+        if slots is None or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
         if call.path.precision is not None:
             # Programs read substitutes where they are; making the view renews those of weights that have changed.
@@ -45,6 +49,13 @@ class RecordedRunner(ModelRunner):
             stock=lambda: self._run_stock(call),
             function=lambda: self._function(kind),
         )
+
+    def _streams(self, call: PassCall) -> bool:
+        """Whether a pass streams weights, which no program does."""
+        place = call.path, call.head
+        if place not in self._streaming:
+            self._streaming[place] = any(map(is_streamed, self._view(*place).module.modules()))
+        return self._streaming[place]
 
     def _kind(self, call: PassCall, slots: Slots) -> PassKind:
         rows, width = call.tokens.shape

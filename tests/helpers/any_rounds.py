@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.shrunken import shrunken
 from selfspec.adapters import ADAPTERS
+from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.cache.tree import Tree
 from selfspec.model.gated_view import ExactStates
@@ -71,6 +72,7 @@ class AnyRounds(RuleBasedStateMachine):
     # Eager attention takes its softmax in fp32, whatever the model's dtype.
     tolerance: ClassVar[dict[str, float]] = {"sdpa": 1e-9, "eager": 1e-4}
     bucket = 1
+    kept: CacheKind = "exact"
 
     def built(self, kernel: str) -> PreTrainedModel:
         """The model; equal calls give the same one."""
@@ -92,7 +94,14 @@ class AnyRounds(RuleBasedStateMachine):
         adapter = ADAPTERS[self.architecture]
         recurrent: Any = recurrent_layers(self.model.config) if adapter.recurrent else {}
         self.cache = SharedCache(
-            DEPTH, len(lengths), _LIMIT, NODES, torch.device("cpu"), recurrent=recurrent, bucket=self.bucket
+            DEPTH,
+            len(lengths),
+            _LIMIT,
+            NODES,
+            torch.device("cpu"),
+            recurrent=recurrent,
+            bucket=self.bucket,
+            kept=self.kept,
         )
         self.runner = runner_for(self.model, adapter, self.cache, self.graphs(self.model))
         self.full = LayerPath.full(DEPTH)

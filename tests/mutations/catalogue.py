@@ -1009,7 +1009,7 @@ CATALOGUE = (
     ),
     Mutation(
         "growing the cache loses what it held",
-        "_SharedLayer._resized",
+        "SharedLayer._resized",
         "new[:rows, :, :slots] = old[:rows, :, :slots]",
         "new[:rows, :, :slots] = 0",
         (_CACHE,),
@@ -1080,9 +1080,9 @@ CATALOGUE = (
     ),
     Mutation(
         "values stay where they are when a path is gathered",
-        "_SharedLayer.copy_slots",
-        "(self.keys, self.values)",
-        "(self.keys,)",
+        "SharedLayer.copy_slots",
+        "self.parts",
+        "self.parts[:1]",
         (_CACHE,),
     ),
     Mutation(
@@ -1243,10 +1243,45 @@ CATALOGUE = (
     ),
     Mutation(
         "a streamed weight is the one read before it",
-        "WeightStream._slot",
+        "_DiskSlot._fetch",
         "self._weights[number]",
         "self._weights[number - 1]",
         ("test_place.py::test_the_stock_model_streams_too",),
+    ),
+    Mutation(
+        "a weight is copied to a device while what was there is still read",
+        "_DeviceSlot._fetch",
+        "self._copies.copy(self._weight, source, self._uses)",
+        "self._copies.copy(self._weight, source, [])",
+        ("test_device_streaming.py::test_what_a_device_streams_gives_the_models_own_tokens",),
+    ),
+    Mutation(
+        "a device multiplies a weight before its copy is there",
+        "_DeviceSlot.arrived",
+        "self._copies.wait_for(self._copied)",
+        "None",
+        ("test_device_streaming.py::test_what_a_device_streams_gives_the_models_own_tokens",),
+    ),
+    Mutation(
+        "memory of the host stays locked when the model is gone",
+        "HostMemory.__del__",
+        "self._copies.release(self.bytes)",
+        "None",
+        ("test_device_streaming.py::test_memory_of_the_host_is_given_back_with_the_model",),
+    ),
+    Mutation(
+        "keys and values in 8 bits pass for lossless",
+        "SharedCache.lossless",
+        "self._kept != 'int8'",
+        "True",
+        ("test_kept_caches.py",),
+    ),
+    Mutation(
+        "scales of keys in 8 bits stay where they are when a path is gathered",
+        "SharedLayer.copy_slots",
+        "self.parts",
+        "self.parts[:2]",
+        ("test_kept_caches.py",),
     ),
     Mutation(
         "a weight that is lent is overwritten by the next ones",

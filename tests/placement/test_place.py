@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import selfspec
 from helpers import tiny
+from helpers.proving import ticking
 from selfspec.decode.limits import Limits
 from selfspec.draft import ReducedVocabulary
 from selfspec.draft.named import draft_name
@@ -32,6 +33,8 @@ from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
+from selfspec.placement.weight_source import FromDisk
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
@@ -63,7 +66,7 @@ def plan(resident: int, bits: int | None) -> Plan:
 
 def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int | None = 4) -> PreTrainedModel:
     model.save_pretrained(folder)
-    return place(survey(str(folder), None, 128), plan(resident, bits))
+    return place(survey(str(folder), None, 128, FromDisk()), plan(resident, bits))
 
 
 def wrapped(model: PreTrainedModel) -> selfspec.SelfSpeculative:
@@ -107,7 +110,7 @@ def test_the_stock_model_streams_too(tmp_path: Path) -> None:
 def test_other_dtypes_than_the_files(tmp_path: Path) -> None:
     model = MODELS["llama"]()
     model.save_pretrained(tmp_path)
-    placed = place(survey(str(tmp_path), torch.float64, 128), plan(1, None))
+    placed = place(survey(str(tmp_path), torch.float64, 128, FromDisk()), plan(1, None))
     assert torch.equal(placed(PROMPTS).logits, model.double()(PROMPTS).logits)
 
 
@@ -223,15 +226,33 @@ def test_a_file_deleted_while_it_runs_is_still_read(tmp_path: Path) -> None:
     assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
 
 
+def test_draft_steps_that_stream_nothing_are_recorded(tmp_path: Path) -> None:
+    # A size that kernels for fewer bits take.
+    model = tiny.llama(dtype=torch.float32, intermediate_size=64, vocab_size=64)
+    placed = streamed(tmp_path, model)
+    for draft, recorded in (("int4", True), ("exit:3", False)):
+        spec = selfspec.wrap(placed, draft, draft_length=3, runtime=selfspec.Traced(after=0))
+        spec.programs = GraphCache(spec.runtime, ticking())
+        for _ in range(2):
+            found = spec.generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)
+        wanted = selfspec.wrap(model).generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert bool(spec.programs.proved) == recorded
+        assert not spec.programs.refusals
+    # From the disk, recordings would take memory of the budget's.
+    assert selfspec.wrap(placed).runtime == selfspec.Eager()
+    assert selfspec.wrap(model).runtime == selfspec.Traced()
+
+
 def test_shards(tmp_path: Path) -> None:
     model = MODELS["llama"]()
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    placed = place(survey(str(tmp_path), None, 128), plan(1, 8))
+    placed = place(survey(str(tmp_path), None, 128, FromDisk()), plan(1, 8))
     assert torch.equal(placed(PROMPTS).logits, model(PROMPTS).logits)
     next(tmp_path.glob("*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of"):
-        survey(str(tmp_path), None, 128)
+        survey(str(tmp_path), None, 128, FromDisk())
 
 
 def test_what_cannot_be_done_with_weights_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -376,7 +397,7 @@ def test_a_copy_of_the_model_streams_and_drafts_as_well(tmp_path: Path) -> None:
 def test_a_long_prompt_and_a_batch_of_four_within_a_small_cache(tmp_path: Path) -> None:
     model = tiny.llama(dtype=torch.float32, intermediate_size=64, max_position_embeddings=4096)
     model.save_pretrained(tmp_path)
-    spec = wrapped(place(survey(str(tmp_path), None, 4 * 2010), plan(1, 4)))
+    spec = wrapped(place(survey(str(tmp_path), None, 4 * 2010, FromDisk()), plan(1, 4)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         prompts = torch.randint(1, 50, (4, 2000))
@@ -405,7 +426,7 @@ def test_a_file_that_is_cut_while_it_runs_is_a_typed_error_and_a_whole_one_serve
 
 def test_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MODELS["llama"]().save_pretrained(tmp_path)
-    monkeypatch.setattr("selfspec.placement.planned.machine_bytes", lambda: 2**20)
+    monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 2**20)
     with pytest.raises(UnsupportedOptionError, match=r"more than there is.*has 1.00 MiB; ask for less"):
         selfspec.load(tmp_path, "8GiB")
 
@@ -448,7 +469,7 @@ def test_caches_of_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
 def test_a_head_that_is_larger_than_what_it_saves_stays(tmp_path: Path, vocabulary: int, streams: bool) -> None:
     model = tiny.llama(dtype=torch.float32, intermediate_size=64, vocab_size=vocabulary)
     model.save_pretrained(tmp_path)
-    surveyed = survey(str(tmp_path), None, 128)
+    surveyed = survey(str(tmp_path), None, 128, FromDisk())
     assert bool(surveyed.layers[-1]) == streams
     spec = wrapped(place(surveyed, plan(1, 4)))
     assert spec.model.lm_head.weight.is_meta == streams

@@ -1,0 +1,179 @@
+"""Keys and values of one layer of the shared cache, in slots that are allocated when its first tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from selfspec.cache.cursors import Cursors
+
+
+class SharedLayer(CacheLayerMixin):
+    """One layer's slots, `[batch, heads, capacity, head_dim]`, as passes read them.
+
+    They are the first rows of what is stored.
+
+    Args:
+        cursors: where each row ends.
+    """
+
+    is_sliding = False
+    _names: tuple[str, ...] = ("keys", "values")
+
+    def __init__(self, cursors: Cursors) -> None:
+        super().__init__()
+        self._cursors = cursors
+        self._stored: tuple[Tensor, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the slots take."""
+        # Read once: other threads may ask while it is exchanged.
+        stored = self._stored
+        return 0 if stored is None else sum(slots.nbytes for slots in stored)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that lies in slots, `[batch, heads, capacity, ...]` each; nothing before the first tokens."""
+        return () if self._stored is None else tuple(getattr(self, name) for name in self._names)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate slots like keys and values of a pass."""
+        self._store([self._slots_like(key_states), self._slots_like(value_states)])
+        self.is_initialized = True
+
+    def _store(self, parts: Sequence[Tensor]) -> None:
+        self._stored = tuple(parts)
+        self.show()
+
+    def show(self) -> None:
+        """Let passes see the rows there are."""
+        if self._stored is not None:
+            rows = len(self._cursors.seq_lens)
+            for name, slots in zip(self._names, self._stored, strict=True):
+                setattr(self, name, slots[:rows])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
+        if self.keys is None:
+            self.lazy_initialization(key_states, value_states)
+        self.grown()
+        self._write_pass(key_states, value_states)
+        return self.seen(key_states.shape[2])
+
+    def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+
+    def grown(self) -> tuple[Tensor, ...]:
+        """All slots, of keys and of values, as many as there are to be."""
+        if self.keys.shape[2] < self._cursors.capacity:
+            self.hold()
+        return self.parts
+
+    def hold(self) -> None:
+        """Store as many rows and slots as there are to be, with what lies in them."""
+        if self._stored is not None:
+            parts = list(self._stored)
+            self._stored = None
+            for name in self._names:
+                delattr(self, name)
+            # One after the other, so that the old one is free before the next new one is made.
+            for number in range(len(parts)):
+                parts[number] = self._resized(parts[number])
+            self._store(parts)
+
+    def seen(self, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a pass over `width` tokens may look at."""
+        return self._seen(self.keys, width), self._seen(self.values, width)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, as passes read them."""
+        return self.keys, self.values
+
+    def narrow_slots(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given."""
+        if self._stored is not None:
+            self._store([slots[torch.tensor(rows, device=slots.device)] for slots in self.parts])
+
+    def join_slots(self, other: SharedLayer, first: int) -> None:
+        """Take over the rows of another cache's layer; the first of them becomes row `first`."""
+        if self._stored is None and other._stored is not None:
+            self._begin_like(other)
+            self._store([self._slots_like(slots) for slots in other._stored])
+        self.show()
+        if self._stored is None:
+            return
+        for index, length in enumerate(other._cursors.seq_lens):
+            for number, slots in enumerate(self._stored):
+                source = None if other._stored is None else other._stored[number][index]
+                _fill(slots[first + index], source, length)
+
+    def _begin_like(self, other: SharedLayer) -> None:
+        """Take over what another cache's layer knows of the model."""
+
+    def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Move some rows to the front, in the order given; none lies before its new place."""
+        for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if row != target and self._stored is not None:
+                for slots in self._stored:
+                    _fill(slots[target], slots[row], length)
+
+    def scrub(self, row: int) -> None:
+        """Zero what lies past a row's end."""
+        for slots in self.parts:
+            slots[row, :, self._cursors.seq_lens[row] :] = 0
+
+    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy what lies in some slots of each row, `[batch, slots]`, to others, all of them at once."""
+        for slots in self.parts:
+            rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+            slots[rows, :, targets.to(slots.device)] = slots[rows, :, sources.to(slots.device)]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cursors.visible(query_length, self._cursors.first), 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cursors.seq_lens) + self._cursors.first + 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _slots_like(self, states: Tensor) -> Tensor:
+        # Zeros, because a masked slot still meets the attention's weighted sum, where 0 * NaN would be NaN.
+        _, heads, _, head_dim = states.shape
+        return states.new_zeros(self._cursors.held, heads, self._cursors.capacity, head_dim)
+
+    def _resized(self, old: Tensor) -> Tensor:
+        new = self._slots_like(old)
+        rows, slots = min(len(old), len(new)), min(old.shape[2], new.shape[2])
+        new[:rows, :, :slots] = old[:rows, :, :slots]
+        return new
+
+    def _write(self, slots: Tensor, states: Tensor) -> None:
+        width, first = states.shape[2], self._cursors.first
+        if self._cursors.uniform:
+            start = self._cursors.seq_lens[0] + first + 1
+            slots[:, :, start : start + width] = states
+        else:
+            rows = torch.arange(states.shape[0], device=states.device)[:, None]
+            slots[rows, :, self._cursors.slots(width, first).to(states.device)] = states.transpose(1, 2)
+
+    def _seen(self, slots: Tensor, width: int) -> Tensor:
+        first = self._cursors.first
+        if self._cursors.uniform or self._cursors.aligned == "left":
+            return slots[:, :, : self._cursors.visible(width, first)]
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        index = self._cursors.right_aligned(width, first).clamp(min=0)
+        return slots[rows, :, index.to(slots.device)].transpose(1, 2)
+
+
+def _fill(row: Tensor, source: Tensor | None, length: int) -> None:
+    """Copy the first slots of a row, `[heads, slots, head_dim]`, and zero the others: NaN may have been left there."""
+    if source is not None:
+        row[:, :length] = source[:, :length]
+    row[:, 0 if source is None else length :] = 0

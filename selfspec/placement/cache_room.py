@@ -1,0 +1,47 @@
+"""What keys and values take, by how they are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.cache.cache_kind import CacheKind
+from selfspec.model.summary import CacheSummary
+
+# Bytes of the scale of a token's keys, or values, in one head.
+_SCALE = 2
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of memory that a budget is of.
+
+    Attributes:
+        slots: all the time.
+        copied: of one layer while a pass reads them, in the model's dtype.
+    """
+
+    slots: int
+    copied: int
+
+
+def cache_bytes(cache: CacheSummary, dtype: torch.dtype, context: int, layers: int, kept: CacheKind) -> CacheBytes:
+    """Say what keys and values take.
+
+    Args:
+        cache: of the model.
+        dtype: of the model.
+        context: tokens, of all rows together.
+        layers: of the model.
+        kept: how.
+    """
+    exact = cache.bytes_per_token * context
+    if kept == "exact":
+        return CacheBytes(exact, 0)
+    copied = exact // max(layers, 1)
+    if kept == "host":
+        return CacheBytes(0, copied)
+    numbers = exact // dtype.itemsize
+    scales = 2 * numbers // max(cache.head_dim + cache.value_dim, 1)
+    return CacheBytes(numbers + scales * _SCALE, copied)

@@ -1,0 +1,149 @@
+"""Copies from page-locked memory of the host to a device, beside what the device computes."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.placement.byte_size import shown_bytes
+
+
+class DeviceCopies(ABC):
+    """Copies to one device, and what they and the device's computations wait for.
+
+    A mark stands for all that one of the two was asked for until then. Only `finish` makes the host wait.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def host_memory(self, size: int) -> Tensor:
+        """Memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`.
+
+        Raises:
+            UnsupportedOptionError: there is too little.
+        """
+
+    @abstractmethod
+    def release(self, memory: Tensor) -> None:
+        """Give back memory of the host, before the last tensor of it goes."""
+
+    @abstractmethod
+    def device_memory(self, size: int) -> Tensor:
+        """Memory of the device that is copied to, `[size]`, in bytes."""
+
+    @abstractmethod
+    def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
+        """Ask for a copy that begins after some marks of computations; return its mark."""
+
+    @abstractmethod
+    def wait_for(self, copied: Any) -> None:
+        """Let what is computed from now on wait for a copy."""
+
+    @abstractmethod
+    def computed(self) -> Any:
+        """Mark all that was to be computed so far."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all that was asked for is done."""
+
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of memory that the device has."""
+
+
+class CudaCopies(DeviceCopies):
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._side = torch.cuda.Stream(device)
+
+    def host_memory(self, size: int) -> Tensor:
+        # Torch's own allocator of such memory rounds sizes up to powers of two.
+        memory = torch.frombuffer(_anonymous(size), dtype=torch.uint8)
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        if status:
+            raise UnsupportedOptionError(
+                f"no {shown_bytes(size)} of this machine's memory can be locked for copies to the device (CUDA error "
+                f"{status}); raise memory=, so that less is streamed, or free memory of the machine"
+            )
+        return memory
+
+    def release(self, memory: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def device_memory(self, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        # When it is freed, nobody gets it while a copy may be on its way.
+        memory.record_stream(self._side)
+        return memory
+
+    def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
+        for mark in after:
+            self._side.wait_event(mark)
+        with torch.cuda.stream(self._side):
+            to.copy_(source, non_blocking=True)
+        return self._side.record_event()
+
+    def wait_for(self, copied: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def computed(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def finish(self) -> None:
+        # Not for the whole device: while a thread captures a graph, nobody may wait for that.
+        self._side.synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def device_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
+
+
+def _anonymous(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise UnsupportedOptionError(
+            f"this machine has no {shown_bytes(size)} of memory for streamed weights ({error.strerror}); raise "
+            "memory=, so that less is streamed, or free memory of the machine"
+        ) from error
+
+
+class HostMemory:
+    """Memory of the host that a device copies from. It is given back when nothing refers to this object.
+
+    Args:
+        size: in bytes.
+        copies: to the device.
+
+    Attributes:
+        bytes: the memory, `[size]`. Nothing may keep a part of it longer than this object.
+
+    Raises:
+        UnsupportedOptionError: there is too little.
+    """
+
+    def __init__(self, size: int, copies: DeviceCopies) -> None:
+        self.bytes = copies.host_memory(size)
+        self._copies = copies
+
+    def __del__(self) -> None:
+        if "_copies" in vars(self):
+            # At the end of the process the device may be gone already.
+            with suppress(RuntimeError):
+                self._copies.finish()
+                self._copies.release(self.bytes)

@@ -1,0 +1,164 @@
+"""Where streamed weights are kept, and the memory that a budget is of."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from selfspec.cache.cache_kind import CacheKind
+from selfspec.errors import UnsupportedOptionError
+from selfspec.placement.byte_size import shown_bytes
+from selfspec.placement.device_copies import CudaCopies, DeviceCopies
+from selfspec.placement.disk_slots import disk_slots
+from selfspec.placement.host_slots import host_bandwidth, host_slots
+from selfspec.placement.plan import SLOTS, Bandwidth
+from selfspec.placement.resident import machine_bytes, resident_bytes
+from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
+from selfspec.placement.weight_stream import Slot
+
+# Bytes of weights that are moved, and multiplied, to see how fast.
+_PROBED = 1 << 27
+
+
+class WeightSource(ABC):
+    """Where streamed weights come from.
+
+    Attributes:
+        device: that computes, and whose memory the budget is of.
+        name: of that memory, for messages.
+        caches: ways in which keys and values can be kept, the exact ones first.
+    """
+
+    device: torch.device
+    name: str
+    caches: tuple[CacheKind, ...]
+
+    @abstractmethod
+    def in_use(self) -> int:
+        """Bytes that the budget covers and that are in use before a model is loaded."""
+
+    @abstractmethod
+    def available(self) -> int | None:
+        """Bytes of memory that a budget may be of; None: the system does not tell."""
+
+    @abstractmethod
+    def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a weight in its slot, by its dtype in the files and that of the model."""
+
+    @abstractmethod
+    def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+        """Measure how fast weights come, and are multiplied."""
+
+    @abstractmethod
+    def check_streamed(self, size: int) -> None:
+        """Refuse so many bytes of streamed weights where they have no place.
+
+        Raises:
+            UnsupportedOptionError: they have none.
+        """
+
+    @abstractmethod
+    def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
+        """Make the slots that weights come into, `SLOTS` of them.
+
+        Raises:
+            UnsupportedOptionError: there is too little memory that a device can copy from.
+            StorageError: the disk does not give the weights.
+        """
+
+
+class FromDisk(WeightSource):
+    """Weights stay on the disk, and the CPU computes: the budget is of the process."""
+
+    device = torch.device("cpu")
+    name = "the machine, or the control group of the process,"
+    caches = ("exact", "int8")
+
+    def in_use(self) -> int:
+        return resident_bytes() or 0
+
+    def available(self) -> int | None:
+        return machine_bytes()
+
+    def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return stored
+
+    def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+        probed: list[StoredWeight] = []
+        for weight in sorted(stored, key=lambda weight: -weight.nbytes):
+            if probed and sum(each.nbytes for each in probed) + weight.nbytes > _PROBED:
+                break
+            probed.append(weight)
+        buffer, seconds = ReadBuffer(probed[0].nbytes), 0.0
+        # The first read waits for memory, too.
+        buffer.read(files, probed[0])
+        for weight in probed:
+            begun = time.perf_counter()
+            read = buffer.read(files, weight)
+            seconds += time.perf_counter() - begun
+        flat = read.reshape(-1, read.shape[-1])
+        row, times = flat.new_zeros(flat.shape[1]), []
+        for _ in range(3):
+            begun = time.perf_counter()
+            torch.mv(flat, row)
+            times.append(time.perf_counter() - begun)
+        return Bandwidth(flat.nbytes / min(times), sum(weight.nbytes for weight in probed) / seconds)
+
+    def check_streamed(self, size: int) -> None:
+        return
+
+    def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
+        return disk_slots(weights, SLOTS, dtype, files)
+
+
+class FromHost(WeightSource):
+    """Weights are in memory of the host, and a device computes: the budget is of the device.
+
+    Args:
+        copies: to the device.
+    """
+
+    name = "the device"
+    caches = ("exact", "host", "int8")
+
+    def __init__(self, copies: DeviceCopies) -> None:
+        self.device, self._copies = copies.device, copies
+
+    def in_use(self) -> int:
+        return 0
+
+    def available(self) -> int | None:
+        return self._copies.device_bytes()
+
+    def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+        return host_bandwidth(self._copies, _PROBED)
+
+    def check_streamed(self, size: int) -> None:
+        there = machine_bytes()
+        if there is not None and size > there:
+            raise UnsupportedOptionError(
+                f"{shown_bytes(size)} of weights would be streamed from memory of the host, which has "
+                f"{shown_bytes(there)}; raise memory=, so that less is streamed"
+            )
+
+    def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
+        return host_slots(weights, SLOTS, dtype, files, self._copies)
+
+
+def source_for(device: torch.device) -> WeightSource:
+    """Where weights are streamed from to a device.
+
+    Raises:
+        UnsupportedOptionError: nothing is streamed to a device of this kind.
+    """
+    if device.type == "cpu":
+        return FromDisk()
+    if device.type == "cuda":
+        return FromHost(CudaCopies(device))
+    raise UnsupportedOptionError(f"device={str(device)!r}: within a memory budget models run on cpu or cuda")

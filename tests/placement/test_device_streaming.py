@@ -1,0 +1,238 @@
+"""Weights are streamed to a device beside what it computes, and generate what they generate in memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.copies import FakeCuda, StandInCopies, stand_in_device
+from selfspec.errors import StorageError, UnsupportedOptionError
+from selfspec.placement.device_copies import CudaCopies, HostMemory
+from selfspec.placement.drafts import placement_of
+from selfspec.placement.host_slots import host_bandwidth
+from selfspec.placement.place import default_draft, place
+from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_files import WeightFiles
+from selfspec.placement.weight_source import FromDisk, FromHost, source_for
+
+CPU = torch.device("cpu")
+PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+
+
+def streamed(
+    folder: Path,
+    model: PreTrainedModel,
+    copies: StandInCopies | CudaCopies,
+    bits: int | None = 4,
+    dtype: torch.dtype | None = None,
+) -> selfspec.SelfSpeculative:
+    model.save_pretrained(folder)
+    drafting, step = (None, None) if bits is None else (4.0, 0.05)
+    plan = Plan(1, 1, bits, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
+    placed = place(survey(str(folder), dtype, 128, FromHost(copies)), plan)
+    return selfspec.wrap(placed, default_draft(plan), runtime=selfspec.Eager())
+
+
+def llama() -> PreTrainedModel:
+    return tiny.llama(dtype=torch.float32, intermediate_size=64)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("make", [llama, lambda: tiny.gpt2(dtype=torch.float32)], ids=["llama", "gpt2"])
+def test_what_a_device_streams_gives_the_models_own_tokens(tmp_path: Path, make: type, bits: int | None) -> None:
+    model = make()
+    spec = streamed(tmp_path, model, StandInCopies(), bits)
+    for sampled in ({"do_sample": False}, {"do_sample": True, "accept": "coupled", "seed": 3}):
+        output = spec.generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
+        wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
+        assert torch.equal(output.sequences, wanted.sequences)
+        assert output.lossless
+    if bits is not None:
+        assert output.stats.accepted > 0
+
+
+def test_weights_are_converted_once_when_they_are_read(tmp_path: Path) -> None:
+    model = llama()
+    spec = streamed(tmp_path, model, StandInCopies(), bits=None, dtype=torch.float64)
+    assert torch.equal(spec.model(PROMPTS).logits, model.double()(PROMPTS).logits)
+
+
+def test_a_pass_moves_each_weight_once_and_draft_steps_move_none(tmp_path: Path) -> None:
+    copies = StandInCopies()
+    spec = streamed(tmp_path, llama(), copies)
+    placement = placement_of(spec.model)
+    assert placement is not None
+    assert placement.stream is not None
+    each = sum(weight.nbytes for weight in llama().model.layers[1:].parameters() if weight.ndim == 2)
+    each += llama().lm_head.weight.nbytes
+    output = spec.generate(PROMPTS[:1], max_new_tokens=16, do_sample=False)
+    # The prompt's pass needs no head; what is ahead at the end has been moved, too.
+    passes = output.stats.rounds + 2
+    assert copies.copied <= placement.stream.bytes_moved <= passes * each + 4 * 64 * 64 * 4
+    assert placement.stream.bytes_moved >= output.stats.rounds * each
+
+
+def test_threads_take_turns_on_a_device(tmp_path: Path) -> None:
+    model = llama()
+    spec = streamed(tmp_path, model, StandInCopies())
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences
+    found: list[torch.Tensor] = []
+
+    def generate() -> None:
+        found.append(spec.generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences)
+
+    threads = [threading.Thread(target=generate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(each, wanted) for each in found] == [True, True]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+def test_errors_in_the_middle_of_a_transfer_leave_the_model_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    copies = StandInCopies()
+    spec = streamed(tmp_path, llama(), copies)
+    wanted = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    stock, left = copies.wait_for, iter(range(100))
+
+    def failing(copied: object) -> None:
+        if next(left) == 5:
+            raise error
+        stock(copied)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copies, "wait_for", failing)
+        with pytest.raises(type(error)):
+            spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+
+
+def test_a_mark_that_fails_frees_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = StandInCopies()
+    spec = streamed(tmp_path, llama(), copies, bits=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(copies, "computed", lambda: (_ for _ in ()).throw(RuntimeError("device error")))
+        with pytest.raises(RuntimeError, match="device error"):
+            spec.generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(spec.generate(PROMPTS[:1], max_new_tokens=2)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found
+
+
+def test_memory_of_the_host_is_given_back_with_the_model(tmp_path: Path) -> None:
+    copies = StandInCopies()
+    spec = streamed(tmp_path, llama(), copies)
+    spec.generate(PROMPTS, MASK, max_new_tokens=4)
+    assert len(copies.locked) == 1
+    del spec
+    gc.collect()
+    assert copies.locked == []
+
+
+def test_a_disk_that_fails_while_loading_gives_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, model = StandInCopies(), llama()
+    model.save_pretrained(tmp_path)
+    surveyed = survey(str(tmp_path), None, 128, FromHost(copies))
+    monkeypatch.setattr(WeightFiles, "_open", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(StorageError):
+        place(surveyed, Plan(1, 1, None, 0, Bandwidth(1, 1), 1.0))
+    gc.collect()
+    assert copies.locked == []
+
+
+def test_load_streams_to_a_device_within_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_device(monkeypatch)
+    model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
+    model.save_pretrained(tmp_path)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    spec = selfspec.load(tmp_path, 96 * 2**20, context=64, device="cpu")
+    placement = placement_of(spec.model)
+    assert placement is not None
+    # Nothing of the process counts.
+    assert 0 < placement.plan.streamed < weights
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+
+
+def test_more_than_the_host_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_device(monkeypatch)
+    monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 1000)
+    tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UnsupportedOptionError, match=r"streamed from memory of the host, which has 1\.0 KiB"):
+        selfspec.load(tmp_path, 96 * 2**20, context=64)
+
+
+def test_devices_that_nothing_is_streamed_to_are_refused() -> None:
+    assert isinstance(source_for(CPU), FromDisk)
+    with pytest.raises(UnsupportedOptionError, match="on cpu or cuda"):
+        source_for(torch.device("meta"))
+
+
+def test_bandwidths_are_measured_on_the_device() -> None:
+    found = host_bandwidth(StandInCopies(), 2**20)
+    assert found.memory > 0
+    assert found.stream > 0
+
+
+def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, model = FakeCuda(), llama()
+    cuda.install(monkeypatch)
+    spec = streamed(tmp_path, model, CudaCopies(CPU))
+    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+    (size,) = cuda.registered.values()
+    assert size > 0
+    copy = cuda.calls.index("begin side")
+    assert cuda.calls[copy - 1].startswith("side waits for main")
+    assert cuda.calls[copy + 1 : copy + 3] == ["end side", "side marks"]
+    assert any(call.startswith("main waits for side") for call in cuda.calls)
+    # While it generates, the host waits for nothing.
+    assert not any(call.startswith("host") for call in cuda.calls)
+    del spec
+    gc.collect()
+    assert cuda.registered == {}
+    assert cuda.calls[-2:] == ["host waits for side", "host waits for main"]
+
+
+def test_memory_that_cannot_be_locked_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(status=2)
+    cuda.install(monkeypatch)
+    copies = CudaCopies(CPU)
+    assert copies.device_bytes() == 2**50
+    with pytest.raises(UnsupportedOptionError, match=r"no 1.00 MiB .*can be locked.*raise memory="):
+        HostMemory(2**20, copies)
+    with pytest.raises(UnsupportedOptionError, match=r"has no .* for streamed weights"):
+        HostMemory(2**62, copies)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streaming_to_a_gpu_gives_the_models_own_tokens(tmp_path: Path) -> None:
+    model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
+    model.save_pretrained(tmp_path)
+    wanted = selfspec.wrap(model.to("cuda")).generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
+    spec = selfspec.load(tmp_path, 112 * 2**20, context=64, device="cuda")
+    placement = placement_of(spec.model)
+    assert placement is not None
+    assert placement.plan.streamed
+    output = spec.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
+    assert torch.equal(output.sequences, wanted.sequences)
+    host = selfspec.load(tmp_path, 112 * 2**20, context=64, device="cuda", cache="host")
+    output = host.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
+    assert torch.equal(output.sequences, wanted.sequences)
