@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime"},
     "accept": {"arguments", "cache", "draft", "errors"},
     "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
-    "placement": {"arguments", "control", "draft", "errors", "kernels", "model"},
+    "placement": {"cache", "arguments", "control", "draft", "errors", "kernels", "model"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "control", "decode", "draft", "errors", "files"},
     "api": {
