@@ -26,8 +26,11 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"
 
 import ray
 import torch
-from fastapi import FastAPI
 from ray import serve
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from selfspec.serve.replicas import Replicas
 
@@ -40,22 +43,24 @@ def prompt(number: int) -> list[int]:
     return [1, 3 + number % 40, 50 + number % 7]
 
 
-def build(folder: str) -> FastAPI:
+def build(folder: str) -> Starlette:
     """A model that drafts for itself, behind one endpoint."""
     import selfspec
     from selfspec.model.checkpoint import load_checkpoint
 
     torch.set_num_threads(1)
     spec, lock = selfspec.wrap(load_checkpoint(folder, "float32", "cpu").model, "exit:2"), threading.Lock()
-    app = FastAPI()
 
-    @app.post("/answer")
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    def text(ids: list[int]) -> list[int]:
         with lock:
-            out = spec.generate(torch.tensor([asked["ids"]]), **OPTIONS)
-        return {"pid": os.getpid(), "ids": out.sequences[0].tolist()}
+            found: list[int] = spec.generate(torch.tensor([ids]), **OPTIONS).sequences[0].tolist()
+        return found
 
-    return app
+    async def answer(request: Any) -> JSONResponse:
+        asked = await request.json()
+        return JSONResponse({"pid": os.getpid(), "ids": await run_in_threadpool(text, asked["ids"])})
+
+    return Starlette(routes=[Route("/answer", answer, methods=["POST"])])
 
 
 def main() -> None:
