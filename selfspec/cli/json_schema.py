@@ -341,6 +341,9 @@ class Train(_Output):
     after: dict[str, float]
     seconds_of_last_stretch: float
     log: list[dict[str, float]]
+    checked: list[dict[str, Any]] | None = Field(
+        default=None, description="Of `train layerskip`: each exit, predicted and measured in times plain decoding."
+    )
     folder: str
     versions: Versions
 
