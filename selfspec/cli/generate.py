@@ -195,7 +195,7 @@ def generate(
     ended_by = _show_rounds(generation, display, rounds)
     new_ids = [token for row in rounds for token in row.tokens]
     if not generation.lossless:
-        why = f"--cache {budget.cache}" if rule is None or rule.lossless else f"--accept {accept}"
+        why = f"--kv-cache {budget.kv_cache}" if rule is None or rule.lossless else f"--accept {accept}"
         print(f"note: {why} is not lossless; this text is not the model's own", file=sys.stderr)
     if shown.stats:
         _print_stats(generation.stats)
@@ -216,7 +216,7 @@ def generate(
             "threads": torch.get_num_threads(),
             "memory": budget.memory,
             "context": None if budget.memory is None else budget.room,
-            "cache": budget.cache,
+            "kv_cache": budget.kv_cache,
             "sampling": asdict(sampling),
             "shaping": asdict(shaping),
             "accept": accept,

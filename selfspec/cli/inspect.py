@@ -38,7 +38,7 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
     planned = None
     if budget.memory is not None:
         source = source_for(find_device("auto"))
-        planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.room, source, budget.cache)
+        planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.room, source, budget.kv_cache)
     if output == "json":
         found = {"checkpoint": model, **summary.to_dict(), "versions": versions()}
         if planned is not None:

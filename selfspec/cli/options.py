@@ -76,7 +76,7 @@ class Budget:
     context: Annotated[
         int | None, typer.Option(min=1, help="With --memory: room for N tokens of prompt and text; by default 4096.")
     ] = None
-    cache: Annotated[
+    kv_cache: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
@@ -85,9 +85,12 @@ class Budget:
     ] = None
 
     def __post_init__(self) -> None:
-        for name, what in (("context", "what a budget has room for"), ("cache", "how a budget keeps keys and values")):
+        for name, what in (
+            ("context", "what a budget has room for"),
+            ("kv_cache", "how a budget keeps keys and values"),
+        ):
             if self.memory is None and getattr(self, name) is not None:
-                raise UnsupportedOptionError(f"--{name} says {what}; add --memory, or drop it")
+                raise UnsupportedOptionError(f"--{name.replace('_', '-')} says {what}; add --memory, or drop it")
 
     @property
     def room(self) -> int:
@@ -192,7 +195,7 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         dtype=dtype,
         draft=draft or False,
         context=budget.room,
-        cache=budget.cache,
+        cache=budget.kv_cache,
     )
 
 

@@ -76,8 +76,8 @@ def verify(
     from selfspec.tools.verify.run import default_drafts
     from selfspec.tools.verify.run import verify as run
 
-    if budget.cache == "int8":
-        raise UnsupportedOptionError("--cache int8 is not lossless, so there is nothing to verify; drop it")
+    if budget.kv_cache == "int8":
+        raise UnsupportedOptionError("--kv-cache int8 is not lossless, so there is nothing to verify; drop it")
     texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named
