@@ -2133,13 +2133,6 @@ CATALOGUE = (
         ("test_row_errors.py",),
     ),
     Mutation(
-        "rows that join: drawn rows are judged as if q were one-hot",
-        "JoinedSampling.judged",
-        "probs[self._drawn] = draft.probs[self._drawn]",
-        "pass",
-        ("test_sampled_rows_of_a_crowded_batch_follow_the_joint",),
-    ),
-    Mutation(
         "rows that join: rows of one kind are processed by the first kind",
         "JoinedSampling._scores",
         "first = self._rows[indices[0]]",
