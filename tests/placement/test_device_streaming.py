@@ -159,7 +159,7 @@ def test_load_streams_to_a_device_within_its_memory(tmp_path: Path, monkeypatch:
     model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
     model.save_pretrained(tmp_path)
     weights = sum(weight.nbytes for weight in model.parameters())
-    spec = selfspec.load(tmp_path, 96 * 2**20, context=64, device="cpu")
+    spec = selfspec.load(tmp_path, 128 * 2**20, context=64, device="cpu")
     placement = placement_of(spec.model)
     assert placement is not None
     # Nothing of the process counts.
@@ -175,7 +175,7 @@ def test_more_than_the_host_has_is_refused(tmp_path: Path, monkeypatch: pytest.M
         tmp_path
     )
     with pytest.raises(UnsupportedOptionError, match=r"streamed from memory of the host, which has 1\.0 KiB"):
-        selfspec.load(tmp_path, 96 * 2**20, context=64)
+        selfspec.load(tmp_path, 128 * 2**20, context=64)
 
 
 def test_devices_that_nothing_is_streamed_to_are_refused() -> None:
@@ -227,12 +227,12 @@ def test_streaming_to_a_gpu_gives_the_models_own_tokens(tmp_path: Path) -> None:
     model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
     model.save_pretrained(tmp_path)
     wanted = selfspec.wrap(model.to("cuda")).generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
-    spec = selfspec.load(tmp_path, 112 * 2**20, context=64, device="cuda")
+    spec = selfspec.load(tmp_path, 144 * 2**20, context=64, device="cuda")
     placement = placement_of(spec.model)
     assert placement is not None
     assert placement.plan.streamed
     output = spec.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
     assert torch.equal(output.sequences, wanted.sequences)
-    host = selfspec.load(tmp_path, 112 * 2**20, context=64, device="cuda", cache="host")
+    host = selfspec.load(tmp_path, 144 * 2**20, context=64, device="cuda", cache="host")
     output = host.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
     assert torch.equal(output.sequences, wanted.sequences)
