@@ -50,12 +50,12 @@ def candidates_at_one_place(texts: Iterable[tuple[Tensor, Tensor]], seed: int = 
         for count in COUNTS:
             pieces = zip(p.double().split(_AT_ONCE), q.double().split(_AT_ONCE), strict=True)
             both = [(token_level(*each, count, generator).sum(), optimum(*each, count).sum()) for each in pieces]
-            taken, best = (float(sum(each)) for each in zip(*both, strict=True))
-            found[count].append((taken, best, len(p)))
+            taken, best = zip(*both, strict=True)
+            found[count].append((float(sum(taken)), float(sum(best)), len(p)))
     estimates = []
     for count, each in found.items():
-        taken, most, places = (list(values) for values in zip(*each, strict=True))
-        estimates.append(Candidates(count, Estimate.of_ratio(taken, places), Estimate.of_ratio(most, places)))
+        accepted, most, places = ([row[column] for row in each] for column in range(3))
+        estimates.append(Candidates(count, Estimate.of_ratio(accepted, places), Estimate.of_ratio(most, places)))
     return estimates
 
 

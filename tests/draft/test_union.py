@@ -53,7 +53,8 @@ def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str, cont
 
 
 def _joint_of(spec: selfspec.SelfSpeculative, prompt: tuple[int, ...], warp: Warp, rows: int, batches: int) -> float:
-    ids, outputs = torch.tensor([prompt] * rows), []
+    ids = torch.tensor([prompt] * rows)
+    outputs: list[tuple[int, ...]] = []
     for batch in range(batches):
         output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
         outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())

@@ -80,7 +80,7 @@ def test_a_head_tied_to_the_embeddings_stays_plain() -> None:
 def test_an_untied_head_is_packed() -> None:
     model = tiny.llama(tie_word_embeddings=False).float()
     # A notebook would show whatever it returned.
-    assert pack(model) is None  # type: ignore[func-returns-value]
+    assert pack(model) is None
     assert isinstance(model.get_output_embeddings(), PackedLinear)
 
 
