@@ -10,7 +10,9 @@ import pytest
 import selfspec
 from helpers import tiny
 from helpers.serving import Asked, alone, small
-from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError
+from selfspec.cache.cache_kind import CacheKind
+from selfspec.decode.limits import Limits
+from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed, Event
 from selfspec.serve.row_request import RowRequest, RowSampling
@@ -112,6 +114,14 @@ def test_more_than_may_wait_are_refused() -> None:
     engine._thread = None
     engine.stop()
     assert engine.stats().finished == {"error": 2}
+
+
+@pytest.mark.parametrize("kept", ["int8", "host"])
+def test_keys_and_values_kept_in_other_ways_are_refused_by_name(kept: CacheKind) -> None:
+    spec = selfspec.wrap(small())
+    spec.limits = Limits(context=64, at_once=64, cache=kept)
+    with pytest.raises(UnsupportedOptionError, match=f"without cache='{kept}'"):
+        Engine(spec)
 
 
 def test_what_can_never_fit_is_refused_with_the_remedy() -> None:

@@ -29,6 +29,7 @@ from selfspec.decode.rows.stopping import JoinedStopping
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.draft import Drafter
+from selfspec.errors import UnsupportedOptionError
 from selfspec.model.adapter import Adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
@@ -101,6 +102,11 @@ class RowDecoder:
         limits: Limits | None,
     ) -> None:
         check_on_one_process(model, "an engine of requests that come and go")
+        if limits is not None and limits.cache != "exact":
+            raise UnsupportedOptionError(
+                f"an engine of requests that come and go keeps exact keys and values on the model's device; load the "
+                f"model without cache={limits.cache!r}"
+            )
         self._model = model
         self._adapter = adapter
         self._drafting = drafting
