@@ -11,6 +11,9 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat
 
+# A model that is unsure of what follows would write blanks up to its limit.
+_ANY_WHITESPACE = False
+
 
 class Grammars:
     """Compiles what answers have to fit; grammars that were compiled before are kept.
@@ -54,11 +57,13 @@ class Grammars:
         compiler = self._compiler = self._compiler or self._made()
         match wanted:
             case JsonSchemaFormat():
-                return compiler.compile_json_schema(json.dumps(wanted.json_schema.json_schema))
+                return compiler.compile_json_schema(
+                    json.dumps(wanted.json_schema.json_schema), any_whitespace=_ANY_WHITESPACE
+                )
             case RegexFormat():
                 return compiler.compile_regex(wanted.pattern)
             case _:
-                return compiler.compile_json_schema('{"type": "object"}')
+                return compiler.compile_json_schema('{"type": "object"}', any_whitespace=_ANY_WHITESPACE)
 
     def _made(self) -> Any:
         import xgrammar
