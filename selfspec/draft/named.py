@@ -77,14 +77,15 @@ def parse_draft(text: str) -> Drafter | None:
 
 def _sources(text: str, given: str) -> Iterator[Drafter]:
     """The drafters that `given`, a part of `text`, names in order."""
-    name, behind, then = given.partition("+")
-    found = _FREE.fullmatch(name.strip())
-    if found is None:
-        yield _model_drafter(text, given.strip())
-        return
-    yield _free_source(text, found[1], found[2])
-    if behind:
-        yield from _sources(text, then)
+    behind = "+"
+    while behind:
+        name, behind, then = given.partition("+")
+        found = _FREE.fullmatch(name.strip())
+        if found is None:
+            yield _model_drafter(text, given.strip())
+            return
+        yield _free_source(text, found[1], found[2])
+        given = then
 
 
 def _free_source(text: str, name: str, file: str | None) -> Free:

@@ -218,7 +218,7 @@ def split_by_stroke(text: Text) -> Sequence[str]:
 
 
 BAD_INPUT: list[tuple[list[str], str, str]] = [
-    (["--draft", "exit"], "DraftConfigError", "write exit:E for an early exit"),
+    (["--draft", "exit"], "DraftConfigError", "write exit:E with a layer"),
     (["--draft", "exit:5"], "DraftConfigError", "this model has 5 layers, choose 1..4"),
     (["--draft", "skip:attn=7"], "DraftConfigError", "layers 0..4"),
     (["--draft", "skip:layers=0-4"], "DraftConfigError", "skip fewer layers"),
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line_or_one_object(
     as_json = invoke(*words(folder, *more, "--output=json"))
     assert as_json.status == 2
     found = result(as_json.stdout)
-    assert found.keys() == {"error"}
+    assert found.keys() == {"schema_version", "error"}
     assert found["error"]["type"] == error
     assert remedy in found["error"]["message"]
 

@@ -47,7 +47,7 @@ def test_a_folder_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
 def test_the_plan_of_a_budget(invoke: Invoke, folder: str) -> None:
     ending = invoke("inspect", folder, "--memory", "8GiB", "--context", "100")
     assert (ending.status, ending.stderr) == (0, "")
-    for said in ("Within 8GiB, for 100 tokens", "5 of 5", "nothing", "tokens/s"):
+    for said in ("Within 8GiB on cpu, for 100 tokens", "5 of 5", "nothing", "tokens/s"):
         assert said in ending.stdout
     plan = json.loads(invoke("inspect", folder, "--memory", "8GiB", "--output", "json").stdout)["plan"]
     assert (plan["context"], plan["streamed"], plan["bits"]) == (4096, 0, None)
