@@ -76,7 +76,9 @@ def served(server: Running, batch: int, **options: Any) -> LM:
 
 def direct() -> LM:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
-    return HFLM(model, tokenizer=str(checkpoint_folder()), batch_size=1, device="cpu", dtype="float64", add_bos_token=True)
+    return HFLM(
+        model, tokenizer=str(checkpoint_folder()), batch_size=1, device="cpu", dtype="float64", add_bos_token=True
+    )
 
 
 @pytest.mark.parametrize("options", [{"batch": 1}, {"batch": 4}, {"batch": 1, "num_concurrent": 4}])
