@@ -237,5 +237,5 @@ def _notes(turns: int, seconds: float, kernels: bool) -> list[str]:
         "copies from the text, recycle tries what earlier passes nearly chose.",
     ]
     if not kernels:
-        notes.append("`selfspec kernels`, with a C++ compiler: 129M decode plainly 2.3-2.8x faster.")
+        notes.append("`selfspec kernels` (C++ compiler): plain decoding of 129M is 2.3-2.8x faster.")
     return notes

@@ -14,7 +14,7 @@ from transformers.generation import InfNanRemoveLogitsProcessor
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.processors import Processing, SequentialProcessing, Warping
 from selfspec.decode.sequences import Prefixes
-from selfspec.draft import Draft
+from selfspec.draft.draft import Draft
 
 
 class Sampling:

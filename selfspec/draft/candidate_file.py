@@ -6,15 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import parsed
+from selfspec.files.described_tensors import DescribedTensors
 from selfspec.files.writing import whole
 from selfspec.model.vocabulary import Vocabulary
 
@@ -56,14 +55,8 @@ class CandidateFile:
     """
 
     def __init__(self, file: str | Path) -> None:
-        self.source = str(file)
-        try:
-            self._tensors = cast(Any, safe_open(self.source, framework="np"))
-            self.about = parsed((self._tensors.metadata() or {}).get(_ABOUT, ""), About)
-        # ValueError: it says nothing of itself, or something else.
-        except (OSError, SafetensorError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DraftConfigError(f"{file} cannot be read as candidates ({reason}); {_REWRITE}") from error
+        self._tensors = DescribedTensors(file, "candidates", _ABOUT, About, "np", _REWRITE)
+        self.source, self.about = self._tensors.source, self._tensors.about
 
     def read(self, like: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Read tables of the same names, types and shapes.
@@ -73,15 +66,7 @@ class CandidateFile:
         """
         found = {}
         for name, values in like.items():
-            try:
-                array: NDArray[Any] = self._tensors.get_tensor(name)
-            except SafetensorError as error:
-                raise DraftConfigError(f"{self.source} lacks {name} ({error}); {_REWRITE}") from error
-            if (array.dtype, array.shape) != (values.dtype, values.shape):
-                raise DraftConfigError(
-                    f"{self.source} holds {name} as {array.dtype} {list(array.shape)} and not as {values.dtype} "
-                    f"{list(values.shape)}; {_REWRITE}"
-                )
+            array = self._tensors.read_like(name, values)
             if not self._may_be(array):
                 raise DraftConfigError(f"{self.source} holds numbers in {name} that are no {name}; {_REWRITE}")
             found[name] = array

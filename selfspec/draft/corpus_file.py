@@ -6,17 +6,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.draft.text_places import NONE, SortedCorpus, Tokens, sorted_ends
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import parsed
+from selfspec.files.described_tensors import DescribedTensors
 from selfspec.files.writing import whole
 from selfspec.model.vocabulary import Vocabulary
 
@@ -50,15 +49,9 @@ class CorpusFile:
     """
 
     def __init__(self, file: str | Path) -> None:
-        self.source = str(file)
-        try:
-            tensors = cast(Any, safe_open(self.source, framework="pt"))
-            self.vocabulary = parsed((tensors.metadata() or {}).get(_ABOUT, ""), _About).vocabulary
-            tokens, ends = tensors.get_tensor("tokens"), tensors.get_tensor("ends")
-        # ValueError: it says nothing of itself, or something else.
-        except (OSError, SafetensorError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DraftConfigError(f"{file} cannot be read as a corpus ({reason}); {_REWRITE}") from error
+        found = DescribedTensors(file, "a corpus", _ABOUT, _About, "pt", _REWRITE)
+        self.source, self.vocabulary = found.source, found.about.vocabulary
+        tokens, ends = found.read("tokens"), found.read("ends")
         if not (_is_within(tokens, NONE, self.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())

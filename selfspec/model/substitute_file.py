@@ -6,15 +6,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import parsed
+from selfspec.files.described_tensors import DescribedTensors
 from selfspec.files.writing import whole
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.fingerprint import fingerprint
@@ -60,19 +59,13 @@ class SubstituteFile:
     """
 
     def __init__(self, file: str | Path) -> None:
-        self.source = str(file)
-        try:
-            self._tensors = cast(Any, safe_open(self.source, framework="pt"))
-            self.about = parsed((self._tensors.metadata() or {}).get(_ABOUT, ""), About)
-        # ValueError: it says nothing of itself, or something else.
-        except (OSError, SafetensorError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DraftConfigError(f"{file} cannot be read as substitutes ({reason}); {REWRITE}") from error
+        self._tensors = DescribedTensors(file, "substitutes", _ABOUT, About, "pt", REWRITE)
+        self.source, self.about = self._tensors.source, self._tensors.about
 
     @property
     def weights(self) -> set[str]:
         """Names of the parameters that it has in fewer bits."""
-        return {name.rpartition(".")[0] for name in self._tensors.keys()}  # noqa: SIM118 - it is no mapping
+        return {name.rpartition(".")[0] for name in self._tensors.names}
 
     def check(self, precision: Precision, model: nn.Module) -> None:
         """Refuse a file that is not of this precision, or not of this model as its weights are now.
@@ -112,15 +105,7 @@ class SubstituteFile:
         return rounded
 
     def _tensor(self, name: str, like: Tensor) -> Tensor:
-        try:
-            tensor: Tensor = self._tensors.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise DraftConfigError(f"{self.source} lacks {name} ({error}); {REWRITE}") from error
-        if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
-            raise DraftConfigError(
-                f"{self.source} holds {name} as {tensor.dtype} {list(tensor.shape)} and not as {like.dtype} "
-                f"{list(like.shape)}; {REWRITE}"
-            )
+        tensor = self._tensors.read_like(name, like)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise DraftConfigError(f"{self.source} holds NaN or infinite values in {name}; {REWRITE}")
         return tensor

@@ -207,7 +207,7 @@ class Scheduler:
     # Room.
 
     def _hold(self, rows: int) -> bool:
-        """Give the running batch storage for so many of its rows and the one that is read; whether there is room."""
+        """Give the running batch storage for this number of rows and one in prefill; return whether there is room."""
         assert self._batch is not None
         cache, held = self._batch.cache, [entry.row for entry in self._active[:rows]]
         # What a row was read into is free once the row is copied: until then both count.

@@ -29,7 +29,7 @@ def check_system() -> None:
 
 
 def function_of(answer: str) -> str:
-    """The part of an answer that goes on with a function: up to the next line at the left margin that begins anew."""
+    """The part of an answer that continues a function: all up to the next statement without indentation."""
     ends = [place for end in _ENDS if (place := answer.find(end)) >= 0]
     return answer[: min(ends, default=len(answer))]
 
