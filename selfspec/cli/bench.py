@@ -22,7 +22,7 @@ from selfspec.cli.options import (
     one_draft_in_fewer_bits,
     read_draft,
 )
-from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
+from selfspec.cli.outcome import NO_MODEL, FailedCheckError, FailedRunError, print_json
 from selfspec.cli.terminal import StepBar, console, progress_bar
 from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
@@ -273,7 +273,7 @@ def bench(
     Exit status 1 if any arm was refused because its greedy tokens differ from those of `model.generate`.
     """
     if report is None and not model.model:
-        raise BenchError(f"name a model: a checkpoint folder, a hub name, or {DEMO}")
+        raise BenchError(NO_MODEL)
 
     from rich.markdown import Markdown
 

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from selfspec.errors import NonFiniteLogitsError, SelfSpecError, StorageError
+from selfspec.measure.embedded import DEMO
 
 FAILED = 1
 BAD_INPUT = 2
@@ -30,6 +31,9 @@ class FailedRunError(Exception):
         self.cause = cause
         self.result = result
 
+
+NO_MODEL = f"name a model: a checkpoint folder, a hub name, or {DEMO}"
+"""What every command says that needs a model and was given none."""
 
 SCHEMA_VERSION = 1
 """Of what `--output json` prints: see `selfspec.cli.json_schema`."""
@@ -76,7 +80,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, typer.TyperException):
-        return error.format_message()
+        message = error.format_message()
+        return NO_MODEL if message == "Missing argument 'MODEL'." else message
     if isinstance(error, SelfSpecError | FailedCheckError):
         return str(error)
     if type(error).__name__ == "OutOfMemoryError":

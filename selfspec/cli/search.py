@@ -76,14 +76,33 @@ def search(
         print_json({**found, **about, "versions": versions()})
     else:
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
-        promised = searching.speed(best)
-        print(
-            f"{len(scores)} sets evaluated; {best['draft']} is in {to}, predicted {promised:.2f} times plain decoding."
+        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), sep="\n")
+
+
+def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:
+    """Say what a search found, and what to do next.
+
+    Args:
+        model: as the command line names it.
+        draft: the best skip set's name.
+        promised: its predicted speed, in times plain decoding.
+        sets: how many were evaluated.
+        file: where it was saved.
+
+    Returns:
+        Two lines.
+    """
+    counted = f"{sets} set{'s' * (sets != 1)} evaluated"
+    if promised <= 1:
+        return (
+            f"No skip set is predicted to beat plain decoding here; of {counted} {draft} loses least, predicted "
+            f"{promised:.2f} times plain decoding. It is in {file}.",
+            f"What may be faster: selfspec calibrate {model}, which tries look-ups and other drafts; or train an exit.",
         )
-        if promised <= 1:
-            print("No skip set is predicted to beat plain decoding here: use --draft lookup+int8, or train an exit.")
-        else:
-            print(f"Measure it before you rely on it: selfspec bench {model} --draft skip-file:{to}")
+    return (
+        f"{counted}; {draft} is predicted {promised:.2f} times plain decoding. It is in {file}.",
+        f"Measure it before you rely on it: selfspec bench {model} --draft skip-file:{file}",
+    )
 
 
 def _sizes(text: str | None) -> tuple[int, int | None]:

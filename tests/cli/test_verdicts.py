@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli.ablate import _verdict
+from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.cli.train_check import CheckedExit, verdict
 from selfspec.measure.estimate import Estimate
 
@@ -44,3 +45,19 @@ ROW = {"draft": "exit:2", "predicted_speedup": 1.3}
 )
 def test_of_a_study(rows: list[dict[str, object]], said: str) -> None:
     assert said in _verdict("texts", rows)
+
+
+def test_of_a_search_that_found_one() -> None:
+    found, next_step = verdict_of_search("demo", "skip:layers=3", 1.24, 12, Path("skip.json"))
+    assert found == "12 sets evaluated; skip:layers=3 is predicted 1.24 times plain decoding. It is in skip.json."
+    assert next_step == "Measure it before you rely on it: selfspec bench demo --draft skip-file:skip.json"
+
+
+@pytest.mark.parametrize(("promised", "shown"), [(0.97, "0.97"), (1.0, "1.00")])
+def test_of_a_search_in_which_all_sets_lose(promised: float, shown: str) -> None:
+    found, next_step = verdict_of_search("demo", "skip:layers=3", promised, 1, Path("skip.json"))
+    assert found.startswith("No skip set is predicted to beat plain decoding here; of 1 set evaluated skip:layers=3")
+    assert f"predicted {shown} times plain decoding" in found
+    assert "best" not in found
+    assert "selfspec calibrate demo" in next_step
+    assert "skip-file" not in next_step

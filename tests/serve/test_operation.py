@@ -73,7 +73,9 @@ def test_the_log_has_a_line_a_request_and_no_text_unless_asked(
     ids = [answer.headers["x-request-id"] for answer in answers]
     # Another server of this process may still write of its own requests.
     lines = [json.loads(JsonLines().format(record)) for record in caplog.records if record.name == LOGGER.name]
-    lines = sorted((line for line in lines if line["request_id"] in ids), key=lambda line: ids.index(line["request_id"]))
+    lines = sorted(
+        (line for line in lines if line["request_id"] in ids), key=lambda line: ids.index(line["request_id"])
+    )
     assert [line["status"] for line in lines] == [200, 200, 400]
     assert [line.get("completion_tokens") for line in lines] == [8, 8, None]
     assert lines[0]["finish_reasons"] == ["length"]
