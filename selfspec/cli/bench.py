@@ -217,6 +217,10 @@ class MeasuredParts:
             "the lines of a workload, or plain decoding's own text.",
         ),
     ] = False
+    quality_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --quality: score N prompts of each workload; by default as many as are timed."),
+    ] = None
     run_code: Annotated[
         bool,
         typer.Option(
@@ -233,6 +237,8 @@ class MeasuredParts:
 
         if self.run_code and not self.quality:
             raise UnsupportedOptionError("--run-code runs the texts that --quality scores; give both")
+        if self.quality_prompts is not None and not self.quality:
+            raise UnsupportedOptionError("--quality-prompts has no effect without --quality; give both")
         if self.quality:
             require_packages()
         if self.run_code:
@@ -327,7 +333,7 @@ def _measure(
     name = "embedded" if model.model == DEMO else Path(model.model).name
     if memory is not None:
         name += f" within {memory}"
-    timed = {each: value for each, value in asdict(parts).items() if each not in ("quality", "run_code")}
+    timed = {each: asdict(parts)[each] for each in ("repeats", "warm_up", "peaks", "costs")}
     session = Session(name=name, place=model.place, model=checkpoint.model, specs=specs, **timed)
     prompted = with_prompts(cells.grid(list(workloads)), workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
@@ -358,7 +364,8 @@ def _score(
     arms = [make_arm(spec, checkpoint.model) for spec in specs]
     for workload, temperature in product(workloads.values(), dict.fromkeys(cells.temperature)):
         most = limit - cells.max_new_tokens
-        tasks = tasks_of(workload, checkpoint.tokenizer, cells.prompts, most, min(cells.context))
+        scored = measured.quality_prompts or cells.prompts
+        tasks = tasks_of(workload, checkpoint.tokenizer, scored, most, min(cells.context))
         setup = assessment.setup(workload.name, temperature, cells.max_new_tokens, tasks)
         known = {record.arm for record in kept.records() if record.setup == setup}
         if {*specs} <= known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import typer
 from selfspec.cli.options import Model, Output, OutputFormat, Threads, WholeMachine, grouped, prepare_process
 from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
+from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts
@@ -24,8 +26,6 @@ train = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-# Of the measured check of a new checkpoint; one turn is decoded in any case.
-_CHECK_SECONDS = 15.0
 # Of the Trainer's log: what the bar and the report say.
 _UNSAID = {
     "epoch",
@@ -48,20 +48,35 @@ def layerskip(
     recipe: LayerSkipRecipe,
     course: Course,
     machine: WholeMachine,
+    check_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0, help="After the training, measure the exits for about X seconds; each decodes one text at least."
+        ),
+    ] = 15.0,
     output: Output = "text",
 ) -> None:
     """Continue a checkpoint by the LayerSkip recipe (Elhoushi et al., 2024), so that early exits draft well.
 
     The weights change; the report says what that costs the full model on held-out text.
     """
-    _train(model, text, course, recipe, to, machine, output)
+    if not check_seconds < math.inf:
+        raise UnsupportedOptionError(f"--check-seconds {check_seconds:g} never ends; give e.g. 15")
+    report = _train(model, text, course, recipe, to, machine)
+
+    from selfspec.cli.train_check import check_exits, verdict
+
+    checked = check_exits(to, machine.device, report["after"], check_seconds)
+    _show({**report, "checked": [asdict(each) for each in checked]}, to, output)
+    if output == "text":
+        print(verdict(checked, to))
 
 
 @train.command()
 @grouped
 def plain(model: Model, to: To, text: Texts, course: Course, machine: WholeMachine, output: Output = "text") -> None:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
-    _train(model, text, course, None, to, machine, output)
+    _show(_train(model, text, course, None, to, machine), to, output)
 
 
 @train.command("exit")
@@ -79,7 +94,7 @@ def exit_heads(
 
     Heads learn the full model's own distribution; alpha = 1 - TV is the acceptance rate to expect.
     """
-    _train(model, text, course, heads, to, machine, output)
+    _show(_train(model, text, course, heads, to, machine), to, output)
 
 
 @train.command()
@@ -130,9 +145,8 @@ def _train(
     recipe: LayerSkipRecipe | ExitHeadRecipe | None,
     to: Path,
     machine: WholeMachine,
-    output: OutputFormat,
-) -> None:
-    """Train, and print the figures before and after."""
+) -> dict[str, Any]:
+    """Train, and return the figures before and after."""
     from selfspec.tools.train.run import run
 
     _prepare(machine.threads)
@@ -148,16 +162,7 @@ def _train(
                 # Where there is a bar, above it.
                 print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
 
-        report = run(model_place(model), text, course, recipe, to, observe, machine.device)
-    if not isinstance(recipe, LayerSkipRecipe):
-        _show(report, to, output)
-        return
-    from selfspec.cli.train_check import check_exits, verdict
-
-    checked = check_exits(to, machine.device, report["after"], _CHECK_SECONDS)
-    _show({**report, "checked": [asdict(each) for each in checked]}, to, output)
-    if output == "text":
-        print(verdict(checked, to))
+        return run(model_place(model), text, course, recipe, to, observe, machine.device)
 
 
 def _prepare(threads: int | None) -> None:

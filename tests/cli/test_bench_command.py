@@ -251,3 +251,17 @@ def test_what_a_budget_cannot_measure_is_refused(
     ending = invoke("bench", folder, *asked, *more)
     assert (ending.status, ending.stdout) == (2, "")
     assert said in ending.stderr
+
+
+def test_more_prompts_can_be_scored_than_are_timed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
+    words = ("bench", folder, "--workload", texts, "--prompts", "1", "--repeats", "1", "--warm-up", "1", "--no-peaks")
+    words += ("--max-new-tokens", "16", "--context", "8", "--no-costs", "--no-plots", "--temperature", "0", *ARMS[2:])
+    ending = invoke(*words, "--quality", "--quality-prompts", "2", "--to", str(tmp_path / "two"), "--output", "json")
+    assert ending.status == 0, ending.stderr
+    result = json.loads(ending.stdout)
+    assert [cell["settings"]["prompts"] for cell in result["cells"]] == [1]
+    assert {len(record["exact"]) for record in result["quality"]} == {2}
+
+    ending = invoke(*words, "--quality-prompts", "2", "--to", str(tmp_path / "none"))
+    assert ending.status == 2
+    assert "--quality" in ending.stderr

@@ -104,7 +104,7 @@ def test_a_training_on_a_full_disk_ends_in_one_line_and_goes_on_later(
         "2,3",
     )
     words += ("--steps", "4", "--save-every", "2", "--batch", "2", "--length", "16", "--held-out-blocks", "2")
-    words += ("--device", "cpu", "--output", "json")
+    words += ("--check-seconds", "0", "--device", "cpu", "--output", "json")
 
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2055360 vs 2055248")

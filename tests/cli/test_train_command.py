@@ -10,12 +10,8 @@ import pytest
 from helpers.running import Invoke
 
 _QUICK = ("--steps", "3", "--batch", "2", "--length", "16", "--held-out-blocks", "2", "--device", "cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured check of a new checkpoint takes one turn."""
-    monkeypatch.setattr("selfspec.cli.train._CHECK_SECONDS", 0.0)
+# The measured check of a new checkpoint takes one turn.
+_ONE_TURN = ("--check-seconds", "0")
 
 
 @pytest.fixture
@@ -29,7 +25,19 @@ def text(tmp_path: Path) -> str:
 def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     to = str(tmp_path / "model")
     ending = invoke(
-        "train", "layerskip", folder, "--text", text, "--to", to, "--exits", "2,3", *_QUICK, "--output", "json"
+        "train",
+        "layerskip",
+        folder,
+        "--text",
+        text,
+        "--to",
+        to,
+        "--exits",
+        "2,3",
+        *_QUICK,
+        *_ONE_TURN,
+        "--output",
+        "json",
     )
     assert ending.status == 0, ending.stderr
     report = json.loads(ending.stdout)
@@ -101,6 +109,7 @@ def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, te
         (("--exits", "2;3"), "--exits"),
         (("--exits", "9"), "out of range"),
         (("--learning-rate", "0"), "learning rate"),
+        (("--check-seconds", "inf"), "never ends"),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(

@@ -42,7 +42,7 @@ COMMANDS = {
     "index": "index MODEL --text TEXT --to corpus.safetensors",
     "search": f"search MODEL --to skip.json --evaluations 4 {STUDY}",
     "ablate": f"ablate --model MODEL --draft exits --confirm 1 --to study {STUDY}",
-    "train layerskip": f"train layerskip MODEL --text TEXT --to faster --exits 2 {TRAINING}",
+    "train layerskip": f"train layerskip MODEL --text TEXT --to faster --exits 2 --check-seconds 0 {TRAINING}",
     "train plain": f"train plain MODEL --text TEXT --to plain {TRAINING}",
     "train exit": f"train exit MODEL --text TEXT --to heads --exits 2 --rank 4 {TRAINING}",
     "train average": "train average MODEL MODEL --to average --held-out TEXT --length 16",
