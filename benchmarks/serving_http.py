@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--draft", default="lookup+int8")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=6.0, help="of each cell and turn")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before, of each cell of selfspec and turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
@@ -167,9 +168,9 @@ def main() -> None:
                 words = [word.replace("PORT", str(port)) for word in command]
                 model = str(copy)
                 with serving(words, port, given.threads, Path(folder) / "log", seconds=60):
-                    # Passes are recorded and models loaded at the first requests.
-                    for clients in (1, *given.clients):
-                        asyncio.run(drive(port, model, prompts, clients, given.new, 0.5, Cell()))
+                    # Models are loaded and passes recorded at the first requests, and each load has its trial.
+                    for clients in (1, *([] if "transformers" in arm else given.clients)):
+                        asyncio.run(drive(port, model, prompts, clients, given.new, given.warm_up, Cell()))
                     for clients in given.clients:
                         cell = cells[arm, clients]
                         asyncio.run(drive(port, model, prompts, clients, given.new, given.seconds, cell))

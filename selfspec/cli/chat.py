@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -126,6 +128,10 @@ class _Session:
         """Answer until the input ends."""
         if sys.stdin.isatty():
             self._note("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat")
+        with _on_interrupt(signal.SIG_IGN):
+            self._talk()
+
+    def _talk(self) -> None:
         for line in _lines(self._note):
             command, _, argument = line.partition(" ")
             if command == "/quit":
@@ -142,15 +148,19 @@ class _Session:
 
     def _answer(self, text: str) -> None:
         seed = None if self._seed is None else (self._seed + len(self.turns)) % 2**63
-        turn = self._conversation.ask(text, seed)
-        failed = None
+        failed, turn = None, None
         try:
-            for piece in turn:
-                self._say(piece)
+            with _on_interrupt(_raise_once):
+                turn = self._conversation.ask(text, seed)
+                for piece in turn:
+                    self._say(piece)
         except KeyboardInterrupt:
             failed = "ended here"
         except NonFiniteLogitsError as error:
             failed = str(error)
+        if turn is None:
+            self._note("ended before the answer began")
+            return
         self._say(turn.close() + "\n")
         self.turns.append(_figures(turn))
         self._note(_in_words(self.turns[-1]) + (f"; {failed}" if failed else ""))
@@ -187,23 +197,47 @@ class _Session:
             self._aside.print(text, style="dim", soft_wrap=True)
 
 
+@contextmanager
+def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handle Ctrl-C so for a while."""
+    kept = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, kept)
+
+
+def _raise_once(*_: object) -> NoReturn:
+    """End an answer or the reading of a line; whoever presses twice has nothing else ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _lines(note: Callable[[str], None]) -> Iterator[str]:
     """The lines of a terminal, with editing and history, or of standard input."""
     if not sys.stdin.isatty():
-        yield from (_decoded(line) for line in sys.stdin.buffer)
-        return
+        lines = iter(sys.stdin.buffer)
+        while True:
+            with _on_interrupt(_raise_once):
+                line = next(lines, None)
+            if line is None:
+                return
+            yield _decoded(line)
     # Lines can be edited once this is imported, where there is such a thing.
     with suppress(ImportError):
         import readline  # noqa: F401
     while True:
         try:
-            yield input("> ")
+            with _on_interrupt(_raise_once):
+                line = input("> ")
         except KeyboardInterrupt:
             print()
             note("Ctrl-D or /quit leaves")
         except EOFError:
             print()
             return
+        else:
+            yield line
 
 
 def _decoded(line: bytes) -> str:

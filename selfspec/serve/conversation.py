@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -17,6 +18,14 @@ from selfspec.decode.stats import Stats
 from selfspec.decode.text_stream import TextStream
 from selfspec.errors import PromptError
 from selfspec.serve.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Tokens that were read, and the cache of their keys and values. One object, so that no interrupt parts them."""
+
+    cache: DynamicCache = field(default_factory=DynamicCache)
+    tokens: list[int] = field(default_factory=list)
 
 
 class Conversation:
@@ -58,8 +67,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
-        self._cache = DynamicCache()
-        self._held: list[int] = []
+        self._read = _Read()
 
     def ask(self, text: str, seed: int | None = None) -> Turn:
         """Begin the turn that answers a message.
@@ -82,51 +90,51 @@ class Conversation:
                 f"the conversation with this message has {len(prompt)} tokens, and the context {self._context}; "
                 "begin anew with /reset, or say less"
             )
-        kept = self._keep(prompt)
+        self._read = self._keep(prompt)
         ids = torch.tensor([prompt], device=self._spec.device)
         generation = self._spec.stream(
             ids,
             torch.ones_like(ids),
-            past_key_values=self._cache,
+            past_key_values=self._read.cache,
             seed=seed,
             max_new_tokens=min(self._max_new_tokens, room),
             **self._options,
         )
-        self.messages.append(question)
-        return Turn(self, generation, prompt, kept, TextStream(self._tokenizer, prompt))
+        stream = TextStream(self._tokenizer, prompt)
+        return Turn(self, generation, question, prompt, len(self._read.tokens), stream)
 
-    def _keep(self, prompt: list[int]) -> int:
-        """Leave in the cache what the prompt begins with, less its last token; return how many tokens that is."""
+    def _keep(self, prompt: list[int]) -> _Read:
+        """Leave in the cache what the prompt begins with, less its last token."""
+        # An interrupt amid the cropping leaves nothing that is half cropped.
+        read, self._read = self._read, _Read()
         # The last token is read in any case: the answer follows from it.
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._held, prompt[:-1], strict=False))
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(read.tokens, prompt[:-1], strict=False))
         shared = sum(1 for _ in alike)
-        surplus = len(self._held) - shared
-        if surplus and all(type(layer) is DynamicLayer for layer in self._cache.layers):
-            self._cache.crop(-surplus)
+        surplus = len(read.tokens) - shared
+        if surplus and all(type(layer) is DynamicLayer for layer in read.cache.layers):
+            read.cache.crop(-surplus)
         elif surplus:
             # States cannot go back to what they were some tokens ago.
-            self._cache, shared = DynamicCache(), 0
-        self._held = prompt[:shared]
-        return shared
+            return _Read()
+        return _Read(read.cache, prompt[:shared])
 
     def _ended(self, turn: Turn) -> None:
         """Take an answer in."""
         if turn.text:
-            self.messages.append({"role": "assistant", "content": turn.text})
-        else:
-            self.messages.pop()
-        filled, length = turn.prompt + turn.tokens[:-1], past_length(self._cache)
+            self.messages += [turn.question, {"role": "assistant", "content": turn.text}]
+        filled, length = turn.prompt + turn.tokens[:-1], past_length(self._read.cache)
         if length == len(filled):
-            self._held = filled
+            self._read = _Read(self._read.cache, filled)
         # A turn that was cut short leaves the cache as it found it; states alone do not say what they have read.
-        elif turn.finished or length != len(self._held):
-            self._cache, self._held = DynamicCache(), []
+        elif turn.finished or length != len(self._read.tokens):
+            self._read = _Read()
 
 
 class Turn(Iterator[str]):
     """One answer: its text, piece by piece, as rounds are committed.
 
     Attributes:
+        question: the message that is answered.
         prompt: the tokens of the conversation up to the answer.
         kept: how many of them were in the cache before.
         tokens: of the answer, so far.
@@ -135,11 +143,18 @@ class Turn(Iterator[str]):
     """
 
     def __init__(
-        self, conversation: Conversation, generation: Generation, prompt: list[int], kept: int, stream: TextStream
+        self,
+        conversation: Conversation,
+        generation: Generation,
+        question: dict[str, str],
+        prompt: list[int],
+        kept: int,
+        stream: TextStream,
     ) -> None:
         self._conversation = conversation
         self._generation = generation
         self._stream = stream
+        self.question = question
         self.prompt = prompt
         self.kept = kept
         self.tokens: list[int] = []

@@ -6,10 +6,12 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,45 +104,104 @@ def test_a_template_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Pat
     assert "cannot be read" in ending.stderr
 
 
-def test_an_interrupt_ends_the_answer_and_not_the_program(folder: str, template: str) -> None:
-    """In a real terminal: the next message is answered, and the end of the input leaves with status 0."""
-    here, there = pty.openpty()
-    command = [sys.executable, "-m", "selfspec", *words(folder, template, "--device", "cpu", "--max-new-tokens", "450")]
-    environment = {**os.environ, "TERM": "dumb"}
-    process = subprocess.Popen(
-        command, stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True
-    )
-    os.close(there)
-    seen = b""
+@pytest.fixture
+def endless(folder: str, tmp_path: Path) -> str:
+    """A checkpoint whose answers end at nothing but their length, which is beyond what a test waits for."""
+    copied = tmp_path / "endless"
+    shutil.copytree(folder, copied, copy_function=shutil.copyfile)
+    for name in ("config.json", "generation_config.json"):
+        described = json.loads((copied / name).read_text())
+        described = {**described, "eos_token_id": None, "max_position_embeddings": 10**6}
+        (copied / name).write_text(json.dumps(described if name == "config.json" else {"eos_token_id": None}))
+    return str(copied)
 
-    def read_until(words: bytes, seconds: float = 20) -> None:
-        nonlocal seen
+
+class Terminal:
+    """A chat in a real terminal."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._here, there = pty.openpty()
+        environment = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            command, stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True
+        )
+        os.close(there)
+        self._seen = b""
+
+    def type(self, keys: bytes) -> None:
+        """Press keys."""
+        os.write(self._here, keys)
+
+    def sees(self, words: bytes, seconds: float = 0.3) -> bool:
+        """Whether words are there within some time; what comes before them is forgotten."""
         until = time.monotonic() + seconds
-        while words not in seen:
-            assert time.monotonic() < until, seen
-            if select.select([here], [], [], 0.2)[0]:
-                seen += os.read(here, 4096)
-        seen = seen.partition(words)[2]
+        while words not in self._seen:
+            if time.monotonic() > until:
+                return False
+            if select.select([self._here], [], [], 0.05)[0]:
+                self._seen += os.read(self._here, 4096)
+        self._seen = self._seen.partition(words)[2]
+        return True
 
-    try:
-        read_until(b"> ")
-        os.write(here, b"Tell me of Lily.\n")
-        read_until(b"Lily.\r\n")
-        # Some of the answer is there.
-        read_until(b" ")
-        process.send_signal(signal.SIGINT)
-        read_until(b"ended here")
-        read_until(b"> ")
-        # Once the line is being read: an interrupt just before that waits for the next key.
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        read_until(b"/quit leaves")
-        os.write(here, b"/reset\n")
-        read_until(b"forgotten")
-        read_until(b"> ")
-        os.write(here, b"\x04")
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(here)
+    def wait_for(self, words: bytes) -> None:
+        """Wait for words."""
+        assert self.sees(words, 60), self._seen
+
+    def interrupt(self) -> None:
+        """Send what Ctrl-C sends."""
+        self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._here)
+
+
+@pytest.fixture
+def terminal(endless: str, template: str) -> Iterator[Terminal]:
+    length = ("--max-new-tokens", "900000")
+    opened = Terminal([sys.executable, "-m", "selfspec", *words(endless, template, *length, "--device", "cpu")])
+    yield opened
+    opened.close()
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) -> None:
+    """In a real terminal: the next message is answered, and the end of the input leaves with status 0."""
+    terminal.wait_for(b"> ")
+    terminal.type(b"Tell me of Lily.\n")
+    terminal.wait_for(b"Lily.\r\n")
+    # Some of the answer is there.
+    terminal.wait_for(b" ")
+    terminal.interrupt()
+    terminal.wait_for(b"ended here")
+    terminal.wait_for(b"> ")
+    # One that comes just before the line is read waits for the next key, so it is sent until it is seen.
+    for _ in range(50):
+        terminal.interrupt()
+        if terminal.sees(b"/quit leaves"):
+            break
+    terminal.type(b"/reset\n")
+    terminal.wait_for(b"forgotten")
+    terminal.wait_for(b"> ")
+    terminal.type(b"\x04")
+    assert terminal.process.wait(60) == 0
+
+
+def test_many_interrupts_end_one_answer_and_nothing_else(terminal: Terminal) -> None:
+    """Also those that come while the answer is being ended."""
+    terminal.wait_for(b"> ")
+    for _ in range(4):
+        terminal.type(b"Tell me of Lily.\n")
+        terminal.wait_for(b"Lily.\r\n")
+        terminal.wait_for(b" ")
+        for _ in range(40):
+            terminal.interrupt()
+            time.sleep(0.001)
+        terminal.wait_for(b"ended here")
+        terminal.wait_for(b"> ")
+    # A line that was cut by an interrupt begins anew.
+    while terminal.sees(b"/quit leaves"):
+        pass
+    terminal.type(b"\n/quit\n")
+    assert terminal.process.wait(60) == 0

@@ -6,10 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from helpers.http_server import NAME, Running, running
+from helpers.http_server import Running, running
 from selfspec.serve.server_limits import ServerLimits
 
 BODY = b'{"model": "stories", "prompt": "Once upon", "max_tokens": 400, "temperature": 0, "ignore_eos": true%s}'
@@ -70,11 +71,11 @@ def test_headers_that_drip_after_a_first_request(strict: Running) -> None:
 
 def test_endless_headers(strict: Running) -> None:
     with opened(strict) as connection:
-        try:
+        with suppress(OSError):
             connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * 200_000)
-        except OSError:
-            return
-        assert b"400" in read_all(connection) or True
+        # The reply is lost where the connection is reset while more is being sent.
+        assert read_all(connection).split(b"\r\n")[0] in (b"HTTP/1.1 400 Bad Request", b"")
+    assert strict.ask("/health").status == 200
 
 
 def test_a_body_that_never_ends(strict: Running) -> None:
@@ -101,13 +102,14 @@ def test_garbage(strict: Running) -> None:
 
 @pytest.mark.parametrize("stream", [b"", b', "stream": true'])
 def test_who_leaves_has_no_row(strict: Running, stream: bytes) -> None:
+    before = strict.served.engine.stats().finished
     with opened(strict) as connection:
         connection.sendall(request(BODY % stream))
         while not strict.served.engine.stats().running:
             time.sleep(0.005)
-    before = strict.served.engine.stats().finished.get("cancelled", 0)
     strict.settled()
-    assert strict.served.engine.stats().finished["cancelled"] == before + 1 or before
+    after = strict.served.engine.stats().finished
+    assert after["cancelled"] == before.get("cancelled", 0) + 1
 
 
 def test_a_full_queue(strict: Running) -> None:
@@ -157,4 +159,3 @@ def test_stopping_finishes_what_runs_and_takes_nothing_new() -> None:
     thread.join(30)
     assert replies[0].status == 200
     assert replies[0].body["usage"]["completion_tokens"] == 400
-    assert NAME

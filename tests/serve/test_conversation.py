@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 import selfspec
 from helpers import tiny
@@ -165,3 +167,30 @@ def test_tools_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     ids = ChatTemplate(tokenizer, PLAIN).prompt([{"role": "user", "content": "Hi"}], [tool])
     assert "tools: weather" in tokenizer.decode(ids)
+
+
+def test_an_interrupt_before_the_answer_leaves_the_next_turn_right(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes: some layers of the cache are cropped by then, and others are not."""
+    conversation = begun(spec, tokenizer, FORGETFUL)
+    first = conversation.ask(TEXTS[0])
+    "".join(first)
+    first.close()
+    before = list(conversation.messages)
+    crop, crops = DynamicLayer.crop, itertools.count()
+
+    def interrupted(layer: DynamicLayer, tokens: int) -> None:
+        if next(crops) == 2:
+            raise KeyboardInterrupt
+        crop(layer, tokens)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DynamicLayer, "crop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.ask(TEXTS[1])
+    assert conversation.messages == before
+    second = conversation.ask(TEXTS[2])
+    "".join(second)
+    second.close()
+    assert second.tokens == whole(spec, second.prompt)
