@@ -22,6 +22,7 @@ from selfspec.draft import Cascade, Drafter, PromptLookup, Recycling
 from selfspec.files.writing import write_json
 from selfspec.measure.cycles import in_cycles
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.palette import ORANGE, PURPLE, STYLE, VERMILION, WINE
 from selfspec.measure.prompts import read_workloads
 
 _SIZES = (1, 3, 7, 15, 31)
@@ -32,6 +33,13 @@ _ARMS: dict[str, Drafter] = {
     "recycling after one token": Recycling(longest=1),
     "recycling after one to four": Recycling(),
     "look-up, then recycling": Cascade(PromptLookup(), Recycling()),
+}
+# Colours and markers.
+_LOOKS = {
+    "look-up": (PURPLE, "v"),
+    "recycling after one token": (ORANGE, "o"),
+    "recycling after one to four": (VERMILION, "P"),
+    "look-up, then recycling": (WINE, "s"),
 }
 
 
@@ -94,23 +102,31 @@ def table(points: list[Point]) -> str:
 
 def draw(points: list[Point], file: Path) -> None:
     """Draw tokens a pass outside of loops over the nodes of a tree, a panel for each workload."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     workloads = list(dict.fromkeys(point.workload for point in points))
-    figure = Figure(figsize=(4.2 * len(workloads), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
-    for panel, workload in zip(panels, workloads, strict=True):
-        for arm in _ARMS:
-            chosen = [point for point in points if (point.workload, point.arm) == (workload, arm)]
-            sizes = [point.nodes for point in chosen]
-            panel.plot(sizes, [point.outside_loops.value for point in chosen], marker="o", markersize=3, label=arm)
-        panel.set(title=workload, xscale="log", xlabel="nodes of a tree, at most", xticks=_SIZES)
-        panel.set_xticks(_SIZES, [str(size) for size in _SIZES])
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("tokens committed a pass, outside of loops")
-    panels[0].legend(fontsize=8, loc="upper left")
-    figure.savefig(file, dpi=120)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(3.6 * len(workloads), 3.0), layout="constrained")
+        panels = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
+        for panel, workload in zip(panels, workloads, strict=True):
+            for number, (arm, (colour, marker)) in enumerate(_LOOKS.items()):
+                chosen = [point for point in points if (point.workload, point.arm) == (workload, arm)]
+                # Side by side, so that intervals can be told apart.
+                sizes = [point.nodes * 1.03 ** (number - 1.5) for point in chosen]
+                found = [point.outside_loops for point in chosen]
+                ends = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
+                values = [each.value for each in found]
+                panel.errorbar(
+                    sizes, values, ends, lw=1, elinewidth=0.7, capsize=2, color=colour, marker=marker, label=arm
+                )
+            panel.set(title=workload, xscale="log", xlabel="nodes of a tree, at most", xticks=_SIZES, ylim=(1, None))
+            panel.set_xticks(_SIZES, [str(size) for size in _SIZES])
+            panel.minorticks_off()
+            panel.grid()
+        panels[0].set_ylabel("tokens a pass, outside of loops; 95 % intervals")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+        figure.savefig(file, dpi=150)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ _FEW_PLACES, _FEW_ARMS = 2, 5
 _DPI = 150
 _SPEED_LABEL = "decoding speed, times that of model.generate"
 _RATE_LABEL = "acceptance rate, with 95 % intervals"
-_PLACE_LABEL = "workload, rows x tokens of prompt"
+_PLACE_LABEL = "workload,\nrows x tokens of prompt"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ class _Grid:
         known = {name: arm for name, arm in arms.items() if any(value(each, arm) for each in cells)}
         places, temperatures = list(dict.fromkeys(place for place, _ in at)), sorted({t for _, t in at})
         return cls(at, places, temperatures, known, value, label, nothing)
+
+    @property
+    def highest(self) -> float:
+        """What an axis has to reach: a little more than the end of any interval."""
+        return 1.04 * max(found.high for each in self.cells.values() for found in self._found(each))
+
+    def _found(self, measured: MeasuredCell) -> list[Estimate]:
+        values = (self.value(measured, arm) for arm in self.arms.values())
+        return [found for found in values if found is not None]
 
     def estimate(self, place: str, temperature: float, arm: str) -> Estimate | None:
         """The figure of an arm in a cell; None where there is none."""
@@ -161,7 +170,8 @@ def _dots_by_arm(grid: _Grid, baseline: float | None, limit: float | None) -> Fi
                     _dot(panel, found, line, mark_of_arm(grid.arms[name]))
             panel.set_title(_title(temperature) if len(grid.places) == 1 else f"{place}, {_title(temperature)}")
             panel.set_yticks(range(len(names)), names)
-            _finish(panel, len(names), baseline, limit)
+            _finish(panel, len(names), baseline)
+    panels[0][0].set_xlim(0, grid.highest if limit is None else limit)
     figure.supxlabel(grid.label, fontsize=STYLE["font.size"])
     return figure
 
@@ -170,7 +180,8 @@ def _dots_by_place(grid: _Grid, baseline: float | None, limit: float | None) -> 
     from matplotlib.lines import Line2D
 
     names, count = list(grid.arms), len(grid.places)
-    height = min(_HEIGHT, 1.1 + count * max(_LINE, 0.075 * len(names)))
+    # Room for the label of the places, also where there are few.
+    height = min(_HEIGHT, 1.1 + max(1.5, count * max(_LINE, 0.075 * len(names))))
     figure, panels = _panels(1, len(grid.temperatures), height)
     for column, temperature in enumerate(grid.temperatures):
         panel = panels[0][column]
@@ -187,7 +198,8 @@ def _dots_by_place(grid: _Grid, baseline: float | None, limit: float | None) -> 
                 panel.axhspan(line - 0.5, line + 0.5, color="#F4F4F4", zorder=0)
         panel.set_title(_title(temperature))
         panel.set_yticks(range(count), grid.places)
-        _finish(panel, count, baseline, limit)
+        _finish(panel, count, baseline)
+    panels[0][0].set_xlim(0, grid.highest if limit is None else limit)
     panels[0][0].set_ylabel(_PLACE_LABEL)
     lines = [
         Line2D([], [], label=name, **{**mark_of_arm(arm).of_line, "linestyle": ""}) for name, arm in grid.arms.items()
@@ -233,28 +245,37 @@ def _by_depth(cells: Sequence[MeasuredCell]) -> Figure:
     flat = [panel for row in panels for panel in row]
     for panel in flat[len(cells) :]:
         panel.set_axis_off()
+    longest = 1
     for panel, measured, here in zip(flat, cells, records, strict=False):
         for record in here:
-            assert record.counts is not None
-            pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
-            shares = [Estimate.of_share(*pair) for pair in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
-            known = [share for share in shares if share is not None]
+            known = _shares(record)
+            longest = max(longest, len(known))
             # Side by side, so that intervals can be told apart.
             beside = 0.5 * ((list(arms).index(record.arm.name) + 0.5) / len(arms) - 0.5)
             at = [depth + beside for depth in range(1, len(known) + 1)]
             _curve(panel, at, known, marks[record.arm.name])
         if not panel.get_lines():
             panel.text(0.5, 0.5, "too few tokens", ha="center", va="center", transform=panel.transAxes, color=GREY)
-        panel.locator_params(axis="x", integer=True)
         panel.set_title(f"{_place(measured.cell, several)}, {_title(measured.cell.temperature)}")
-        panel.set_ylim(0, 1.02)
+        panel.set_ylim(0, 1.05)
         panel.grid(axis="y")
+    # All panels share it.
+    flat[0].set_xticks(range(1, longest + 1))
+    flat[0].set_xlim(0.5, longest + 0.5)
     for row in panels:
         row[0].set_ylabel("share accepted of those judged")
     figure.supxlabel(f"depth in the draft, where at least {_ENOUGH} were judged; 95 % intervals", fontsize=8)
     handles = [_key(name, mark) for name, mark in marks.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(3, len(handles)))
     return figure
+
+
+def _shares(record: Record) -> list[Estimate]:
+    """The share accepted at each depth, up to the first at which too few tokens were judged."""
+    assert record.counts is not None
+    pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
+    shares = [Estimate.of_share(*pair) for pair in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
+    return [share for share in shares if share is not None]
 
 
 def _curve(panel: Axes, at: Sequence[float], shares: Sequence[Estimate], mark: Mark) -> None:
@@ -281,11 +302,10 @@ def _dot(panel: Axes, found: Estimate, line: float, mark: Mark) -> None:
     panel.errorbar(found.value, line, xerr=ends, capsize=2, elinewidth=0.8, capthick=0.8, **how)
 
 
-def _finish(panel: Axes, lines: int, baseline: float | None, limit: float | None) -> None:
+def _finish(panel: Axes, lines: int, baseline: float | None) -> None:
     if baseline is not None:
         panel.axvline(baseline, color=PALE, linewidth=0.9, zorder=0)
     panel.set_ylim(lines - 0.5, -0.5)
-    panel.set_xlim(left=0, right=limit)
     panel.tick_params(axis="y", length=0)
     panel.grid(axis="x")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -19,17 +20,20 @@ from selfspec.tools.bench.results import MeasuredCell
 
 pytest.importorskip("matplotlib")
 
+DEEP = Stats(
+    8, 8, 8, judged_per_depth=[100, 60, 30], accepted_per_depth=[60, 30, 10], seconds={"draft": 0.5, "verify": 1.0}
+)
 DRAFTS = ["exit:2", "exit:4", "lookup", "lookup+exit:4", "int8", "auto"]
 
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """The figures that are drawn, by the name of their file."""
+    """The figures that are drawn, by the name of their file: the speeds come first."""
     figures: dict[str, Figure] = {}
     save = Figure.savefig
 
     def keep(figure: Figure, file: Path, **how: Any) -> None:
-        figures[SPEED if SPEED.removesuffix(".png") in str(file) else ACCEPTANCE] = figure
+        figures[ACCEPTANCE if SPEED in figures else SPEED] = figure
         save(figure, file, **{**how, "dpi": 40})
 
     monkeypatch.setattr(Figure, "savefig", keep)
@@ -76,6 +80,44 @@ def test_a_line_without_enough_tokens_says_so(saved: dict[str, Figure], tmp_path
     draw([*[cell for cell in many if cell.cell.workload != "w3"], *short], tmp_path)
     texts = [text.get_text() for axes in saved[ACCEPTANCE].axes for text in axes.texts]
     assert texts == ["too few tokens"] * 2
+
+
+@pytest.mark.parametrize("workloads", [1, 3])
+def test_nothing_lies_outside_the_picture(workloads: int, saved: dict[str, Figure], tmp_path: Path) -> None:
+    slow = cells(workloads, ["exit:2", "lookup"])
+    # Sampled cells, which are drawn last, are four times as fast beside model.generate.
+    fast = [
+        replace(each, arms=(record("generate", [[4.0, 4.8], [4.4, 4.0]]), *each.arms[1:]))
+        if each.cell.temperature
+        else each
+        for each in slow
+    ]
+    draw(fast, tmp_path)
+    for figure in saved.values():
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+            for line in axes.get_lines():
+                across, up = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
+                if line.get_linestyle() == "None":
+                    assert (across >= left).all()
+                    assert (across <= right).all()
+                    assert (up >= min(low, high)).all()
+                    assert (up <= max(low, high)).all()
+            label = axes.yaxis.label.get_window_extent()
+            assert label.y0 >= 0
+            assert label.y1 <= figure.bbox.y1
+
+
+def test_every_depth_that_is_drawn_has_a_tick(saved: dict[str, Figure], tmp_path: Path) -> None:
+    deep = [
+        replace(each, arms=tuple(replace(arm, counts=DEEP if arm.arm.draft else arm.counts) for arm in each.arms))
+        for each in cells(1, ["exit:2", "exit:4"])
+    ]
+    draw(deep, tmp_path)
+    for axes in saved[ACCEPTANCE].axes:
+        (left, right), ticks = axes.get_xlim(), axes.get_xticks().tolist()
+        assert [tick for tick in ticks if left <= tick <= right] == [1, 2, 3]
 
 
 def test_without_drafts_there_is_no_acceptance_to_draw(tmp_path: Path) -> None:
