@@ -38,7 +38,7 @@ def default_rule(greedy: bool) -> Rule:
 def find_rule(accept: str | Rule) -> Rule:
     """The rule of that name, or the rule itself.
 
-    The thresholds of a relaxed rule may stand after its name: `relaxed-typical:epsilon=0.1,delta=0.03`.
+    The thresholds of a relaxed rule may follow its name: `relaxed-typical:epsilon=0.1,delta=0.03`.
 
     Raises:
         UnsupportedOptionError: there is none of that name or with such thresholds, or it is no rule.

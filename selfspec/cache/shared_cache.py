@@ -450,7 +450,7 @@ class SharedCache(Cache):
 
 
 def _widths(tokens: int, most: int) -> list[int]:
-    """Split tokens into runs of at most so many."""
+    """Split tokens into runs of at most `most`."""
     return [min(most, tokens - start) for start in range(0, tokens, max(most, 1))]
 
 

@@ -33,7 +33,7 @@ class Costs:
         verify: V(1), a target pass over a single token; more than 1 where drafting costs it something extra.
         widening: what every further token of the block adds to V.
         overhead: o, all else in a round that drafts.
-        out_of_step: how long a pass takes over rows of a batch that stand at different places, in passes over rows at
+        out_of_step: how long a pass takes over rows of a batch that are at different places, in passes over rows at
             one place. 1.2 was measured on a model of 2M parameters; the larger the model, the less it is.
         rows: of the batch that all this is about.
         each_row: what a further row adds to a pass over one token of each, where it is more than a further token of a
@@ -103,7 +103,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class RaggedCosts:
-    """The costs of batches whose rows stand at different places anyhow, with drafts or without.
+    """The costs of batches whose rows are at different places anyhow, with drafts or without.
 
     Attributes:
         costs: of batches that may be in step.

@@ -1,4 +1,4 @@
-"""What is said of a draft that is not understood: how its kind is written, or which one was probably meant."""
+"""The message for a draft that cannot be read: how its kind is written, or which one was probably meant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LIST = (
     "exit:E, int8, int4, skip:..., skip-file:FILE, head:FOLDER, assistant:FOLDER, lookup, suffix, recycle, union:..., "
     "auto or none"
 )
-# A kind and what belongs to it, whatever stands between.
+# A kind and what belongs to it, whatever is between them.
 _RUN_TOGETHER = re.compile(r"(exit|int)[-_=@ ]?(\d+)", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""Where the end of a text has stood before in it: an index of n-grams that grows with the text, token by token."""
+"""Where the end of a text occurred before in it: an index of n-grams that grows with the text, token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Match:
 
 
 class SuffixIndex:
-    """The n-grams of a text, each with the place where it last stood.
+    """The n-grams of a text, each with its last place.
 
     Args:
         shortest: tokens of the shortest n-gram that counts as a match, at least 1.

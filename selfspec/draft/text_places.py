@@ -20,7 +20,7 @@ MOST_PLACES = 64
 
 
 def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-    """Find where a context stood in a text, followed by something.
+    """Find where a context occurs in a text, followed by something.
 
     Args:
         tokens: the text; it may be the one that ends with the context.

@@ -1,17 +1,17 @@
 // Products of a few rows with weights in 4 bits, in groups of 32 inputs that have a scale and a zero each.
 //
-// Inputs are rounded to 8 bits by the same groups: integers are multiplied several times as fast as floats, and a draft
-// may round as it likes. Each output of each row is summed in one order, whatever the number of rows and threads.
+// Inputs are rounded to 8 bits by the same groups. Each output of each row is summed in one order, whatever the number
+// of rows and threads.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "lanes.h"
+#include "rounding.h"
 
 namespace {
 
@@ -43,30 +43,19 @@ Inputs rounded(const float* x, int64_t groups) {
   for (int64_t group = 0; group < groups; ++group) {
     const float* first = x + group * kGroup;
     const float* last = first + kGroup / 2;
-    uint32_t bits[kGroup], most_bits = 0;
-    std::memcpy(bits, first, sizeof bits);
-    // In the order of their bits, numbers that are not finite come last.
-    for (int i = 0; i < kGroup; ++i) most_bits = std::max(most_bits, bits[i] & 0x7fffffffu);
-    float most;
-    std::memcpy(&most, &most_bits, sizeof most);
-    const float scale = most / 127, inverse = 1 / scale;
-    const float factor = std::isfinite(most) && std::isfinite(inverse) ? inverse : 0;
-    const auto nearest = [&](float input) {
-      const float scaled = input * factor;
-      return static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f));
-    };
+    const Step step = step_of<kGroup>(first);
     int32_t sum = 0;
-    if (factor > 0) {
+    if (step.factor > 0) {
       for (int i = 0; i < kGroup / 2; ++i) {
-        const int32_t one = nearest(first[i]), other = nearest(last[i]);
+        const int32_t one = step.level(first[i]), other = step.level(last[i]);
         inputs.first[group * kGroup / 2 + i] = one;
         inputs.last[group * kGroup / 2 + i] = other;
         sum += one + other;
       }
     }
     for (int lane = group * kLanesOfGroup; lane < (group + 1) * kLanesOfGroup; ++lane) {
-      inputs.scales[lane] = scale;
-      inputs.sums[lane] = scale * sum / kLanesOfGroup;
+      inputs.scales[lane] = step.scale;
+      inputs.sums[lane] = step.scale * sum / kLanesOfGroup;
     }
   }
   return inputs;

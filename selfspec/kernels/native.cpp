@@ -11,6 +11,7 @@
 #include <cmath>
 #include <vector>
 
+#include "eight_bits.h"
 #include "lanes.h"
 
 namespace {
@@ -33,6 +34,7 @@ struct BFloat16 {
   }
 };
 
+#if !defined(__AVX512VNNI__)
 struct Int8 {
   using Stored = int8_t;
   using Sum = float;
@@ -47,6 +49,7 @@ struct Int8 {
 #endif
   }
 };
+#endif
 
 // What a product reads and writes; scales and bias are null where there are none.
 template <typename Weight>
@@ -54,6 +57,14 @@ struct Product {
   using Sum = typename Weight::Sum;
   static constexpr int lanes = kLanes<Sum>;
   using Vector = typename Lanes<Sum, lanes>::Vector;
+
+  // The inputs of all rows, `[rows, in]`.
+  struct Inputs {
+    const Sum* x;
+
+    Inputs(const Sum* x, int64_t, int64_t) : x(x) {}
+    const Sum* data() const { return x; }
+  };
 
   const Sum* x;
   const typename Weight::Stored* weight;
@@ -124,16 +135,17 @@ struct Factor {
   std::optional<at::Tensor> scales;
 };
 
-template <typename Weight>
+template <typename Work>
 std::vector<at::Tensor> products(const at::Tensor& x, const std::vector<Factor>& factors) {
-  using Sum = typename Weight::Sum;
+  using Sum = typename Work::Sum;
   const auto in_sums = [](const at::Tensor& tensor) {
     constexpr auto dtype = c10::CppTypeToScalarType<Sum>::value;
     return (tensor.scalar_type() == dtype ? tensor : tensor.to(dtype)).contiguous();
   };
   const at::Tensor states = in_sums(x);
   const int64_t rows = rows_of(x), in = x.size(-1);
-  std::vector<Product<Weight>> works;
+  const typename Work::Inputs inputs(states.const_data_ptr<Sum>(), rows, in);
+  std::vector<Work> works;
   std::vector<at::Tensor> found, kept;
   int64_t total = 0;
   for (const Factor& factor : factors) {
@@ -144,8 +156,7 @@ std::vector<at::Tensor> products(const at::Tensor& x, const std::vector<Factor>&
     };
     const int64_t out = factor.weight.size(0);
     found.push_back(at::empty(with_last(x, out), states.options()));
-    works.push_back({states.const_data_ptr<Sum>(),
-                     static_cast<const typename Weight::Stored*>(factor.weight.const_data_ptr()),
+    works.push_back({inputs.data(), static_cast<decltype(Work::weight)>(factor.weight.const_data_ptr()),
                      found.back().mutable_data_ptr<Sum>(), pointer(factor.scales), pointer(factor.bias), in, out});
     total += out;
   }
@@ -173,12 +184,17 @@ std::vector<at::Tensor> multiply(const at::Tensor& x, const std::vector<Factor>&
     TORCH_CHECK(weight.dim() == 2 && x.size(-1) == weight.size(1), "few_rows: sizes do not match");
     TORCH_CHECK(weight.is_contiguous(), "few_rows: the weight is not contiguous");
     TORCH_CHECK(weight.scalar_type() == dtype, "few_rows: weights of two dtypes");
+    TORCH_CHECK(dtype != at::kChar || factor.scales, "few_rows: weights in int8 need scales");
   }
   switch (dtype) {
-    case at::kFloat: return products<Plain<float>>(x, factors);
-    case at::kDouble: return products<Plain<double>>(x, factors);
-    case at::kBFloat16: return products<BFloat16>(x, factors);
-    case at::kChar: return products<Int8>(x, factors);
+    case at::kFloat: return products<Product<Plain<float>>>(x, factors);
+    case at::kDouble: return products<Product<Plain<double>>>(x, factors);
+    case at::kBFloat16: return products<Product<BFloat16>>(x, factors);
+#if defined(__AVX512VNNI__)
+    case at::kChar: return products<IntegerProduct>(x, factors);
+#else
+    case at::kChar: return products<Product<Int8>>(x, factors);
+#endif
     default: TORCH_CHECK(false, "few_rows: weights in ", dtype);
   }
 }

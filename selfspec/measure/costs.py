@@ -59,7 +59,7 @@ class MeasuredCosts:
             already counts of it; at the middle one of `lengths`. It may be negative.
         context: tokens before those that were timed.
         lengths: draft lengths at which drafts were timed.
-        out_of_step: a round of plain decoding over rows at different places, in rounds over rows that stand alike; None
+        out_of_step: a round of plain decoding over rows at different places, in rounds over rows at the same place; None
             of a single row.
     """
 

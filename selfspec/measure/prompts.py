@@ -139,7 +139,7 @@ def parse_workloads(given: str) -> list[Workload]:
 def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
     """The prompts of a file, as text.
 
-    They stand one a line, or in JSONL as of a workload, if the file's name ends in `.jsonl`; of a document the
+    They are one a line, or in JSONL as of a workload, if the file's name ends in `.jsonl`; of a document the
     beginning is taken. No more than `most` are read.
 
     Raises:

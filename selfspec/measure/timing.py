@@ -32,8 +32,8 @@ class Call:
     Attributes:
         rows: new tokens of each row.
         seconds: of the whole call, prefill included.
-        first_seconds: until the first tokens stood: prefill, and the step or round after it.
-        first_tokens: new tokens of all rows that stood then.
+        first_seconds: until the first tokens were there: prefill, and the step or round after it.
+        first_tokens: new tokens of all rows by then.
         passes: target passes, prefill not counted; of speculative arms that is rounds.
         stats: of selfspec's arms.
         rounds: of selfspec's arms, how many rounds there were of each shape.

@@ -18,7 +18,7 @@ from selfspec.placement.byte_size import shown_bytes
 class DeviceCopies(ABC):
     """Copies to one device, and what they and the device's computations wait for.
 
-    A mark stands for all that one of the two was asked for until then. Only `finish` makes the host wait.
+    A mark is all that one of the two was asked for until then. Only `finish` makes the host wait.
 
     Args:
         device: that computes.

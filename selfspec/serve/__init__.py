@@ -1,1 +1,1 @@
-"""Serving: rows that join and leave one running batch, and what stands before it."""
+"""Serving: rows that join and leave one running batch, and the server in front of it."""

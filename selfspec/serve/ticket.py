@@ -83,7 +83,7 @@ class Ticket:
                 return tokens
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the row; whether it came within so many seconds."""
+        """Wait for the end of the row; whether it came in time."""
         return self._done.wait(timeout)
 
     def deliver(self, event: Event) -> None:

@@ -18,18 +18,18 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
-        # A text that stands before: decoded alone, a token may lose its first space.
+        # Text in front of a token: decoded alone, a token may lose its first space.
         self._before: list[int] = tokenizer("a", add_special_tokens=False).input_ids
         self._known: dict[int, bytes] = {}
 
     def raw(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """The bytes of a token's text."""
         if token not in self._known:
             self._known[token] = self._read(token)
         return self._known[token]
 
     def text(self, token: int) -> str:
-        """The text that it stands for; what is no whole character is replaced."""
+        """Its text; what is no whole character is replaced."""
         return self.raw(token).decode("utf-8", errors="replace")
 
     def _read(self, token: int) -> bytes:

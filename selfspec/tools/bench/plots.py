@@ -45,7 +45,7 @@ _PLACE_LABEL = "workload,\nrows x tokens of prompt"
 class _Grid:
     """A figure of every arm at every place of measurement and temperature.
 
-    A place is a workload, a batch size and a prompt length. `nothing` is what stands where no arm has the figure.
+    A place is a workload, a batch size and a prompt length. `nothing` is written where no arm has the figure.
     """
 
     cells: dict[tuple[str, float], MeasuredCell]

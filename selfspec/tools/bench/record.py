@@ -54,9 +54,9 @@ class Record:
         run: which run of the benchmark measured the cell.
         absence: why it did not run; None where it did.
         agreement: of greedy texts with those of `model.generate`.
-        first_seconds: until its first tokens stood.
+        first_seconds: until its first tokens were there.
         tokens: new tokens of each call, of all rows.
-        first_tokens: how many of them stood at `first_seconds`.
+        first_tokens: how many there were at `first_seconds`.
         passes: target passes of each call, prefill not counted.
         cycle_share: share of each call's tokens in passages that repeat themselves.
         counts: of selfspec's arms.

@@ -23,8 +23,8 @@ _NOTES = f"""\
 Every arm decodes the same prompts in one process, one after the other on each batch. Speeds are tokens per second of
 all rows together; ratios are taken repeat by repeat. After each median, in brackets, is the interval between order
 statistics that holds the true one with a confidence of at least 0.9 (of fewer than five repeats: their range).
-*Decoding* leaves out the time until the first tokens stood; *whole calls* has it. *In cycles* is the share of tokens in
-passages that stand three times or more in direct succession, which flatter any draft; *without cycles* are the prompts
+*Decoding* leaves out the time until the first tokens; *whole calls* has it. *In cycles* is the share of tokens in
+passages repeated three times or more in direct succession, which flatter any draft; *without cycles* are the prompts
 whose text by `model.generate` has at most {CYCLING:.0%} of these. No text ends before its last token. An arm
 whose greedy tokens differ from those of `model.generate` in float32 or float64, or in half precision by more than
 rounding explains, is refused. *Draft*, *verify* and *rest* are the parts of a round in this run; *c*, *V(4)* and *o*

@@ -68,7 +68,7 @@ class StudiedModel:
         if self.tokenizer is None:
             return [f"{token} " for token in ids[first:]]
         read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
-        # Where a token completes a character, what stood for its beginning is gone.
+        # Where a token completes a character, the mark of its beginning is gone.
         return [after.removeprefix(before.rstrip("\ufffd")) for before, after in pairwise(read)]
 
 

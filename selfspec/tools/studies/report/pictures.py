@@ -34,7 +34,7 @@ class _Picture:
     """How to draw a panel, which panels have data for it, and the inches of height that each takes.
 
     Attributes:
-        note: what stands below all panels.
+        note: text below all panels.
         finish: draws what all panels of the figure share.
         heat: whether panels are heat maps, of which each has its own axes.
     """

@@ -1,0 +1,112 @@
+// A product with weights in 8 bits whose inputs are rounded to 8 bits as well, in groups of 64: converting weights to
+// floats takes longer than memory needs to give them.
+
+#pragma once
+
+#if defined(__AVX512VNNI__)
+
+#include <vector>
+
+#include "lanes.h"
+#include "rounding.h"
+
+constexpr int kInputsOfGroup = 64;
+
+struct RoundedGroup {
+  int8_t levels[kInputsOfGroup];
+  int32_t offsets[kInputsOfGroup / 4];  // what weights from 0 to 255 add to each sum of four products, taken back
+  float scale;
+};
+
+struct IntegerProduct {
+  using Sum = float;
+  using Floats = Lanes<float, 16>::Vector;
+  using Ints = Lanes<int32_t, 16>::Vector;
+
+  // The inputs of all rows, `[rows, groups]`.
+  struct Inputs {
+    std::vector<RoundedGroup> groups;
+
+    Inputs(const float* x, int64_t rows, int64_t in) : groups(rows * groups_of(in)) {
+      RoundedGroup* group = groups.data();
+      for (int64_t row = 0; row < rows; ++row, x += in) {
+        for (int64_t first = 0; first < in; first += kInputsOfGroup) {
+          *group++ = rounded(x + first, std::min<int64_t>(kInputsOfGroup, in - first));
+        }
+      }
+    }
+    const RoundedGroup* data() const { return groups.data(); }
+  };
+
+  const RoundedGroup* x;
+  const int8_t* weight;
+  float* y;
+  const float* scales;
+  const float* bias;
+  int64_t in;
+  int64_t out;
+
+  static int64_t groups_of(int64_t in) { return (in + kInputsOfGroup - 1) / kInputsOfGroup; }
+
+  static RoundedGroup rounded(const float* x, int64_t size) {
+    float inputs[kInputsOfGroup] = {};
+    std::copy_n(x, size, inputs);
+    const Step step = step_of<kInputsOfGroup>(inputs);
+    RoundedGroup group = {};
+    group.scale = step.scale;
+    for (int i = 0; i < kInputsOfGroup && step.factor > 0; ++i) group.levels[i] = step.level(inputs[i]);
+    for (int i = 0; i < kInputsOfGroup; ++i) group.offsets[i / 4] -= 128 * group.levels[i];
+    return group;
+  }
+
+  IntegerProduct from_row(int64_t row) const {
+    IntegerProduct rest = *this;
+    rest.x += row * groups_of(in);
+    rest.y += row * out;
+    return rest;
+  }
+
+  template <int Rows>
+  static inline void add(Floats* sums, const int8_t* weights, const RoundedGroup* x, int64_t groups) {
+    // The instruction takes one factor from 0 to 255.
+    const __m512i shifted = _mm512_xor_si512(_mm512_loadu_si512(weights), _mm512_set1_epi8(-128));
+    for (int row = 0; row < Rows; ++row) {
+      const RoundedGroup& inputs = x[row * groups];
+      const __m512i products =
+          _mm512_dpbusd_epi32(_mm512_loadu_si512(inputs.offsets), shifted, _mm512_loadu_si512(inputs.levels));
+      sums[row] += (Floats)_mm512_cvtepi32_ps(products) * inputs.scale;
+    }
+  }
+
+  // `Outputs` outputs of `Rows` rows, from output `first`.
+  template <int Rows, int Outputs>
+  inline void tile(int64_t first) const {
+    Floats sums[Outputs][Rows] = {};
+    const int8_t* w = weight + first * in;
+    const int8_t* ahead = w + Outputs * in;
+    const int64_t groups = groups_of(in), whole = in / kInputsOfGroup;
+    for (int64_t group = 0; group < whole; ++group) {
+      for (int output = 0; output < Outputs; ++output) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += kInputsOfGroup;
+        add<Rows>(sums[output], w + output * in + group * kInputsOfGroup, x + group, groups);
+      }
+    }
+    if (whole < groups) {
+      for (int output = 0; output < Outputs; ++output) {
+        int8_t end[kInputsOfGroup] = {};
+        std::copy_n(w + output * in + whole * kInputsOfGroup, in - whole * kInputsOfGroup, end);
+        add<Rows>(sums[output], end, x + whole, groups);
+      }
+    }
+    for (int output = 0; output < Outputs; ++output) {
+      for (int row = 0; row < Rows; ++row) {
+        float sum = total<float, 16>(sums[output][row]) * scales[first + output];
+        if (bias) sum += bias[first + output];
+        y[row * out + first + output] = sum;
+      }
+    }
+  }
+};
+
+#endif
