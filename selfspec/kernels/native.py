@@ -31,7 +31,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 GROUP_SIZE = 32
 """Inputs that share a scale and a zero in 4 bits."""
 
-_SOURCES = tuple(map(Path(__file__).with_name, ("native.cpp", "four_bits.cpp", "eight_bits.h", "lanes.h", "rounding.h")))
+_NAMES = ("native.cpp", "four_bits.cpp", "eight_bits.h", "lanes.h", "rounding.h")
+_SOURCES = tuple(map(Path(__file__).with_name, _NAMES))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
 
 

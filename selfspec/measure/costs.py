@@ -59,8 +59,8 @@ class MeasuredCosts:
             already counts of it; at the middle one of `lengths`. It may be negative.
         context: tokens before those that were timed.
         lengths: draft lengths at which drafts were timed.
-        out_of_step: a round of plain decoding over rows at different places, in rounds over rows at the same place; None
-            of a single row.
+        out_of_step: a round of plain decoding over rows at different places, in rounds over rows at the same place;
+            None of a single row.
     """
 
     step_seconds: Estimate
