@@ -12,7 +12,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.any_rounds import AnyRounds
+from helpers.any_rounds import AnyRounds, any_rounds
 from helpers.copies import stand_in_device
 from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import SharedCache
@@ -30,7 +30,15 @@ class OnTheHost(AnyRounds):
     kept = "host"
 
 
+class ManyOnTheHost(OnTheHost):
+    """The same rounds, more often and for longer."""
+
+
+OnTheHost.TestCase.settings = any_rounds(10)
+ManyOnTheHost.TestCase.settings = any_rounds(100, steps=50)
+
 TestAnyRoundsOnTheHost = OnTheHost.TestCase
+TestManyRoundsOnTheHost = pytest.mark.contract(ManyOnTheHost.TestCase)
 
 
 def kept(model: PreTrainedModel, cache: CacheKind, draft: Any = None, length: Any = None) -> selfspec.SelfSpeculative:
