@@ -7,10 +7,11 @@
 
 Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
-before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. Tokens after
-the first round are timed. Efficiency is what was reached of the formula: tokens a pass, by the bandwidths that were
-measured when the model was loaded, over one target pass and the draft steps that it took. `--minutes 8` ends early, and
-the same command goes on from there.
+before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. How fast it
+gives them changes, so 1 GiB is read directly right before each call and right after it. Tokens after the first round
+are timed. Efficiency is what was reached of the formula: tokens a pass, by these two readings of the disk and the
+bandwidth of memory that was measured when the model was loaded, over one target pass and the draft steps that it took.
+`--minutes 8` ends early, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import mmap
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -30,7 +34,7 @@ import torch
 from kept import RESULTS
 from rich.progress import track
 
-from selfspec.environment import environment
+from selfspec.environment import commit, environment
 from selfspec.files.writing import write_json
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import parse_workloads
@@ -55,6 +59,8 @@ class Call:
         rounds: that were timed.
         tokens: that they committed.
         steps: draft steps of these.
+        disk: bytes that the disk gave in a second right before and right after.
+        commit: of the code.
     """
 
     text: list[int]
@@ -66,13 +72,23 @@ class Call:
     rounds: int
     tokens: int
     steps: int
+    disk: list[float]
+    commit: str | None
 
     @property
     def efficiency(self) -> float:
         """Tokens a second by those that the formula gives for what was accepted."""
-        cost = 1 + self.steps / self.rounds * (self.plan["draft_step"] or 0)
-        predicted: float = self.plan["plain"] * self.tokens / self.rounds / cost
+        planned, streamed = 1 / self.plan["plain"], self.plan["streamed"]
+        memory, disk = self.plan["bandwidth"]["memory"], self.plan["bandwidth"]["stream"]
+        target = planned + streamed / min(memory, statistics.mean(self.disk)) - streamed / min(memory, disk)
+        draft = planned * (self.plan["draft_step"] or 0)
+        predicted: float = self.tokens / (self.rounds * target + self.steps * draft)
         return 1 / (self.seconds * predicted)
+
+    @property
+    def reading(self) -> float:
+        """Bytes that the disk gave in a second, by those that it gives to who does nothing else."""
+        return self.bytes / self.seconds / statistics.mean(self.disk)
 
 
 def main() -> None:
@@ -172,6 +188,8 @@ def _arms(cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 if other in speeds
             },
             **({} if arm == "accelerate" else {"efficiency": Estimate.of_median([call.efficiency for call in made])}),
+            "disk": Estimate.of_median([statistics.mean(call.disk) / 1e9 for call in made]),
+            "reading": Estimate.of_median([call.reading for call in made]),
             "bytes": max(call.bytes for call in made),
             "peak": max(call.peak for call in made),
             "equal": min(_equal(call.text, reference) for call in made),
@@ -193,6 +211,7 @@ def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float
     script = str(Path(__file__).with_name("streaming_worker.py"))
     numbers = map(str, (temperature, tokens, options.threads, context))
     command = [sys.executable, script, arm, str(options.model), memory, *numbers]
+    before = _disk(options.model)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -205,7 +224,26 @@ def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float
     if process.returncode:
         raise SystemExit(f"{arm} ended with status {process.returncode}; see above for why")
     found = json.loads(process.stdout.read())
-    return str(found["refused"]) if "refused" in found else Call(peak=peak, **found)
+    if "refused" in found:
+        return str(found["refused"])
+    return Call(peak=peak, disk=[before, _disk(options.model)], commit=commit(), **found)
+
+
+def _disk(folder: Path) -> float:
+    """Bytes that the disk gives in a second, directly: 1 GiB of the weights in pieces of 32 MiB, from any place on."""
+    file = max(folder.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    size, piece = file.stat().st_size, 1 << 25
+    total = min(size // piece, 32) * piece
+    opened, memory = os.open(file, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, piece)
+    try:
+        start = int(torch.randint((size - total) // piece + 1, ())) * piece
+        # The first read waits for memory, too.
+        os.preadv(opened, [memory], start)
+        begun = time.perf_counter()
+        read = sum(os.preadv(opened, [memory], place) for place in range(start, start + total, piece))
+        return read / (time.perf_counter() - begun)
+    finally:
+        os.close(opened)
 
 
 def _peak(pid: int) -> int:
@@ -225,7 +263,9 @@ def _report(record: dict[str, Any]) -> str:
         f"process of its own; a prompt of {settings['context']} tokens, {settings['max_new_tokens']} new with drafts",
         f"and {settings['plain_tokens']} without. Medians and their intervals. *Read*: by the disk's count. *Peak*:",
         "resident memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's,",
-        "of those that both have. *Efficiency*: of the formula, for the tokens a pass that were accepted.",
+        "of those that both have. *Disk*: GB/s of direct reads right before and after. *Reading*: bytes a second that",
+        "the arm got from the disk, of these. *Efficiency*: of the formula by these, for the tokens a pass that were",
+        f"accepted. At {', '.join(_commits(record))}.",
     ]
     for cell in sorted(record["cells"], key=_place):
         turns = max(map(len, cell["calls"].values()), default=0)
@@ -242,15 +282,23 @@ def _report(record: dict[str, Any]) -> str:
                 f"{last.stats['mean_accepted_length']:.1f} tokens a pass.\n"
             )
         greedy = cell["temperature"] == 0
-        columns = ["tokens/s", "against plain", "against accelerate", "efficiency"]
+        columns = ["tokens/s", "against plain", "against accelerate", "efficiency", "disk", "reading"]
         others = ["read a token", "peak", *["equal"] * greedy]
         lines.append("| | " + " | ".join(columns + others) + " |")
         lines.append("|---" * (1 + len(columns) + len(others)) + "|")
         for arm, found in arms.items():
             cells = [ARMS[arm], *(found[key].shown(2) if key in found else "" for key in columns)]
-            cells += [shown_bytes(found["bytes"]), shown_bytes(found["peak"]), *[str(found["equal"])] * greedy]
+            share = found["peak"] / parse_bytes("memory", cell["memory"])
+            cells += [shown_bytes(found["bytes"]), f"{shown_bytes(found['peak'])}, {share:.0%} of the budget"]
+            cells += [str(found["equal"])] * greedy
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _commits(record: dict[str, Any]) -> list[str]:
+    """Of the code that gave these results."""
+    calls = [call for cell in record["cells"] for made in cell["calls"].values() for call in made]
+    return sorted({f"commit {call['commit']}" for call in calls})
 
 
 def _draw(record: dict[str, Any], file: Path) -> None:

@@ -127,7 +127,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     draft: Drafter | str | bool = True,
-    context: int = 4096,
+    context: int | None = None,
     cache: str | None = None,
 ) -> SelfSpeculative:
     """Load a checkpoint within a byte budget, and wrap it. See docs/memory.md.
@@ -145,7 +145,8 @@ def load(
         draft: what drafts: a drafter or its name, as in `wrap`. In fewer bits, copies are made of the layers that are
             streamed; those that stay draft as they are. True: look-ups and such copies, in the bits that promise most,
             if anything is streamed; False: plain decoding, without copies.
-        context: the most tokens that the cache holds, of all rows of a batch together. Longer ones are refused.
+        context: the most tokens that the cache holds, of all rows of a batch together. Longer ones are refused. None:
+            4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
         cache: how keys and values are kept. "exact": on the device, as they are. "host": as they are, in memory of the
             host, for a GPU. "int8": in 8 bits, which is not lossless, as `out.lossless` then says. None: "exact", and
             "host" where the budget has no room otherwise.

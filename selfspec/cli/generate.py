@@ -215,7 +215,7 @@ def generate(
             "device": str(checkpoint.model.device),
             "threads": torch.get_num_threads(),
             "memory": budget.memory,
-            "context": None if budget.memory is None else budget.room,
+            "context": None if spec.limits is None else spec.limits.context,
             "kv_cache": budget.kv_cache,
             "sampling": asdict(sampling),
             "shaping": asdict(shaping),

@@ -38,14 +38,16 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
     planned = None
     if budget.memory is not None:
         source = source_for(find_device("auto"))
-        planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.room, source, budget.kv_cache)
+        planned = plan_checkpoint(
+            model_place(model), budget.memory, None, True, budget.context, source, budget.kv_cache
+        )
     if output == "json":
         found = {"checkpoint": model, **summary.to_dict(), "versions": versions()}
         if planned is not None:
             found["plan"] = {
                 "device": str(planned.survey.source.device),
                 "memory": asdict(planned.survey.memory),
-                "context": budget.room,
+                "context": planned.survey.context,
                 "cache": planned.survey.cache,
                 **asdict(planned.plan),
             }
@@ -120,7 +122,7 @@ def _plan(planned: PlannedCheckpoint, budget: Budget) -> Table:
     layers = len(memory.layers) - 1
     device = planned.survey.source.device
     table = figures_table(
-        f"Within {budget.memory} on {device}, for {budget.room:,} tokens of context", ["part"], ["plan"]
+        f"Within {budget.memory} on {device}, for {planned.survey.context:,} tokens of context", ["part"], ["plan"]
     )
     table.add_row("layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}")
     where = "the disk" if device.type == "cpu" else "the host"

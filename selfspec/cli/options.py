@@ -74,7 +74,10 @@ class Budget:
         typer.Option(metavar="SIZE", help="Take at most `6GiB`, say: stream from the disk what does not fit."),
     ] = None
     context: Annotated[
-        int | None, typer.Option(min=1, help="With --memory: room for N tokens of prompt and text; by default 4096.")
+        int | None,
+        typer.Option(
+            min=1, help="With --memory: room for N tokens of prompt and text; by default 4096, or as many as fit."
+        ),
     ] = None
     kv_cache: Annotated[
         str | None,
@@ -91,11 +94,6 @@ class Budget:
         ):
             if self.memory is None and getattr(self, name) is not None:
                 raise UnsupportedOptionError(f"--{name.replace('_', '-')} says {what}; add --memory, or drop it")
-
-    @property
-    def room(self) -> int:
-        """Tokens of prompt and text."""
-        return self.context or 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +192,7 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         device=device,
         dtype=dtype,
         draft=draft or False,
-        context=budget.room,
+        context=budget.context,
         cache=budget.kv_cache,
     )
 

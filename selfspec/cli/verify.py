@@ -73,6 +73,7 @@ def verify(
     from selfspec.environment import versions
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
+    from selfspec.placement.drafts import placement_of
     from selfspec.tools.verify.run import default_drafts
     from selfspec.tools.verify.run import verify as run
 
@@ -104,7 +105,8 @@ def verify(
     if output == "json":
         found = report.to_dict()
         used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
-        used |= {"memory": budget.memory, "context": None if budget.memory is None else budget.room}
+        placement = placement_of(checkpoint.model)
+        used |= {"memory": budget.memory, "context": None if placement is None else placement.context}
         found |= {"checkpoint": model.model, "settings": used, "seconds": seconds, "versions": versions()}
         print_json(found)
     else:

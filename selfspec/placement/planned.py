@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -15,6 +18,9 @@ from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
 from selfspec.placement.survey import Survey, survey
 from selfspec.placement.weight_source import WeightSource
+
+CONTEXTS = (4096, 2048, 1024, 512)
+"""Tokens that there is room for where nobody says how many: the first of these that fits."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ def plan_checkpoint(
     memory: str | int,
     dtype: torch.dtype | None,
     draft: bool | Drafter,
-    context: int,
+    context: int | None,
     source: WeightSource,
     cache: str | None = None,
 ) -> PlannedCheckpoint:
@@ -44,25 +50,23 @@ def plan_checkpoint(
     Arguments and errors are those of `selfspec.load`, but for `source`, where streamed weights come from.
     """
     budget = parse_bytes("memory", memory)
-    if type(context) is not int or context < 1:
+    if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
     named = _cache_kind(cache)
     beside = bits_of(draft) if isinstance(draft, Drafter) else None
     bits = [8, 4] if draft is True else [] if beside is None else [beside]
-    surveyed = survey(path, dtype, context, source)
+    contexts = CONTEXTS if context is None else (context,)
+    surveyed = survey(path, dtype, contexts[0], source)
     bandwidth = surveyed.bandwidth()
 
-    def planned(kept: CacheKind) -> PlannedCheckpoint:
-        keeping = surveyed.keeping(kept)
+    # On the host they are exact as well, and slower.
+    kinds: list[CacheKind] = [named or "exact", *(["host"] if named is None and surveyed.may_keep("host") else [])]
+
+    def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
+        keeping = surveyed.keeping(kept, size)
         return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, bits, beside))
 
-    try:
-        found = planned(named or "exact")
-    except UnsupportedOptionError:
-        if named is not None or not surveyed.may_keep("host"):
-            raise
-        # Exact as well, and slower.
-        found = planned("host")
+    found = _first_that_fits(planned, list(product(contexts, kinds)))
     there = source.available()
     if there is not None and found.plan.total > there:
         raise UnsupportedOptionError(
@@ -71,6 +75,15 @@ def plan_checkpoint(
         )
     source.check_streamed(found.plan.streamed)
     return found
+
+
+def _first_that_fits(
+    planned: Callable[[int, CacheKind], PlannedCheckpoint], choices: Sequence[tuple[int, CacheKind]]
+) -> PlannedCheckpoint:
+    for size, kept in choices[:-1]:
+        with suppress(UnsupportedOptionError):
+            return planned(size, kept)
+    return planned(*choices[-1])
 
 
 def _cache_kind(cache: str | None) -> CacheKind | None:

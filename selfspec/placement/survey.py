@@ -75,16 +75,16 @@ class Survey:
         """Whether keys and values can be kept so."""
         return cache in self.source.caches and not recurrent_layers(self.skeleton.model.config)
 
-    def keeping(self, cache: CacheKind) -> Survey:
-        """The same checkpoint, with keys and values kept in another way.
+    def keeping(self, cache: CacheKind, context: int) -> Survey:
+        """The same checkpoint, with other room for keys and values, and another way to keep them.
 
         Raises:
             UnsupportedOptionError: they cannot be.
         """
         _check_cache(cache, self.skeleton.model, self.source)
         before = self.memory.process
-        memory = _memory(self.skeleton, self.layers, before, self.context, self.dtype, self.source, cache)
-        return replace(self, cache=cache, memory=memory)
+        memory = _memory(self.skeleton, self.layers, before, context, self.dtype, self.source, cache)
+        return replace(self, cache=cache, context=context, memory=memory)
 
 
 def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:

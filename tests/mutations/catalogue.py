@@ -1326,6 +1326,13 @@ CATALOGUE = (
         ("test_place.py::test_what_the_budget_has_no_room_for_is_refused",),
     ),
     Mutation(
+        "a context that nobody named is the shortest, whatever fits",
+        "_first_that_fits",
+        "choices[:-1]",
+        "choices[:0]",
+        ("test_place.py::test_without_a_context_there_is_room_for_as_much_as_fits",),
+    ),
+    Mutation(
         "prompts are read whole, whatever the budget",
         "SharedCache.prefill_widths",
         "_widths(longest, most or longest)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +29,11 @@ from selfspec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from selfspec.placement.byte_size import shown_bytes
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
-from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.plan import SLOTS, Bandwidth, Plan
+from selfspec.placement.planned import PlannedCheckpoint, plan_checkpoint
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 from selfspec.placement.weight_source import FromDisk
@@ -281,6 +284,26 @@ def test_load_takes_all_of_a_model_that_fits(tmp_path: Path) -> None:
     for (name, buffer), (other, wanted) in zip(spec.model.named_buffers(), stock.named_buffers(), strict=True):
         assert name == other
         assert torch.equal(buffer, wanted)
+
+
+def test_without_a_context_there_is_room_for_as_much_as_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FromDisk, "in_use", lambda _: 0)
+    MODELS["llama"]().save_pretrained(tmp_path)
+
+    def planned(memory: str | int, context: int | None) -> PlannedCheckpoint:
+        return plan_checkpoint(str(tmp_path), memory, None, False, context, FromDisk())
+
+    assert planned("64GiB", None).survey.context == 4096
+    least = {}
+    for context in (1024, 512):
+        memory = planned("64GiB", context).survey.memory
+        least[context] = memory.least + SLOTS * memory.largest
+    assert planned(least[1024], None).survey.context == 1024
+    assert placement_of(selfspec.load(tmp_path, least[1024], device="cpu", draft=False).model).context == 1024  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedOptionError, match="too little"):
+        planned(least[1024], 2048)
+    with pytest.raises(UnsupportedOptionError, match=f"at least {re.escape(shown_bytes(least[512]))}"):
+        planned("1MiB", None)
 
 
 @pytest.mark.parametrize(
