@@ -29,6 +29,7 @@ from selfspec.serve.events import Committed
 from selfspec.serve.row_request import RowRequest, RowSampling
 
 _CONTEXT = 64
+_SHORTER = 16
 _PLAIN, _CALL = "plain", "call"
 
 
@@ -125,7 +126,8 @@ def main() -> None:
     (workload,) = read_workloads([asked.workload]).values()
     loads, new, temperature = [int(load) for load in asked.loads.split(",")], asked.max_new_tokens, asked.temperature
     given = workload.prompts(tokenizer, max(*loads, 4), 1, _CONTEXT)
-    prompts = [tuple(prompt[0].tolist()) for prompt in given]
+    # Of different lengths, as requests are: rows at one length would run faster together than they ever do.
+    prompts = [tuple(prompt[0].tolist()[number % _SHORTER :]) for number, prompt in enumerate(given)]
     arms = {_PLAIN: selfspec.wrap(model), asked.draft: selfspec.wrap(model, asked.draft)}
     engines = {name: Engine(spec, max_rows=max(loads), prefill_tokens=512) for name, spec in arms.items()}
     for engine in engines.values():
@@ -133,7 +135,8 @@ def main() -> None:
     kernels = "built" if machine["cpu_kernels"] else "not built"
     lines = [
         f"{Path(asked.model).name}, {machine['processor']}, {asked.threads} threads, float32, CPU kernels {kernels}.",
-        f"Requests that come at once, {_CONTEXT} tokens each and {new} new ones, temperature {temperature:g}. Faster:",
+        f"Requests that come at once, of {_CONTEXT - _SHORTER + 1} to {_CONTEXT} tokens, and {new} new ones,",
+        f"temperature {temperature:g}. Faster:",
         f"against plain decoding by the engine at the same load, {asked.repeats} runs in turns, intervals of 95 %.",
         "First: the median wait for the first token, in ms. Drafted: the share of all tokens that were drafted.",
         "",

@@ -180,16 +180,23 @@ def main() -> None:
                 ended = subprocess.run([sys.executable, "-c", _CALL, work], capture_output=True, text=True, check=True)
                 rates.append(json.loads(ended.stdout))
                 print(turn, "call", draft, rates[-1], flush=True)
-        result = {
-            "settings": {**vars(given), "prompts": given.prompts.name, "model": Path(given.model).name, "to": None},
-            "cells": {f"{arm}, {clients}": cell.summary() for (arm, clients), cell in cells.items()},
-            "call": {draft: [round(rate, 1) for rate in rates] for draft, rates in calls.items()},
-            "environment": environment(torch.device("cpu")),
-        }
-        result["settings"]["transformers"] = bool(given.transformers)
+            # A turn that is cut short does not take the others with it.
+            _write(given, cells, calls, list(arms))
+
+
+def _write(
+    given: argparse.Namespace, cells: dict[tuple[str, int], Cell], calls: dict[str, list[float]], arms: Sequence[str]
+) -> None:
+    settings = {**vars(given), "prompts": given.prompts.name, "model": Path(given.model).name, "to": None}
+    result = {
+        "settings": {**settings, "transformers": bool(given.transformers)},
+        "cells": {f"{arm}, {clients}": cell.summary() for (arm, clients), cell in cells.items()},
+        "call": {draft: [round(rate, 1) for rate in rates] for draft, rates in calls.items()},
+        "environment": environment(torch.device("cpu")),
+    }
     if given.to is not None:
         write_json(given.to.with_suffix(".json"), result)
-        given.to.with_suffix(".md").write_text(report(result, given.clients, list(arms)), encoding="utf-8")
+        given.to.with_suffix(".md").write_text(report(result, given.clients, arms), encoding="utf-8")
 
 
 def commands(model: str, given: argparse.Namespace) -> dict[str, list[str]]:

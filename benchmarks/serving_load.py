@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import tempfile
@@ -114,15 +115,18 @@ class Tally:
     refused_wrongly: int = 0
     left: int = 0
     again: int = 0
+    turned_away: int = 0
 
-    def count(self, job: Job, answer: Answer) -> None:
-        """Count one answer."""
+    def count(self, job: Job, answer: Answer, stopping: bool = False) -> None:
+        """Count one answer; a server that is stopping may turn requests away."""
         if job.kind == "bad":
             good = 400 <= answer.status < 500 and bool(answer.error)
             self.refused_rightly += good
             self.refused_wrongly += not good
         elif answer.left:
             self.left += 1
+        elif stopping and answer.status in (0, 503):
+            self.turned_away += 1
         elif answer.status != 200 or answer.finish_reason is None:
             self.lost += 1
         elif answer.text == job.expected:
@@ -131,12 +135,20 @@ class Tally:
             self.wrong += 1
 
 
-async def run_all(port: int, work: Sequence[Job], clients: int, tally: Tally, retry: bool) -> None:
-    """Send every request, so many at a time; where the server may be gone, again until it is answered."""
+async def run_all(
+    port: int, work: Sequence[Job], clients: int, tally: Tally, retry: bool, stopping: asyncio.Event | None = None
+) -> None:
+    """Send every request, so many at a time; where the server may be gone, again until it is answered.
+
+    Once `stopping` is set no more are sent.
+    """
     waiting = iter(work)
+    stopping = stopping or asyncio.Event()
 
     async def client() -> None:
         for job in waiting:
+            if stopping.is_set():
+                return
             answer = await ask(port, _PATH, job.body, job.leave_after)
             while (retry and answer.status in (0, 429, 503)) or (
                 retry and answer.status == 200 and answer.finish_reason is None and not answer.left
@@ -144,7 +156,7 @@ async def run_all(port: int, work: Sequence[Job], clients: int, tally: Tally, re
                 tally.again += 1
                 await asyncio.sleep(0.2)
                 answer = await ask(port, _PATH, job.body, job.leave_after)
-            tally.count(job, answer)
+            tally.count(job, answer, stopping.is_set())
 
     await asyncio.gather(*(client() for _ in range(clients)))
 
@@ -209,11 +221,11 @@ def main() -> None:
         print("load", found["load"], flush=True)
 
         tally = Tally()
-        found["kill"] = asyncio.run(killed(command, port, given.threads, log, work[:300], tally))
+        found["kill"] = asyncio.run(killed(command, port, given.threads, log, work[: len(work) // 6], tally))
         print("kill", found["kill"], flush=True)
 
         tally = Tally()
-        found["term"] = asyncio.run(terminated(command, port, given.threads, log, work[300:600], tally))
+        found["term"] = asyncio.run(terminated(command, port, given.threads, log, work[-len(work) // 6 :], tally))
         print("term", found["term"], flush=True)
     found["environment"] = environment(torch.device("cpu"))
     if given.to is not None:
@@ -248,17 +260,26 @@ async def _beside(started: AbstractContextManager[ServerProcess]) -> AsyncIterat
 async def terminated(
     command: Sequence[str], port: int, threads: int, log: Path, work: Sequence[Job], tally: Tally
 ) -> dict[str, Any]:
-    """Tell the server to stop in the middle: what it has begun it finishes, and it ends well."""
+    """Tell the server to stop in the middle: what it has begun it finishes, and it ends well.
+
+    Whoever asks at that moment is turned away. That nobody else is shows in the log of the server, which has as many
+    answers as the clients.
+    """
+    whole = [job for job in work if job.kind == "whole"]
+    logged, stopping = log.stat().st_size, asyncio.Event()
     with serving(command, port, threads, log) as server:
-        running = asyncio.create_task(run_all(port, work, 16, tally, retry=False))
-        while tally.right < len(work) // 3:
+        running = asyncio.create_task(run_all(port, whole, 16, tally, retry=False, stopping=stopping))
+        while tally.right < len(whole) // 3:
             await asyncio.sleep(0.05)
         in_the_middle = await asyncio.to_thread(server.metrics)
         server.terminate()
+        stopping.set()
         await running
         status = await asyncio.to_thread(server.process.wait, 60)
     begun = int(in_the_middle["vllm:num_requests_running"] + in_the_middle["vllm:num_requests_waiting"])
-    return {**vars(tally), "running_at_the_signal": begun, "exit_status": status}
+    lines = [json.loads(line) for line in log.read_bytes()[logged:].splitlines() if line.startswith(b"{")]
+    answered = sum(line.get("path") == _PATH and line["status"] == 200 for line in lines)
+    return {**vars(tally), "running_at_the_signal": begun, "answers_in_its_log": answered, "exit_status": status}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import sqrt
 from statistics import median
 
 from torch import Tensor
@@ -18,23 +19,27 @@ from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
 
-# Rounds that are remembered of either kind.
+# Turns of so many rounds of either kind are compared: at first, until one kind is faster by more than this share,
+# the less of it the more turns there were, or so many turns have passed. Passes get faster once they are recorded,
+# which takes some passes of each kind.
+_TURN, _TURNS = 4, 16
+_CLEAR = 0.25
+# The latest rounds of a kind, which count.
 _WINDOW = 16
-# Rounds of either kind before they are compared, in turns of so many: passes get faster once they are recorded, which
-# takes some passes of each kind. A difference by more than these factors is believed after the first turns.
-_FIRST, _TURN = 32, 4
-_CLEAR = (0.75, 1.25)
 # A round this many times longer than usual says something about the machine, not about drafts.
 _OUTLIER = 2.0
-# Rounds after which the slower kind is tried again: at first, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 256, 4096
-_TRIAL = 6
+# Rounds after which the slower kind is tried again: at first, and at most. A trial of plain rounds risks little, and
+# without drafts nothing else shows what they would gain.
+_FIRST_PAUSE = 512
+_LONGEST_PAUSE = {True: 512, False: 4096}
+# A trial: rounds in a turn, and turns. It ends after two of them if they are clear.
+_TRIAL_TURN, _TRIAL_TURNS = 2, 4
 # By how much the other kind must be faster to take over: times scatter.
 _SURELY = 1.05
 
 
 class _Rounds:
-    """What rounds of one kind have lately committed, and how long they took."""
+    """What rounds of one kind have committed, and how long they took."""
 
     def __init__(self) -> None:
         self._tokens: deque[float] = deque(maxlen=_WINDOW)
@@ -48,66 +53,86 @@ class _Rounds:
     def rate(self) -> float:
         """Tokens of a row per second."""
         most = _OUTLIER * median(self._seconds)
-        return sum(self._tokens) / max(sum(min(each, most) for each in self._seconds), 1e-9)
+        return max(sum(self._tokens), 1e-9) / max(sum(min(each, most) for each in self._seconds), 1e-9)
 
 
-class _Load:
-    """One range of row counts: drafts and plain rounds in comparison."""
+class _Comparison:
+    """Rounds of both kinds in turns. What is compared was timed at one time: within a load rows come and go, too.
 
-    def __init__(self) -> None:
+    Args:
+        begins: the kind that has the first turn.
+        turn: rounds of a turn.
+        turns: the most of them.
+    """
+
+    def __init__(self, begins: bool, turn: int, turns: int) -> None:
+        self._begins, self._turn, self._turns = begins, turn, turns
         self._rounds = {True: _Rounds(), False: _Rounds()}
-        self._begun = 0
-        # Whether drafts run, once that is known.
-        self._better: bool | None = None
-        self._pause = self._until_trial = _FIRST_PAUSE
-        self._trial = 0
+        self._counted = 0
 
     def drafts(self) -> bool:
         """Whether the next round may draft."""
-        if self._better is None:
-            return self._begun // _TURN % 2 == 0
-        return self._better != bool(self._trial)
+        return self._begins == (self._counted // self._turn % 2 == 0)
+
+    def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
+        """Count a round; return how fast those that may draft are by plain ones, once that is known."""
+        self._rounds[drafted].count(tokens, seconds)
+        self._counted += 1
+        pairs, within = divmod(self._counted, 2 * self._turn)
+        if within:
+            return None
+        found = self._rounds[True].rate / self._rounds[False].rate
+        clear = abs(found - 1) > _CLEAR / sqrt(pairs)
+        return found if clear or self._counted >= self._turn * self._turns else None
+
+
+class _Load:
+    """One range of row counts: drafts and plain rounds in comparison.
+
+    Args:
+        better: whether drafts run; None: it is to be found out.
+    """
+
+    def __init__(self, better: bool | None) -> None:
+        self.better = better
+        self._comparison = _Comparison(True, _TURN, _TURNS) if better is None else None
+        self._pause = self._until_trial = _FIRST_PAUSE
+
+    def drafts(self) -> bool:
+        """Whether the next round may draft."""
+        return bool(self.better) if self._comparison is None else self._comparison.drafts()
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> None:
         """Count a round; arguments as in `LoadGate.count`, but the tokens of one row."""
-        self._rounds[drafted].count(tokens, seconds)
-        if self._better is None:
-            self._begun += 1
-            if self._begun % (2 * _TURN) == 0:
-                least, most = _CLEAR
-                clear = not least < self._drafts_by_plain < most
-                self._better = self._drafts_by_plain >= 1 if clear or self._begun >= 2 * _FIRST else None
-        elif self._trial:
-            self._trial -= 1
-            if not self._trial:
-                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-                self._until_trial = self._pause
-                self._compare()
+        if self._comparison is not None:
+            found = self._comparison.count(drafted, tokens, seconds)
+            if found is not None:
+                self._decide(found)
+            return
+        self._until_trial -= 1
+        if self._until_trial <= 0:
+            self._comparison = _Comparison(not self.better, _TRIAL_TURN, _TRIAL_TURNS)
+
+    def _decide(self, found: float) -> None:
+        self._comparison = None
+        before = self.better
+        if before is None:
+            self.better = found >= 1
+        elif (1 / found if before else found) > _SURELY:
+            self.better = not before
+        if before == self.better:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE[bool(before)])
         else:
-            self._until_trial -= 1
-            self._compare()
-            if self._until_trial <= 0:
-                self._trial = _TRIAL
-                # What it was long ago says little.
-                self._rounds[not self._better] = _Rounds()
-
-    def _compare(self) -> None:
-        """Let the other kind run where it is faster by now."""
-        if (1 / self._drafts_by_plain if self._better else self._drafts_by_plain) > _SURELY:
-            self._better = not self._better
-            self._pause = self._until_trial = _FIRST_PAUSE
-
-    @property
-    def _drafts_by_plain(self) -> float:
-        """How fast rounds are that may draft, by plain ones."""
-        return max(self._rounds[True].rate, 1e-9) / max(self._rounds[False].rate, 1e-9)
+            self._pause = _FIRST_PAUSE
+        self._until_trial = self._pause
 
 
 class LoadGate:
     """Compares rounds that draft with plain ones, at each load apart, and lets the faster kind run.
 
-    Loads are numbers of rows, from one power of two to the next. The slower kind is tried again now and then, less and
-    less often while it stays the slower one: six rounds of four thousand in the end. A single row is left to the
+    Loads are numbers of rows, from one power of two to the next. The slower kind is tried again now and then, drafts
+    less and less often while they stay slower: two to four rounds of four thousand in the end. Drafts gain less the
+    more rows there are, so a load begins without them where a smaller one runs without. A single row is left to the
     control, which is made for it.
     """
 
@@ -131,7 +156,11 @@ class LoadGate:
             self._load(rows).count(drafted, tokens / rows, seconds)
 
     def _load(self, rows: int) -> _Load:
-        return self._loads.setdefault((rows - 1).bit_length(), _Load())
+        size = (rows - 1).bit_length()
+        if size not in self._loads:
+            plain_below = any(load.better is False for smaller, load in self._loads.items() if smaller < size)
+            self._loads[size] = _Load(False if plain_below else None)
+        return self._loads[size]
 
 
 class ControllerByLoad(Controller):

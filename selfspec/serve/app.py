@@ -21,7 +21,7 @@ from selfspec.serve.client_pace import ClientPace
 from selfspec.serve.completions import complete
 from selfspec.serve.generation import ClientLeftError
 from selfspec.serve.request_log import LOGGER, RequestLog
-from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest
+from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest, Refusal
 from selfspec.serve.served import Served
 
 # What nginx calls a client that closed the request; nobody reads it but the log.
@@ -86,7 +86,8 @@ def _operation(served: Served) -> APIRouter:
 
 def _models(served: Served) -> APIRouter:
     """OpenAI's endpoints."""
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    refused = {"model": Refusal, "description": "Refused, and why"}
+    router = APIRouter(prefix="/v1", tags=["openai"], responses={"4XX": refused, 503: refused})
     card = {
         "id": served.name,
         "object": "model",

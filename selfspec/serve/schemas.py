@@ -228,3 +228,18 @@ class ChatCompletionRequest(Generation):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self
+
+
+class RefusalError(BaseModel):
+    """What is wrong, and what to do about it."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is wrong.")
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """What comes in place of an answer."""
+
+    error: RefusalError

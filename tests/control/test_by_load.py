@@ -61,6 +61,32 @@ def test_loads_are_judged_apart() -> None:
     assert sum(run(gate, 17, 50, lambda drafts: 8.0 if drafts else 1.0)) < 5
 
 
+def test_a_larger_load_begins_without_drafts_where_a_smaller_one_runs_without() -> None:
+    gate = LoadGate()
+    run(gate, 4, 100, lambda drafts: 6.0 if drafts else 1.0)
+    assert not any(run(gate, 60, 300, lambda drafts: 6.0 if drafts else 1.0))
+    # A smaller one is no larger one's business.
+    assert any(run(gate, 2, 8, lambda drafts: 2.0 if drafts else 1.0))
+
+
+def test_a_trial_that_is_clear_is_short() -> None:
+    gate = LoadGate()
+    run(gate, 16, 100, lambda drafts: 6.0 if drafts else 1.0)
+    assert sum(run(gate, 16, 4000, lambda drafts: 6.0 if drafts else 1.0)) <= 8
+
+
+def test_rows_that_come_and_go_within_a_load_say_nothing_of_drafts() -> None:
+    """A round of more rows takes longer, and is not compared with what the other kind took for fewer."""
+    gate = LoadGate()
+    drafted = []
+    for number in range(3000):
+        rows = 33 + number // 150 % 2 * 31
+        drafts = gate.opens(rows)
+        gate.count(rows, drafts, rows * (3 if drafts else 1), rows * (3.5 if drafts else 1.0))
+        drafted.append(drafts)
+    assert sum(drafted[64:]) < 20
+
+
 def test_a_single_row_is_left_to_the_control() -> None:
     gate = LoadGate()
     assert all(run(gate, 1, 300, lambda drafts: 9.0 if drafts else 1.0))

@@ -2155,9 +2155,16 @@ CATALOGUE = (
     ),
     Mutation(
         "by load: drafts run where plain rounds are faster",
-        "_Load._drafts_by_plain",
-        "max(self._rounds[True].rate, 1e-9) / max(self._rounds[False].rate, 1e-9)",
-        "max(self._rounds[False].rate, 1e-9) / max(self._rounds[True].rate, 1e-9)",
+        "_Comparison.count",
+        "self._rounds[True].rate / self._rounds[False].rate",
+        "self._rounds[False].rate / self._rounds[True].rate",
+        ("test_by_load.py",),
+    ),
+    Mutation(
+        "by load: a larger load tries anew what a smaller one found to lose",
+        "LoadGate._load",
+        "False if plain_below else None",
+        "None",
         ("test_by_load.py",),
     ),
     # What the server makes of rows.
@@ -2225,10 +2232,10 @@ CATALOGUE = (
         ("test_stop_strings_end_an_answer_and_are_not_sent",),
     ),
     Mutation(
-        "chat: an interrupt amid the cropping of the cache leaves it half cropped",
-        "Conversation._keep",
-        "read, self._read = self._read, _Read()",
-        "read = self._read",
-        ("test_an_interrupt_before_the_answer_leaves_the_next_turn_right",),
+        "chat: Ctrl-C ends the program while an answer is being ended",
+        "_Session.run",
+        "signal.SIG_IGN",
+        "signal.default_int_handler",
+        ("test_many_interrupts_end_one_answer_and_nothing_else",),
     ),
 )

@@ -173,10 +173,12 @@ def test_an_interrupt_before_the_answer_leaves_the_next_turn_right(
     spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes: some layers of the cache are cropped by then, and others are not."""
-    conversation = begun(spec, tokenizer, FORGETFUL)
+    conversation = begun(spec, tokenizer)
     first = conversation.ask(TEXTS[0])
     "".join(first)
     first.close()
+    # Of the answer nothing is kept, and of what came before it all.
+    conversation.messages[-1]["content"] = "No."
     before = list(conversation.messages)
     crop, crops = DynamicLayer.crop, itertools.count()
 

@@ -111,3 +111,15 @@ def test_the_page_of_the_endpoints_needs_nothing_from_elsewhere(server: Running)
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= described[
         "paths"
     ].keys()
+
+
+def test_refusals_are_described_as_they_are(server: Running) -> None:
+    described = server.ask("/openapi.json").body
+    responses = described["paths"]["/v1/completions"]["post"]["responses"]
+    assert responses.keys() == {"200", "4XX", "503"}
+    schemas = described["components"]["schemas"]
+    assert "HTTPValidationError" not in schemas
+    reply = server.complete(temperature="hot")
+    assert reply.status == 400
+    assert reply.body.keys() == schemas["Refusal"]["properties"].keys()
+    assert reply.body["error"].keys() == schemas["RefusalError"]["properties"].keys()
