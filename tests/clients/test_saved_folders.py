@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,12 +55,23 @@ def test_a_pipeline_drafts_by_the_folder(folder: str, expected: str, monkeypatch
     assert max(drafted) == 3
 
 
+class Closing(Serve):
+    """Closes its loop at the end."""
+
+    def start_server(self) -> None:
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), name="transformers-serve")
+        self._thread.start()
+        while not self.server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+
+
 @pytest.fixture
 def served(folder: str) -> Iterator[OpenAI]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Serve(
+    server = Closing(
         folder, device="cpu", dtype="float32", trust_remote_code=True, host="127.0.0.1", port=port, non_blocking=True
     )
     try:

@@ -2229,7 +2229,7 @@ CATALOGUE = (
         "Choice.take",
         "now.tokens + count",
         "now.tokens + len(committed.tokens)",
-        ("test_stop_strings_end_an_answer_and_are_not_sent",),
+        ("test_tokens_behind_a_stop_string_are_not_counted",),
     ),
     Mutation(
         "chat: Ctrl-C ends the program while an answer is being ended",

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer
 
 from helpers import tiny
 from helpers.stories import checkpoint_folder
+from selfspec.serve.choice import Choice, Counts
+from selfspec.serve.events import Committed
 from selfspec.serve.stop_strings import StopStrings
 from selfspec.serve.token_texts import TokenTexts
 
@@ -52,3 +54,15 @@ def test_bytes_of_tokens_make_the_text(kind: str) -> None:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert b"".join(map(texts.raw, ids)).decode().lstrip() == text
     assert texts.text(ids[0]) == texts.raw(ids[0]).decode()
+
+
+def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+    """A round may commit some: what they are counts for nobody."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    ids = tokenizer("Once upon a time there was a cat").input_ids
+    choice = Choice(tokenizer, ids[:1], ["time"])
+    piece = choice.take(Committed(tuple(ids[1:]), None, len(ids) - 2, len(ids) - 2))
+    until = next(count for count in range(len(ids)) if "time" in tokenizer.decode(ids[1 : 1 + count]))
+    assert (piece.text, piece.finish_reason) == ("Once upon a ", "stop")
+    assert choice.counts == Counts(until, len(ids) - 2, until)
+    assert until < len(ids) - 2
