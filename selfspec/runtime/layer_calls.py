@@ -17,8 +17,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import GatedModel
-from selfspec.model.view import has_other_forward, view_running, view_with_layers
+from selfspec.model.substitutes import Substitute
+from selfspec.model.view import has_other_forward, view_running, view_with, view_with_layers
 from selfspec.runtime.held_weights import HeldWeights
+from selfspec.runtime.recordable import frozen_view
 from selfspec.runtime.slot_cache import SlotCache
 
 _TENSOR = "a tensor"
@@ -150,17 +152,40 @@ class LayerCall:
 
 
 def put_calls(view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-    """Replace the layers of a view that it runs unchanged by calls: see `Runtime.put_calls`."""
+    """Replace the layers of a view that it runs whole, substitutes or not, by calls: see `Runtime.put_calls`."""
     layers = adapter.decoder_layers(view.module)
+    whole = (
+        _with_weights_of_its_own(layer, own) for layer, own in zip(layers, adapter.decoder_layers(model), strict=True)
+    )
     calls = tuple(
         LayerCall(layer, index)
-        for index, (layer, own) in enumerate(zip(layers, adapter.decoder_layers(model), strict=True))
-        if layer is own and not has_other_forward(layer)
+        for index, layer in enumerate(whole)
+        if layer is not None and not has_other_forward(layer)
     )
     for call in calls:
         layers[call.index] = view_running(layers[call.index], call)
     view.module = view_with_layers(view.module, adapter.path(view.module), layers)
     return calls
+
+
+def _with_weights_of_its_own(module: nn.Module, own: nn.Module) -> nn.Module | None:
+    """A part of a view, with holders for the weights of its substitutes that nothing else reads.
+
+    None where it differs from the model's own part in more than substitutes.
+    """
+    if module is own:
+        return module
+    if isinstance(module, Substitute):
+        return frozen_view(module)
+    if type(module) is not type(own) or has_other_forward(module):
+        return None
+    others = {name: child for name, child in module._modules.items() if child is not own._modules.get(name)}
+    held = {
+        name: None if child is None else _with_weights_of_its_own(child, own.get_submodule(name))
+        for name, child in others.items()
+    }
+    children = {name: child for name, child in held.items() if child is not None}
+    return view_with(module, children) if len(children) == len(held) else None
 
 
 def alike(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.proving import as_stock
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.kernels.rounded import Precision
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Traced
 from selfspec.runtime.graph_cache import GraphCache
@@ -98,7 +99,32 @@ def test_a_layer_may_read_others_while_the_stock_model_keeps_its_own() -> None:
     assert rotary.inv_freq.shape != frozen.inv_freq.shape
 
 
+def test_layers_with_substitutes_are_alike_and_those_with_fewer_are_not() -> None:
+    whole = LayerPath.full(tiny.DEPTH)
+    assert groups(tiny.llama(), in_eight_bits(whole)) == [[0, 1, 2, 3]]
+    but_one = [each for each in sublayers(tiny.DEPTH) if each != Sublayer(1, Part.MLP)]
+    assert groups(tiny.llama(), whole.with_substitutes(EIGHT, but_one, head=False)) == [[0, 2, 3]]
+    assert groups(tiny.llama(), in_eight_bits(LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.MLP)]))) == [[0, 2, 3]]
+
+
+def test_nothing_else_holds_the_substitutes_of_a_layer_that_is_recorded() -> None:
+    bench = Bench.of(tiny.llama())
+    function, _ = bench.recordable(in_eight_bits(LayerPath.full(tiny.DEPTH)), 3)
+    shared = [made.substitute for made in bench.runner.substitutes._made.values()]
+    holders = {id(part._parameters) for each in shared if each is not None for part in each.modules()}
+    mine = {id(part._parameters) for call in function.layers for part in call.layer.modules()}
+    assert holders and mine and not holders & mine
+
+
+EIGHT = Precision(8, 32)
+
+
+def in_eight_bits(path: LayerPath) -> LayerPath:
+    return path.with_substitutes(EIGHT, sublayers(tiny.DEPTH), head=True)
+
+
 PASSES = {
+    "in 8 bits": in_eight_bits(LayerPath.full(tiny.DEPTH)),
     "full": LayerPath.full(tiny.DEPTH),
     "draft": LayerPath.up_to(tiny.DEPTH, EXIT),
     "resumed": LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.ATTENTION)),
