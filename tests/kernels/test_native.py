@@ -17,7 +17,7 @@ from helpers.proving import ticking
 from helpers.rounding import restored
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime import Runtime
 from selfspec.runtime.few_rows import for_few_rows
@@ -78,18 +78,32 @@ def of_eight_bits(rows: int, inputs: int, group: int) -> torch.Tensor:
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (24, 50), (7, 64), (33, 172), (24, 704)])
-def test_eight_bits_are_what_they_stand_for(outputs: int, inputs: int) -> None:
-    linear = EightBitsLinear(round_weight(drawn(outputs, inputs).float(), Precision(8, 32)), None, torch.float32)
-    weight = linear.levels.double() * linear.scales.double()[:, None]
+@pytest.mark.parametrize(
+    ("kind", "group", "outputs", "inputs"),
+    # Some processors round the inputs of weights in 8 bits in groups of 64.
+    [(EightBitsLinear, 64, *sizes) for sizes in ((1, 1), (24, 50), (7, 64), (33, 172), (24, 704))]
+    + [(FourBitsLinear, native.GROUP_SIZE, *sizes) for sizes in ((1, 32), (7, 96), (24, 128), (33, 704))],
+)
+def test_products_are_what_their_levels_stand_for(
+    kind: type[LowBitsLinear], group: int, outputs: int, inputs: int
+) -> None:
+    rounded = round_weight(drawn(outputs, inputs).float() + 0.5, Precision(8 if kind is EightBitsLinear else 4, 32))
+    linear = kind(rounded, None, torch.float32)
+    weight = restored(rounded).double()
     for rows in (*range(1, native.MOST_ROWS + 1), 40):
-        # Some processors round inputs in groups of 64.
-        states = of_eight_bits(rows, inputs, 64)
-        states[0, :64] = 0
+        states = of_eight_bits(rows, inputs, group)
+        states[0, :group] = 0
         torch.testing.assert_close(linear(states).double(), states.double() @ weight.t(), rtol=1e-5, atol=1e-4)
         others = drawn(rows, inputs).float()
         exact = others.double() @ weight.t()
         assert (linear(others) - exact).norm() < 0.01 * (others.norm() * weight.norm() / outputs**0.5)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+def test_four_bits_take_a_sixth_of_float32() -> None:
+    rounded = round_weight(drawn(33, 704).float(), Precision(4, 32))
+    assert FourBitsLinear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 33 * 704
 
 
 @pytest.mark.kernels
@@ -107,22 +121,6 @@ def test_a_product_in_eight_bits_of_what_is_not_finite_is_not_either() -> None:
 def test_products_in_eight_bits_need_scales() -> None:
     with pytest.raises(RuntimeError, match="need scales"):
         native.few_rows(drawn(2, 8).float(), drawn(3, 8).to(torch.int8), None)
-
-
-@pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (7, 96), (24, 128), (33, 704)])
-def test_four_bits_are_what_they_stand_for(outputs: int, inputs: int) -> None:
-    rounded = round_weight(drawn(outputs, inputs).float() + 0.5, Precision(4, 32))
-    linear = FourBitsLinear(rounded, None, torch.float32)
-    assert linear.nbytes == rounded.nbytes < 0.16 * 4 * outputs * inputs
-    for rows in (*range(1, native.MOST_ROWS + 1), 40):
-        states, weight = of_eight_bits(rows, inputs, native.GROUP_SIZE), restored(rounded).double()
-        states[0, :32] = 0
-        torch.testing.assert_close(linear(states).double(), states.double() @ weight.t(), rtol=1e-5, atol=1e-4)
-        others = drawn(rows, inputs).float()
-        exact = others.double() @ weight.t()
-        assert (linear(others) - exact).norm() < 0.01 * (others.norm() * weight.norm() / outputs**0.5)
 
 
 @pytest.mark.kernels
