@@ -28,7 +28,6 @@ from selfspec.cli.json_schema import OUTPUTS, schema_of  # noqa: E402
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _LINK = re.compile(r"(\]\(|\]: )(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=[)\s])")
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
-_YET_TO_COME = {"serving.md"}
 _SCHEMAS = "<!-- schemas -->"
 _CODE = {".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
 
@@ -73,15 +72,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         parts += [_LINK.sub(moved, markdown[end : block.start()]), block[0]]
         end = block.end()
     return "".join(parts) + _LINK.sub(moved, markdown[end:])
-
-
-def _there(nav: Any) -> Any:
-    """The navigation without the pages that a checkout does not have yet."""
-    if isinstance(nav, list):
-        return [each for each in map(_there, nav) if each]
-    if isinstance(nav, dict):
-        return {title: inside for title, inside in ((title, _there(each)) for title, each in nav.items()) if inside}
-    return None if nav in _YET_TO_COME and not (ROOT / "docs" / nav).is_file() else nav
 
 
 def _notebook(path: Path) -> dict[str, str | bytes]:
@@ -200,6 +190,5 @@ def _resolved(target: str, place: str) -> str:
 
 def on_config(config: MkDocsConfig, **_: Any) -> MkDocsConfig:
     """Read the package from the working tree, wherever mkdocs is called."""
-    config.nav = _there(config.nav)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(ROOT)]
     return config

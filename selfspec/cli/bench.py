@@ -372,8 +372,10 @@ def _score(
             continue
         with progress_bar(f"answering {workload.name}, temperature {temperature:g}") as progress:
             bar = StepBar(progress)
-            bar.begin((len(arms) + 1) * len(tasks))
-            kept.add(assessment.assess(arms, tasks, setup, partial(bar.step, "texts")))
+            bar.begin((len({*specs} - known) + 1) * len(tasks))
+            # Each is kept at once, so that an interrupted command resumes there.
+            for record in assessment.assess(arms, tasks, setup, partial(bar.step, "texts"), known):
+                kept.add([record])
 
 
 def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:

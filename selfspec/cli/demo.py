@@ -105,7 +105,11 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     own = {name: arm for name, arm in (("", arms[1]), (draft, arms[drafting])) if isinstance(arm, OwnArm)}
     token_seconds = _show(screen, checkpoint, own, runs.temperature, shown)
     until = started + runs.seconds - _REST
-    new = runs.max_new_tokens or _that_fit(until - time.perf_counter(), token_seconds)
+    left = until - time.perf_counter()
+    new = runs.max_new_tokens or _that_fit(left, token_seconds)
+    all_drafts = runs.max_new_tokens is not None or _texts(len(arms)) * new * token_seconds <= left
+    if not all_drafts:
+        specs, arms, drafting = [*specs[:2], specs[drafting]], [*arms[:2], arms[drafting]], 2
     greedy, sampled = (Cell(DEMO, temperature, 1, longest, new) for temperature in (0.0, runs.temperature))
     screen.say(f"Now {len(arms)} ways to decode, in turns, on {len(prompts)} such texts of {new} tokens ...", "")
     with progress_bar("measuring") as bar:
@@ -125,7 +129,7 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
         screen.say(*_details(found[drafting], runs.temperature), "")
         screen.show_scores(found, found[drafting], runs.temperature)
         kernels = model.device.type != "cpu" or native.are_loaded()
-        screen.say("", *_notes(len(turns), seconds, kernels))
+        screen.say("", *_notes(len(turns), seconds, all_drafts, kernels))
         screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
         screen.say(*_NEXT)
     result = {
@@ -219,23 +223,31 @@ def _that_fit(left: float, token_seconds: float) -> int:
     return max(_FEWEST, min(_MOST, fitting))
 
 
+def _texts(arms: int) -> int:
+    """Texts until there is a result: each arm's untimed one, and one in each cell."""
+    return 3 * arms
+
+
 def _details(headed: Standing, temperature: float) -> tuple[str, ...]:
     """What the headline is of, with its intervals."""
-    greedy, sampled = headed.greedy.speedup, headed.sampled.speedup
-    return (
-        f"{headed.name}: greedy {greedy.value:.1f}x ({greedy.low:.1f}-{greedy.high:.1f}x), at temperature "
-        f"{temperature:g} {sampled.value:.1f}x ({sampled.low:.1f}-{sampled.high:.1f}x)",
-    )
+    from selfspec.cli.demo_screen import shown_speed
+
+    greedy, sampled = (shown_speed(each.speedup, 1, "x") for each in (headed.greedy, headed.sampled))
+    return (f"{headed.name}: greedy {greedy}, at temperature {temperature:g} {sampled}",)
 
 
-def _notes(turns: int, seconds: float, kernels: bool) -> list[str]:
+def _notes(turns: int, seconds: float, all_drafts: bool, kernels: bool) -> list[str]:
     """What the table means."""
-    notes = [
-        f"Medians of {turns} turn{'s' * (turns > 1)} and their interval; {seconds:.0f} seconds in all.",
-        "exit:4 needs a model that was taught to exit early, as this one was. The other",
-        "drafts need no training: int8 is the model's own weights in 8 bits, lookup",
-        "copies from the text, recycle tries what earlier passes nearly chose.",
-    ]
+    measured = f"Medians of {turns} turns and their interval" if turns > 1 else "One turn: too few for intervals"
+    notes = [f"{measured}; {seconds:.0f} seconds in all."]
+    if all_drafts:
+        notes += [
+            "exit:4 needs a model that was trained to exit early, as this one was. The other",
+            "drafts need no training: int8 is the model's own weights in 8 bits, lookup",
+            "copies from the text, recycle tries what earlier passes nearly chose.",
+        ]
+    else:
+        notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")
     if not kernels:
         notes.append("`selfspec kernels` (C++ compiler): plain decoding of 129M is 2.3-2.8x faster.")
     return notes

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from selfspec.decode.output import Round
 from selfspec.decode.text_stream import TextStream
+from selfspec.measure.estimate import Estimate
 from selfspec.tools.bench.race import Score
 
 _INDENT = "    "
@@ -83,5 +84,11 @@ def _row(name: str, greedy: str, sampled: str, passes: str) -> str:
     return f"{name[:16]:<17}{greedy:<20}{sampled:<20}{passes}"
 
 
+def shown_speed(speed: Estimate, digits: int, unit: str = "") -> str:
+    """A speed with its interval, if it has one: `1.23 (1.10-1.31)`."""
+    interval = f" ({speed.low:.{digits}f}-{speed.high:.{digits}f}{unit})" if speed.low < speed.high else ""
+    return f"{speed.value:.{digits}f}{unit}{interval}"
+
+
 def _speed(score: Score, compared: bool) -> str:
-    return score.speedup.shown(2) if compared else f"1.00  {score.tokens_per_second:.0f} tokens/s"
+    return shown_speed(score.speedup, 2) if compared else f"1.00  {score.tokens_per_second:.0f} tokens/s"

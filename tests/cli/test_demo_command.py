@@ -49,6 +49,24 @@ def test_text(invoke: Invoke) -> None:
     assert "selfspec generate MODEL --draft lookup+int8" in last
 
 
+def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.cli.demo._show", lambda *_: 10.0)
+    ending = invoke("demo", "--seconds", "20", "--threads", "1")
+    assert (ending.status, ending.stderr) == (0, "")
+    assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
+    assert "Now 3 ways to decode" in ending.stdout
+    table = [line.split()[0] for line in ending.stdout.split("\n\n")[-3].splitlines()]
+    assert table == ["times", "model.generate", "plain", "lookup+int8"]
+    assert "some drafts were left out" in ending.stdout
+
+
+def test_a_single_turn_has_no_interval(invoke: Invoke) -> None:
+    printed = invoke(*QUICK).stdout
+    assert "One turn: too few for intervals" in printed
+    headed, table = printed.partition("Now 7 ways to decode")[2].split("\n\n")[1:3]
+    assert "(" not in headed + table
+
+
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "compare", lambda *_: TextAgreement(4, 3))
     ending = invoke(*QUICK, "--output", "json")

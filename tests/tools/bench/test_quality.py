@@ -62,7 +62,7 @@ def assessed(
 ) -> list[QualityRecord]:
     assessment = Assessment("stories", model, tokenizer, run_code=False)
     setup = assessment.setup("w", temperature, 16, tasks)
-    return assessment.assess([make_arm(spec, model) for spec in specs], tasks, setup, lambda: None)
+    return [*assessment.assess([make_arm(spec, model) for spec in specs], tasks, setup, lambda: None)]
 
 
 def story_tasks(tokenizer: PreTrainedTokenizerBase, number: int, **fields: str) -> list[Task]:
@@ -222,6 +222,19 @@ class TestArms:
         (own,) = assessed(model, tokenizer, 0.0, [PLAIN], story_tasks(tokenizer, 2, reference="something else"))
         assert own.against == "references"
         assert own.exact == [0.0, 0.0]
+
+    def test_known_arms_are_not_assessed_again(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        pytest.importorskip("sacrebleu")
+        pytest.importorskip("rouge_score")
+        tasks = story_tasks(tokenizer, 2, reference="something else")
+        assessment, ticks = Assessment("stories", model, tokenizer, run_code=False), list[int]()
+        arms, setup = [make_arm(spec, model) for spec in (PLAIN, EXIT)], assessment.setup("w", 0.0, 4, tasks)
+        found = assessment.assess(arms, tasks, setup, lambda: ticks.append(1), {PLAIN})
+        assert next(found).arm == EXIT
+        assert len(ticks) == 2
+        assert next(found, None) is None
 
     def test_tests_of_prompts_are_run_where_that_is_asked_for(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +49,16 @@ class Assessment:
         )
 
     def assess(
-        self, arms: Sequence[Arm], tasks: Sequence[Task], setup: QualitySetup, tick: Callable[[], None]
-    ) -> list[QualityRecord]:
-        """Score every arm; selfspec's plain decoding is among them. `tick` is called before each text.
+        self,
+        arms: Sequence[Arm],
+        tasks: Sequence[Task],
+        setup: QualitySetup,
+        tick: Callable[[], None],
+        known: Collection[ArmSpec] = (),
+    ) -> Iterator[QualityRecord]:
+        """Score every arm but the known ones, one after the other.
+
+        Selfspec's plain decoding is among the arms. `tick` is called before each text.
 
         Texts are held against the references of the workload if each of the tasks has one, and else against a text by
         plain decoding: the same one where greedy, another sample where sampled. So what plain decoding scores itself
@@ -63,7 +70,9 @@ class Assessment:
             plain = next(arm for arm in arms if arm.spec.kind == "plain")
             references = [self._text(plain, task, setup, _OTHER_SEED + n, tick).text for n, task in enumerate(tasks)]
         against = "references" if whole else "plain decoding"
-        return [self._record(arm, tasks, references, against, setup, tick) for arm in arms]
+        for arm in arms:
+            if arm.spec not in known:
+                yield self._record(arm, tasks, references, against, setup, tick)
 
     def _record(
         self,
