@@ -4,7 +4,8 @@
     python benchmarks/streaming_trials.py WIDE --memory 3GiB --held-out FILE --threads 2
 
 Linux alone. Texts are compared with those of `model.generate` of the model in memory whole, in another process. Prints
-a table, which is kept in results/ as well; the exit status is 1 where one text differs.
+a table, which is kept in results/ as well; the exit status is 1 where one text differs. A run that was stopped goes on
+after the last trial that passed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from selfspec.placement.drafts import placement_of
 from selfspec.placement.resident import status_bytes
 
 _LONG, _SHORT, _NEW, _AFTER_LONG = 2000, 64, 48, 16
+_RECORD = RESULTS / "streaming_trials.json"
 _GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -57,7 +59,6 @@ def main() -> int:
     if not options.references.exists():
         subprocess.run([sys.executable, *sys.argv, "--only-references"], check=True)
     references = json.loads(options.references.read_text())["texts"]
-    rows = []
     with tempfile.TemporaryDirectory(dir=options.model.parent) as folder:
         # Links, so that a file can go away and the checkpoint stay.
         for file in options.model.iterdir():
@@ -68,32 +69,48 @@ def main() -> int:
         loading, peak = time.perf_counter() - begun, status_bytes("VmHWM")
         placement = placement_of(spec.model)
         assert placement is not None
+        record = _begun(
+            {
+                "memory": options.memory,
+                "threads": options.threads,
+                "streamed": placement.plan.streamed,
+                "bits": placement.plan.bits,
+                "loading_seconds": loading,
+                "loading_peak": peak,
+                "environment": environment(torch.device("cpu")),
+                "trials": [],
+            }
+        )
+        done = {row["trial"] for row in record["trials"]}
         for trial in _Trials(spec, prompts, references, Path(folder)).all:
-            # Linux begins to look for the peak anew.
-            Path("/proc/self/clear_refs").write_text("5")
-            begun = time.perf_counter()
-            try:
-                said, failed = trial(), False
-            except FailedError as error:
-                said, failed = f"FAILED: {error}", True
             name = (trial.__doc__ or "").partition("\n")[0].rstrip(".")
-            took, peak = time.perf_counter() - begun, status_bytes("VmHWM")
-            rows.append({"trial": name, "found": said, "failed": failed, "seconds": took, "peak": peak})
-            print(rows[-1], file=sys.stderr)
-    record = {
-        "memory": options.memory,
-        "threads": options.threads,
-        "streamed": placement.plan.streamed,
-        "bits": placement.plan.bits,
-        "loading_seconds": loading,
-        "loading_peak": peak,
-        "environment": environment(torch.device("cpu")),
-        "trials": rows,
-    }
-    write_json(RESULTS / "streaming_trials.json", record)
-    (RESULTS / "streaming_trials.md").write_text(_report(record))
+            if name not in done:
+                record["trials"].append({"trial": name, **_tried(trial)})
+                write_json(_RECORD, record)
+                _RECORD.with_suffix(".md").write_text(_report(record))
     print(_report(record))
-    return int(any(row["failed"] for row in rows))
+    return int(any(row["failed"] for row in record["trials"]))
+
+
+def _begun(record: dict[str, Any]) -> dict[str, Any]:
+    """A record, with the trials that an earlier run of the same code and settings passed."""
+    earlier: dict[str, Any] = json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
+    same = ("memory", "threads", "streamed", "bits", "environment")
+    if any(earlier.get(name) != record[name] for name in same):
+        return record
+    return {**earlier, "trials": [row for row in earlier["trials"] if not row["failed"]]}
+
+
+def _tried(trial: Callable[[], str]) -> dict[str, Any]:
+    # Linux begins to look for the peak anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    begun = time.perf_counter()
+    try:
+        said, failed = trial(), False
+    except FailedError as error:
+        said, failed = f"FAILED: {error}", True
+    seconds = time.perf_counter() - begun
+    return {"found": said, "failed": failed, "seconds": seconds, "peak": status_bytes("VmHWM")}
 
 
 def _options() -> argparse.Namespace:

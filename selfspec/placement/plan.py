@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import shown_bytes
@@ -112,16 +112,35 @@ def plan_memory(
         if resident is not None:
             plans.append(_predicted(memory, resident, each, bandwidth))
     if not plans:
-        least = min(_total(memory, 0, each) for each in choices)
-        parts = ", ".join(
-            f"{shown_bytes(getattr(memory, part.name))} {part.name}" for part in fields(memory) if part.type == "int"
-        )
-        raise UnsupportedOptionError(
-            f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least)} "
-            f"({parts}); raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none)"
-            + ("" if sum(memory.layers) else "; none of its layers can be streamed, so that all stay in memory")
-        )
+        raise UnsupportedOptionError(_too_little(memory, budget, choices))
     return max(plans, key=lambda plan: plan.drafting or plan.plain)
+
+
+def _too_little(memory: Memory, budget: int, choices: Sequence[int | None]) -> str:
+    """Say how much is needed, for what, and what helps."""
+    bits = min(choices, key=lambda each: _total(memory, 0, each))
+    least = _total(memory, 0, bits)
+    parts = {
+        "for the process": memory.process,
+        "for weights that stay": memory.kept,
+        "for weights on their way": SLOTS * memory.largest,
+        "for copies that draft": 0 if bits is None else sum(memory.substitutes[bits]),
+        "for keys and values": memory.cache,
+        "to work with": memory.working,
+    }
+    told = ", ".join(f"{shown_bytes(size)} {what}" for what, size in parts.items() if size)
+    remedies = "raise it, or ask for a shorter context"
+    if bits is not None:
+        without = shown_bytes(_total(memory, 0, None))
+        remedies = (
+            "raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none), which takes "
+            f"{without}"
+        )
+    all_stay = "" if sum(memory.layers) else "; none of its layers can be streamed, so that all stay in memory"
+    return (
+        f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least)} ({told}); "
+        f"{remedies}{all_stay}"
+    )
 
 
 def _most_resident(memory: Memory, bits: int | None, budget: int) -> int | None:

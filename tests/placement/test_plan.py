@@ -60,5 +60,13 @@ def test_drafts_promise_more_than_plain_streaming() -> None:
 
 def test_too_little_says_how_much_is_needed_and_what_for() -> None:
     memory = Memory(2**28, 2**27, (2**28,) * 4, 2**25, {8: (2**26,) * 4, 4: (2**25,) * 4}, 2**24, 2**24)
-    with pytest.raises(UnsupportedOptionError, match=r"at least 672.00 MiB \(256.00 MiB process, .*draft=False"):
+    with pytest.raises(UnsupportedOptionError) as refused:
         plan_memory(memory, 2**28, DISK, (8, 4))
+    assert str(refused.value) == (
+        "memory=256.00 MiB is too little for this model: it takes at least 672.00 MiB (256.00 MiB for the process, "
+        "128.00 MiB for weights that stay, 128.00 MiB for weights on their way, 128.00 MiB for copies that draft, "
+        "16.00 MiB for keys and values, 16.00 MiB to work with); raise it, ask for a shorter context, or decode "
+        "without drafts (draft=False, --draft none), which takes 544.00 MiB"
+    )
+    with pytest.raises(UnsupportedOptionError, match=r"at least 544.00 MiB \(.*shorter context$"):
+        plan_memory(memory, 2**28, DISK, ())
