@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,15 @@ def decoded(spec: selfspec.SelfSpeculative, job: dict[str, Any]) -> dict[str, An
         "row rounds": out.stats.row_rounds,
         "verify seconds": out.stats.seconds["verify"],
         "text": out.sequences[:, ids.shape[1] :].tolist(),
+        "peak": peak_bytes(),
     }
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far, by Linux; 0 elsewhere."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(found[1]) if found else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ whatever else the machine does falls on both. Measured are plain decoding and ex
 the default control, greedily and sampled, one row and four; and look-ups, whose rounds are a verifying pass each and
 little else. Ratios are new over old, so more than 1 is faster now: of tokens a second, of rounds a second (which leaves
 out how lucky samples are), of verifying passes in a second of verifying, and of tokens a round. Each is the median over
-turns, with a bootstrap interval (90 %) of that median. Greedy texts have to be equal: else the exit status is 1.
+turns, with a bootstrap interval (90 %) of that median. Greedy texts have to be equal: else the exit status is 1. Last
+comes the most memory that each process held, weights and libraries included.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def main() -> int:
         "settings": vars(options) | {"commit": commit, "dtype": "float32", "model": "embedded"},
         "environment": environment(torch.device("cpu")),
         "cases": [case.result() for case in cases],
+        "peak_bytes": {tree: max(each["peak"] for case in cases for each in case.turns[tree]) for tree in trees},
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -186,6 +188,10 @@ def _table(record: dict[str, Any]) -> str:
         settings = [case["draft"], length, f"{case['temperature']:g}", case["batch"], f"{case['tokens/s'][_OLD]:.0f}"]
         cells = [*settings, *ratios, "equal" if case["equal"] else "differ"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    peak = record["peak_bytes"]
+    if peak[_OLD]:
+        held = {tree: f"{count / 2**20:.0f} MiB" for tree, count in peak.items()}
+        lines.append(f"\nPeak memory: {held[_NEW]} against {held[_OLD]}, {peak[_NEW] / peak[_OLD]:.3f}.")
     return "\n".join(lines) + "\n"
 
 

@@ -55,9 +55,8 @@ class Cascade(Drafter):
         ):
             raise DraftConfigError(
                 "a cascade is a look-up or suffix trees, recycling, or both in this order, and then a drafter along a "
-                "path of the model or an assistant, e.g. Cascade(PromptLookup(), EarlyExit(layer=4)), "
-                "Cascade(PromptLookup(), Recycling()) or Cascade(PromptLookup(), Cascade(Recycling(), EarlyExit(4))); "
-                f"got {self.first!r} and {self.then!r}"
+                "path of the model or an assistant, e.g. 'lookup+exit:4', 'lookup+recycle', 'suffix+recycle+int8' "
+                f"or Cascade(PromptLookup(), EarlyExit(layer=4)); got {self.first!r} and {self.then!r}"
             )
 
     @property

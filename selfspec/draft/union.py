@@ -68,7 +68,8 @@ class Union(MergingDrafter):
         ):
             raise DraftConfigError(
                 "a union is of suffix trees, recycling, or both, and then at most one drafter along a path of the "
-                f"model or assistant, e.g. Union(Suffixes(), Recycling(), EarlyExit(layer=4)); got {list(sources)!r}"
+                "model or assistant, e.g. 'union:suffix+recycle+exit:4' or Union(Suffixes(), EarlyExit(layer=4)); got "
+                f"{list(sources)!r}"
             )
         object.__setattr__(self, "free", free)
         object.__setattr__(self, "then", others[0] if others else None)

@@ -406,7 +406,7 @@ CATALOGUE = (
         "CostAwareController.learn",
         "row.accepted - row.strayed",
         "row.accepted",
-        ("test_union.py",),
+        ("test_tokens_off_the_models_chain_say_nothing_of_its_confidence",),
     ),
     Mutation(
         "recycling: a table of another tokenizer is taken",
