@@ -28,7 +28,8 @@ _HELP = """\
 /save FILE   write the conversation to a JSON file
 /help        show these lines
 /quit        leave, as Ctrl-D does
-Ctrl-C ends an answer and keeps what was said of it. A message that begins with a slash is written with two: //etc"""
+Ctrl-C ends an answer and keeps what was said of it.
+A message that begins with a slash is written with two: //etc"""
 
 
 @dataclass(frozen=True, kw_only=True)
