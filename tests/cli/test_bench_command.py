@@ -254,7 +254,8 @@ def test_what_a_budget_cannot_measure_is_refused(
 
 
 def test_more_prompts_can_be_scored_than_are_timed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
-    words = ("bench", folder, "--workload", texts, "--prompts", "1", "--repeats", "1", "--warm-up", "1", "--no-peaks")
+    words: tuple[str, ...] = ("bench", folder, "--workload", texts, "--prompts", "1", "--repeats", "1", "--no-peaks")
+    words += ("--warm-up", "1")
     words += ("--max-new-tokens", "16", "--context", "8", "--no-costs", "--no-plots", "--temperature", "0", *ARMS[2:])
     ending = invoke(*words, "--quality", "--quality-prompts", "2", "--to", str(tmp_path / "two"), "--output", "json")
     assert ending.status == 0, ending.stderr
