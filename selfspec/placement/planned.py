@@ -60,7 +60,8 @@ def plan_checkpoint(
     bandwidth = surveyed.bandwidth()
 
     # On the host they are exact as well, and slower.
-    kinds: list[CacheKind] = [named or "exact", *(["host"] if named is None and surveyed.may_keep("host") else [])]
+    others: list[CacheKind] = ["host"] if named is None and surveyed.may_keep("host") else []
+    kinds: list[CacheKind] = [named or "exact", *others]
 
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
