@@ -59,7 +59,7 @@ class Call:
         rounds: that were timed.
         tokens: that they committed.
         steps: draft steps of these.
-        disk: bytes that the disk gave in a second right before and right after.
+        disk: bytes that the disk gave in a second right before and right after; None: it was not asked.
         commit: of the code.
     """
 
@@ -72,23 +72,23 @@ class Call:
     rounds: int
     tokens: int
     steps: int
-    disk: list[float]
+    disk: list[float] | None
     commit: str | None
 
     @property
     def efficiency(self) -> float:
         """Tokens a second by those that the formula gives for what was accepted."""
         planned, streamed = 1 / self.plan["plain"], self.plan["streamed"]
-        memory, disk = self.plan["bandwidth"]["memory"], self.plan["bandwidth"]["stream"]
-        target = planned + streamed / min(memory, statistics.mean(self.disk)) - streamed / min(memory, disk)
+        memory, at_load = self.plan["bandwidth"]["memory"], self.plan["bandwidth"]["stream"]
+        disk = at_load if self.disk is None else statistics.mean(self.disk)
+        target = planned + streamed / min(memory, disk) - streamed / min(memory, at_load)
         draft = planned * (self.plan["draft_step"] or 0)
         predicted: float = self.tokens / (self.rounds * target + self.steps * draft)
         return 1 / (self.seconds * predicted)
 
-    @property
-    def reading(self) -> float:
+    def reading(self, disk: list[float]) -> float:
         """Bytes that the disk gave in a second, by those that it gives to who does nothing else."""
-        return self.bytes / self.seconds / statistics.mean(self.disk)
+        return self.bytes / self.seconds / statistics.mean(disk)
 
 
 def main() -> None:
@@ -188,14 +188,24 @@ def _arms(cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 if other in speeds
             },
             **({} if arm == "accelerate" else {"efficiency": Estimate.of_median([call.efficiency for call in made])}),
-            "disk": Estimate.of_median([statistics.mean(call.disk) / 1e9 for call in made]),
-            "reading": Estimate.of_median([call.reading for call in made]),
+            **_of_disk(made),
             "bytes": max(call.bytes for call in made),
             "peak": max(call.peak for call in made),
             "equal": min(_equal(call.text, reference) for call in made),
             "last": made[-1],
         }
         for arm, made in calls.items()
+    }
+
+
+def _of_disk(made: list[Call]) -> dict[str, Any]:
+    """How fast the disk was, and how much of that each call used; nothing where it was not asked."""
+    asked = [(call, call.disk) for call in made if call.disk is not None]
+    if not asked:
+        return {}
+    return {
+        "disk": Estimate.of_median([statistics.mean(disk) / 1e9 for _, disk in asked]),
+        "reading": Estimate.of_median([call.reading(disk) for call, disk in asked]),
     }
 
 
@@ -265,7 +275,8 @@ def _report(record: dict[str, Any]) -> str:
         "resident memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's,",
         "of those that both have. *Disk*: GB/s of direct reads right before and after. *Reading*: bytes a second that",
         "the arm got from the disk, of these. *Efficiency*: of the formula by these, for the tokens a pass that were",
-        f"accepted. At {', '.join(_commits(record))}.",
+        "accepted; where they are missing, by what the disk gave when the model was loaded. At "
+        f"{', '.join(_commits(record))}.",
     ]
     for cell in sorted(record["cells"], key=_place):
         turns = max(map(len, cell["calls"].values()), default=0)

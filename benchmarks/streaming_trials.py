@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import selfspec
-from selfspec.environment import environment
+from selfspec.environment import commit, environment
 from selfspec.files.writing import write_json
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_tokenizer
@@ -93,9 +93,9 @@ def main() -> int:
 
 
 def _begun(record: dict[str, Any]) -> dict[str, Any]:
-    """A record, with the trials that an earlier run of the same code and settings passed."""
+    """A record, with the trials that an earlier run of the same settings passed."""
     earlier: dict[str, Any] = json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
-    same = ("memory", "threads", "streamed", "bits", "environment")
+    same = ("memory", "threads", "bits")
     if any(earlier.get(name) != record[name] for name in same):
         return record
     return {**earlier, "trials": [row for row in earlier["trials"] if not row["failed"]]}
@@ -110,7 +110,7 @@ def _tried(trial: Callable[[], str]) -> dict[str, Any]:
     except FailedError as error:
         said, failed = f"FAILED: {error}", True
     seconds = time.perf_counter() - begun
-    return {"found": said, "failed": failed, "seconds": seconds, "peak": status_bytes("VmHWM")}
+    return {"found": said, "failed": failed, "seconds": seconds, "peak": status_bytes("VmHWM"), "commit": commit()}
 
 
 def _options() -> argparse.Namespace:
@@ -162,7 +162,7 @@ class _Trials:
         placement = placement_of(spec.model)
         assert placement is not None
         self._placement = placement
-        self.all = (self.batch, self.long_prompt, self.threads, self.interrupt, self.file_goes)
+        self.all = (self.batch, self.threads, self.interrupt, self.file_goes, self.long_prompt)
 
     def batch(self) -> str:
         """A batch of four prompts of different lengths."""
@@ -255,7 +255,8 @@ def _report(record: dict[str, Any]) -> str:
         f"{record['environment']['processor']}, {record['threads']} threads, {record['memory']}: "
         f"{shown_bytes(record['streamed'])} streamed, drafts in {record['bits']} bits. Loading took "
         f"{record['loading_seconds']:.0f} s, and {shown_bytes(record['loading_peak'])} at most. Other programs ran: "
-        "the seconds are no timings. *Peak*: resident memory of the process.\n",
+        "the seconds are no timings. *Peak*: resident memory of the process. "
+        f"At {', '.join(sorted({'commit ' + str(row['commit']) for row in record['trials']}))}.\n",
         "| trial | found | seconds | peak |",
         "|---|---|---|---|",
     ]

@@ -10,7 +10,7 @@ from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
 """Weights in memory at once of those that are streamed: two of experts, and two on their way."""
-TOKENS_AT_ONCE = 2048
+TOKENS_AT_ONCE = 1024
 """Tokens of prompts that a pass reads, of all rows together, at most."""
 LONGEST = 32
 """Tokens drafted a round, at most."""

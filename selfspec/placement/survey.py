@@ -26,6 +26,9 @@ from selfspec.placement.weight_source import FromDisk, WeightSource
 
 # What allocators hold on to.
 _SLACK = 96 * 2**20
+# What a layer holds at once of a prompt, of its widest product's inputs and outputs together: three states of the MLP,
+# and some of the layer's own and of its attention.
+_STATES = 4
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def _memory(
         cache=cache.slots,
         working=_SLACK
         + 2 * max(copied, default=0)
-        + 2 * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize
+        + _STATES * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize
         + cache.copied,
     )
 

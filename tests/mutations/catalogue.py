@@ -1333,6 +1333,13 @@ CATALOGUE = (
         ("test_place.py::test_without_a_context_there_is_room_for_as_much_as_fits",),
     ),
     Mutation(
+        "a budget sets half aside of what a prompt takes",
+        "_memory",
+        "_STATES * widest",
+        "2 * widest",
+        ("test_working_memory.py",),
+    ),
+    Mutation(
         "prompts are read whole, whatever the budget",
         "SharedCache.prefill_widths",
         "_widths(longest, most or longest)",

@@ -1,0 +1,68 @@
+"""What a pass over a prompt holds is no more than a budget sets aside for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import selfspec
+from helpers import tiny
+from selfspec.placement.place import place
+from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_source import FromDisk
+
+# What allocators hold on to is not in tensors.
+_NOT_IN_TENSORS = 80 * 2**20
+
+
+class _Held(TorchDispatchMode):
+    """Counts bytes of tensors that are made within it: those that are there, and the most that were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                self._count(each.untyped_storage())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self._known:
+            self._known.add(place)
+            self.now += size
+            weakref.finalize(storage, self._gone, place, size)
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.remove(place)
+        self.now -= size
+
+
+def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(tmp_path: Path) -> None:
+    model = tiny.llama(
+        dtype=torch.float32, hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    model.save_pretrained(tmp_path)
+    surveyed = survey(str(tmp_path), None, 4096, FromDisk())
+    spec = selfspec.wrap(place(surveyed, Plan(0, 1, None, 0, Bandwidth(10e9, 1e9), 1.0)))
+    held = _Held()
+    with held:
+        output = spec.generate(tiny.prompt(2000), max_new_tokens=1, do_sample=False)
+    memory = surveyed.memory
+    assert held.most > output.stats.cache_bytes
+    assert held.most <= output.stats.cache_bytes + memory.working - _NOT_IN_TENSORS
