@@ -19,21 +19,21 @@ from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
 
-# Turns of so many rounds of either kind are compared: at first, until one kind is faster by more than this share,
-# the less of it the more turns there were, or so many turns have passed. Passes get faster once they are recorded,
-# which takes some passes of each kind.
-_TURN, _TURNS = 4, 16
-_CLEAR = 0.25
+# At first: plain rounds and rounds with drafts in a pair of turns, and pairs. Passes get faster once they are recorded,
+# which takes some thirty of a kind, so it takes many plain rounds to know what drafts have to beat.
+_FIRST_TURNS, _FIRST_PAIRS = (12, 4), 6
 # The latest rounds of a kind, which count.
 _WINDOW = 16
+# Drafts that are slower by more than this share, the less of it the more pairs there were, are given up at once.
+_CLEAR = 0.25
 # A round this many times longer than usual says something about the machine, not about drafts.
 _OUTLIER = 2.0
 # Rounds after which the slower kind is tried again: at first, and at most. A trial of plain rounds risks little, and
 # without drafts nothing else shows what they would gain.
 _FIRST_PAUSE = 512
 _LONGEST_PAUSE = {True: 512, False: 4096}
-# A trial: rounds in a turn, and turns. It ends after two of them if they are clear.
-_TRIAL_TURN, _TRIAL_TURNS = 2, 4
+# The same of a trial. What it finds for drafts is looked at as thoroughly as at first.
+_TRIAL_TURNS, _TRIAL_PAIRS = (2, 2), 2
 # By how much the other kind must be faster to take over: times scatter.
 _SURELY = 1.05
 
@@ -60,30 +60,32 @@ class _Comparison:
     """Rounds of both kinds in turns. What is compared was timed at one time: within a load rows come and go, too.
 
     Args:
-        begins: the kind that has the first turn.
-        turn: rounds of a turn.
-        turns: the most of them.
+        turns: plain rounds, and then rounds that may draft, of a pair of turns.
+        pairs: the most of them.
+
+    Attributes:
+        thorough: whether it is more than a trial.
     """
 
-    def __init__(self, begins: bool, turn: int, turns: int) -> None:
-        self._begins, self._turn, self._turns = begins, turn, turns
+    def __init__(self, turns: tuple[int, int], pairs: int) -> None:
+        self.thorough = pairs >= _FIRST_PAIRS
+        self._plain, self._pair, self._pairs = turns[0], sum(turns), pairs
         self._rounds = {True: _Rounds(), False: _Rounds()}
         self._counted = 0
 
     def drafts(self) -> bool:
         """Whether the next round may draft."""
-        return self._begins == (self._counted // self._turn % 2 == 0)
+        return self._counted % self._pair >= self._plain
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
         """Count a round; return how fast those that may draft are by plain ones, once that is known."""
         self._rounds[drafted].count(tokens, seconds)
         self._counted += 1
-        pairs, within = divmod(self._counted, 2 * self._turn)
+        pairs, within = divmod(self._counted, self._pair)
         if within:
             return None
         found = self._rounds[True].rate / self._rounds[False].rate
-        clear = abs(found - 1) > _CLEAR / sqrt(pairs)
-        return found if clear or self._counted >= self._turn * self._turns else None
+        return found if pairs == self._pairs or found < 1 - _CLEAR / sqrt(pairs) else None
 
 
 class _Load:
@@ -95,7 +97,7 @@ class _Load:
 
     def __init__(self, better: bool | None) -> None:
         self.better = better
-        self._comparison = _Comparison(True, _TURN, _TURNS) if better is None else None
+        self._comparison = _Comparison(_FIRST_TURNS, _FIRST_PAIRS) if better is None else None
         self._pause = self._until_trial = _FIRST_PAUSE
 
     def drafts(self) -> bool:
@@ -107,19 +109,22 @@ class _Load:
         if self._comparison is not None:
             found = self._comparison.count(drafted, tokens, seconds)
             if found is not None:
-                self._decide(found)
+                self._decide(found, self._comparison.thorough)
             return
         self._until_trial -= 1
         if self._until_trial <= 0:
-            self._comparison = _Comparison(not self.better, _TRIAL_TURN, _TRIAL_TURNS)
+            self._comparison = _Comparison(_TRIAL_TURNS, _TRIAL_PAIRS)
 
-    def _decide(self, found: float) -> None:
-        self._comparison = None
-        before = self.better
-        if before is None:
-            self.better = found >= 1
-        elif (1 / found if before else found) > _SURELY:
-            self.better = not before
+    def _decide(self, found: float, thorough: bool) -> None:
+        self._comparison, before = None, self.better
+        if before is False and found > _SURELY and not thorough:
+            # Few rounds may gain by chance.
+            self._comparison = _Comparison(_FIRST_TURNS, _FIRST_PAIRS)
+            return
+        if before:
+            self.better = 1 / found <= _SURELY
+        else:
+            self.better = found > _SURELY
         if before == self.better:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE[bool(before)])
         else:

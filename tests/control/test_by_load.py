@@ -66,7 +66,7 @@ def test_a_larger_load_begins_without_drafts_where_a_smaller_one_runs_without() 
     run(gate, 4, 100, lambda drafts: 6.0 if drafts else 1.0)
     assert not any(run(gate, 60, 300, lambda drafts: 6.0 if drafts else 1.0))
     # A smaller one is no larger one's business.
-    assert any(run(gate, 2, 8, lambda drafts: 2.0 if drafts else 1.0))
+    assert any(run(gate, 2, 16, lambda drafts: 2.0 if drafts else 1.0))
 
 
 def test_a_trial_that_is_clear_is_short() -> None:
