@@ -194,7 +194,14 @@ def main() -> None:
     command = [sys.executable, "-m", "selfspec", "serve", given.model, "--name", "m", "--port", str(port)]
     command += ["--draft", given.draft, "--dtype", "float32", "--threads", str(given.threads), "--max-rows", "32"]
     work = jobs(prompts, texts, given.requests)
-    found: dict[str, Any] = {"settings": {**vars(given), "prompts": given.prompts.name, "to": None}}
+    settings = {**vars(given), "model": Path(given.model).name, "prompts": given.prompts.name, "to": None}
+    found: dict[str, Any] = {"settings": settings, "environment": environment(torch.device("cpu"))}
+
+    def tell(part: str) -> None:
+        print(part, found[part], flush=True)
+        if given.to is not None:
+            write_json(given.to, found)
+
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
 
@@ -218,18 +225,15 @@ def main() -> None:
                 "most": round(max(sizes) / 2**20, 1),
             },
         }
-        print("load", found["load"], flush=True)
+        tell("load")
 
         tally = Tally()
         found["kill"] = asyncio.run(killed(command, port, given.threads, log, work[: len(work) // 6], tally))
-        print("kill", found["kill"], flush=True)
+        tell("kill")
 
         tally = Tally()
         found["term"] = asyncio.run(terminated(command, port, given.threads, log, work[-len(work) // 6 :], tally))
-        print("term", found["term"], flush=True)
-    found["environment"] = environment(torch.device("cpu"))
-    if given.to is not None:
-        write_json(given.to, found)
+        tell("term")
 
 
 async def killed(

@@ -34,8 +34,10 @@ _FIRST_PAUSE = 512
 _LONGEST_PAUSE = {True: 512, False: 4096}
 # The same of a trial. What it finds for drafts is looked at as thoroughly as at first.
 _TRIAL_TURNS, _TRIAL_PAIRS = (2, 2), 2
-# By how much the other kind must be faster to take over: times scatter.
-_SURELY = 1.05
+# By how much rounds that may draft must be faster to begin, and to go on: times scatter, and not all of the cost is in
+# them. Passes of drafts come in many kinds, each of which is recorded at some cost, and rows get out of step, so that
+# plain passes come in more kinds, too.
+_GAIN, _STILL = 1.25, 1.15
 
 
 class _Rounds:
@@ -117,14 +119,11 @@ class _Load:
 
     def _decide(self, found: float, thorough: bool) -> None:
         self._comparison, before = None, self.better
-        if before is False and found > _SURELY and not thorough:
+        if before is False and found > _GAIN and not thorough:
             # Few rounds may gain by chance.
             self._comparison = _Comparison(_FIRST_TURNS, _FIRST_PAIRS)
             return
-        if before:
-            self.better = 1 / found <= _SURELY
-        else:
-            self.better = found > _SURELY
+        self.better = found > (_STILL if before else _GAIN)
         if before == self.better:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE[bool(before)])
         else:
@@ -133,10 +132,10 @@ class _Load:
 
 
 class LoadGate:
-    """Compares rounds that draft with plain ones, at each load apart, and lets the faster kind run.
+    """Compares rounds that draft with plain ones, at each load apart, and lets drafts run where they are clearly faster.
 
-    Loads are numbers of rows, from one power of two to the next. The slower kind is tried again now and then, drafts
-    less and less often while they stay slower: two to four rounds of four thousand in the end. Drafts gain less the
+    Loads are numbers of rows, from one power of two to the next. The other kind is tried again now and then, drafts
+    less and less often while they do not gain: two to four rounds of four thousand in the end. Drafts gain less the
     more rows there are, so a load begins without them where a smaller one runs without. A single row is left to the
     control, which is made for it.
     """

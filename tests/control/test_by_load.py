@@ -75,6 +75,26 @@ def test_a_trial_that_is_clear_is_short() -> None:
     assert sum(run(gate, 16, 4000, lambda drafts: 6.0 if drafts else 1.0)) <= 8
 
 
+def test_a_small_gain_is_none() -> None:
+    """Passes of drafts come in many kinds, whose recording is not in the usual round."""
+    drafted = run(LoadGate(), 16, 1000, lambda drafts: 2.7 if drafts else 1.0)
+    assert sum(drafted[96:]) < 30
+
+
+def test_plain_rounds_come_first_and_often_enough_to_be_recorded() -> None:
+    drafted = run(LoadGate(), 16, 96, lambda drafts: 2.0 if drafts else 1.0)
+    assert not any(drafted[:12])
+    assert drafted.count(False) >= 64
+
+
+def test_gains_of_a_trial_are_looked_at_again() -> None:
+    gate = LoadGate()
+    run(gate, 16, 100, lambda drafts: 6.0 if drafts else 1.0)
+    lucky = iter([0.1] * 4)
+    drafted = run(gate, 16, 1200, lambda drafts: next(lucky, 6.0) if drafts else 1.0)
+    assert sum(drafted) <= 12
+
+
 def test_rows_that_come_and_go_within_a_load_say_nothing_of_drafts() -> None:
     """A round of more rows takes longer, and is not compared with what the other kind took for fewer."""
     gate = LoadGate()
