@@ -132,7 +132,7 @@ class _Load:
 
 
 class LoadGate:
-    """Compares rounds that draft with plain ones, at each load apart, and lets drafts run where they are clearly faster.
+    """Compares rounds that draft with plain ones, at each load apart; drafts run where they clearly gain.
 
     Loads are numbers of rows, from one power of two to the next. The other kind is tried again now and then, drafts
     less and less often while they do not gain: two to four rounds of four thousand in the end. Drafts gain less the
