@@ -26,7 +26,7 @@ class _Held(TorchDispatchMode):
     """Counts bytes of tensors that are made within it: those that are there, and the most that were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._known: set[int] = set()
 
