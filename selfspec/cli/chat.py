@@ -149,7 +149,8 @@ class _Session:
 
     def _answer(self, text: str) -> None:
         seed = None if self._seed is None else (self._seed + len(self.turns)) % 2**63
-        failed, turn = None, None
+        failed: str | None = None
+        turn: Turn | None = None
         try:
             with _on_interrupt(_raise_once):
                 turn = self._conversation.ask(text, seed)
@@ -220,10 +221,10 @@ def _lines(note: Callable[[str], None]) -> Iterator[str]:
         lines = iter(sys.stdin.buffer)
         while True:
             with _on_interrupt(_raise_once):
-                line = next(lines, None)
-            if line is None:
+                read = next(lines, None)
+            if read is None:
                 return
-            yield _decoded(line)
+            yield _decoded(read)
     # Lines can be edited once this is imported, where there is such a thing.
     with suppress(ImportError):
         import readline  # noqa: F401

@@ -86,7 +86,7 @@ def _operation(served: Served) -> APIRouter:
 
 def _models(served: Served) -> APIRouter:
     """OpenAI's endpoints."""
-    refused = {"model": Refusal, "description": "Refused, and why"}
+    refused: dict[str, Any] = {"model": Refusal, "description": "Refused, and why"}
     router = APIRouter(prefix="/v1", tags=["openai"], responses={"4XX": refused, 503: refused})
     card = {
         "id": served.name,
