@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from selfspec.accept import find_rule
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.control.named import control_of
@@ -56,6 +57,11 @@ class ArmSpec:
     accept: str | None = None
     packed: bool = False
     runtime: RuntimeName = RuntimeName.TRACED
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its texts are distributed as the model's own."""
+        return self.accept is None or find_rule(self.accept).lossless
 
     @property
     def name(self) -> str:

@@ -87,8 +87,8 @@ class Record:
 
     @property
     def refused(self) -> bool:
-        """Whether the arm may not be scored, because its greedy texts differ."""
-        return self.agreement is not None and self.agreement.refused
+        """Whether the arm may not be scored, because its greedy texts differ though its rule is lossless."""
+        return self.agreement is not None and self.agreement.refused and self.arm.lossless
 
     @property
     def scored(self) -> bool:

@@ -27,9 +27,9 @@ statistics that holds the true one with a confidence of at least 0.9 (of fewer t
 passages repeated three times or more in direct succession, which flatter any draft; *without cycles* are the prompts
 whose text by `model.generate` has at most {CYCLING:.0%} of these. No text ends before its last token. An arm
 whose greedy tokens differ from those of `model.generate` in float32 or float64, or in half precision by more than
-rounding explains, is refused. *Draft*, *verify* and *rest* are the parts of a round in this run; *c*, *V(4)* and *o*
-those of the formula, timed apart from it, for four tokens to verify. *Predicted* is what the rounds would have given if
-they had cost no more than c and V, and *efficiency* is measured by predicted."""
+rounding explains, is refused if its rule is lossless. *Draft*, *verify* and *rest* are the parts of a round in this
+run; *c*, *V(4)* and *o* those of the formula, timed apart from it, for four tokens to verify. *Predicted* is what the
+rounds would have given if they had cost no more than c and V, and *efficiency* is measured by predicted."""
 
 _QUALITY_NOTES = """\
 # Quality
@@ -127,7 +127,7 @@ def _not_scored(measured: MeasuredCell) -> str:
         name, found = _escaped(record.arm.name), record.agreement
         if record.absence is not None:
             lines.append(f"- {name}: absent. {_escaped(record.absence)}.")
-        elif found is not None and found.refused:
+        elif found is not None and record.refused:
             parted = f"{found.texts - found.equal} of {found.texts} greedy texts"
             lines.append(f"- {name}: REFUSED. {parted} differ from those of model.generate.")
     return "\n".join(lines)

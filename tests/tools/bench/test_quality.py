@@ -18,6 +18,7 @@ from helpers.stories import checkpoint_folder
 from selfspec.decode.stats import Stats
 from selfspec.errors import BenchError, PromptError
 from selfspec.measure.prompts import Text, Workload, read_workloads
+from selfspec.tools.bench.agreement import TextAgreement
 from selfspec.tools.bench.arms import ArmSpec, make_arm
 from selfspec.tools.bench.quality import sandbox
 from selfspec.tools.bench.quality.assess import Assessment
@@ -222,6 +223,15 @@ class TestArms:
         (own,) = assessed(model, tokenizer, 0.0, [PLAIN], story_tasks(tokenizer, 2, reference="something else"))
         assert own.against == "references"
         assert own.exact == [0.0, 0.0]
+
+    def test_a_rule_that_is_not_lossless_is_not_refused_for_its_texts(self) -> None:
+        times, differing = [[1.0]], TextAgreement(4, 1)
+        assert differing.refused
+        lossless = replace(record("draft", times, "exit:2"), agreement=differing)
+        assert lossless.refused
+        relaxed = replace(lossless, arm=RELAXED)
+        assert relaxed.scored
+        assert not relaxed.refused
 
     def test_known_arms_are_not_assessed_again(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase

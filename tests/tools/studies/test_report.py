@@ -10,6 +10,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StorageError
@@ -110,6 +111,23 @@ def test_every_picture_is_drawn(pictures: list[Path]) -> None:
             # At 200 dots per inch more than three times as many.
             assert image.width > 300
             assert len(image.convert("RGB").getcolors(2**24) or []) > 10
+
+
+def test_notes_of_a_single_panel_are_inside_the_picture(
+    shown: list[Panel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[tuple[float, float, float]] = []
+
+    def keep(figure: Figure, file: Path, **_: object) -> None:
+        file.touch()
+        figure.draw_without_rendering()
+        box = figure._supxlabel.get_window_extent()
+        notes.append((box.x0, box.x1, figure.bbox.x1))
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    draw_all(shown[:1], tmp_path)
+    assert len(notes) >= 4
+    assert all(left >= 0 and right <= width for left, right, width in notes)
 
 
 def test_drafts_from_a_reduced_vocabulary_have_rows_and_prices_of_their_own(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.accept import find_rule
 from selfspec.measure.stock import bare, end_tokens
 from selfspec.tools.bench.arms import Arm, ArmSpec
 from selfspec.tools.bench.cell import Cell
@@ -104,7 +103,7 @@ class Assessment:
             setup,
             arm.spec,
             against,
-            is_lossless(arm.spec),
+            arm.spec.lossless,
             exact=[each.exact for each in scores],
             bleu=[each.bleu for each in scores],
             rouge_l=[each.rouge_l for each in scores],
@@ -138,8 +137,3 @@ class _Answer:
     text: str
     nats: float
     tokens: int
-
-
-def is_lossless(arm: ArmSpec) -> bool:
-    """Whether an arm's texts are distributed as the model's own."""
-    return arm.accept is None or find_rule(arm.accept).lossless

@@ -69,7 +69,8 @@ def finding_of(panel: Panel) -> str:
     """What a panel comes to, in a sentence or two; its `best` is not empty."""
     top = panel.best[0]
     predicted = top["predicted_speedup"]
-    draft = f"{top['draft']} with {top['draft_length']} draft tokens"
+    length = top["draft_length"]
+    draft = f"{top['draft']} with {length} draft token{'s' * (length != 1)}"
     if predicted > 1:
         said = (
             f"{draft} promises most, {predicted:.2f} times the speed of plain decoding (acceptance {top['alpha']:.2f})"

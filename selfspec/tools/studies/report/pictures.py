@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT, _PAGE = 3.6, 2.6, 9.2
 # Dots per inch; drafts that have a line each, and labelled drafts of a front.
 _DPI, _DRAFTS, _LABELS = 200, 5, 5
+# Letters of a note in an inch.
+_NOTE_LETTERS = 22
 _STYLE: dict[Any, Any] = {**STYLE, "font.size": 7, "axes.titlesize": 7, "legend.fontsize": 6}
 
 
@@ -73,7 +76,9 @@ def draw_all(panels: Sequence[Panel], folder: Path) -> list[Path]:
                     axes.set_axis_off()
                 if picture.finish:
                     picture.finish(figure, grid[: len(shown)])
-                figure.supxlabel(picture.note, fontsize=6)
+                # A narrow figure has its note in several lines.
+                note = textwrap.fill(picture.note, int(_NOTE_LETTERS * figure.get_figwidth()))
+                figure.supxlabel(note, fontsize=6)
                 if share:
                     for axes in grid:
                         axes.label_outer()
@@ -168,7 +173,7 @@ def _positions(axes: Axes, panel: Panel) -> None:
     if not drafts:
         axes.text(0.5, 0.5, "too few tokens", ha="center", va="center", transform=axes.transAxes, color=GREY)
     axes.set(xlabel="position in the draft", ylabel="share accepted of those judged", ylim=(0, 1.02))
-    axes.legend(loc="lower left", ncols=2)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
 
 
 def _pareto(axes: Axes, panel: Panel) -> None:
