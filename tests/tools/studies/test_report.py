@@ -121,7 +121,7 @@ def test_notes_of_a_single_panel_are_inside_the_picture(
     def keep(figure: Figure, file: Path, **_: object) -> None:
         file.touch()
         figure.draw_without_rendering()
-        box = figure._supxlabel.get_window_extent()
+        box = figure.texts[0].get_window_extent()
         notes.append((box.x0, box.x1, figure.bbox.x1))
 
     monkeypatch.setattr(Figure, "savefig", keep)
