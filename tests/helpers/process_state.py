@@ -15,6 +15,8 @@ from transformers.utils import logging
 # Set when a module that needs them is first imported, whichever test that is in; and pytest's own.
 _NOT_COMPARED = {
     "CUBLAS_WORKSPACE_CONFIG",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
     "HF_XET_HIGH_PERFORMANCE",
     "PYTEST_CURRENT_TEST",
     "TOKENIZERS_PARALLELISM",
