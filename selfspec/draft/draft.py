@@ -30,8 +30,9 @@ class Budget:
 
     def within(self, tokens: int) -> Budget:
         """The budget of a draft of which a row can commit at most `tokens`: every level that is cut has a node."""
-        depth = min(self.depth, tokens)
-        return Budget(depth, self.nodes - (self.depth - depth)) if depth > 0 else Budget(0, 0)
+        if self.depth <= tokens:
+            return self
+        return Budget(tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else Budget(0, 0)
 
 
 @dataclass(frozen=True)

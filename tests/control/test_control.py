@@ -153,12 +153,12 @@ def test_useless_drafts_lose_a_few_steps_and_half_a_hundredth_of_a_step_a_round(
     assert drafts[-1] > 400
 
 
-def test_a_draft_that_could_hardly_pay_is_not_tried_before_its_price_is_saved_up() -> None:
+def test_a_draft_that_could_hardly_pay_is_not_tried_before_twice_its_price_is_saved_up() -> None:
     controller = CostAware(4).begin(DEAR)
     rounds = 1
     while not drafted(controller, [0.5] * 4):
         rounds += 1
-    assert rounds == pytest.approx((DEAR.of_round(1, 1) - 1) * 200, abs=1)
+    assert rounds == pytest.approx(2 * (DEAR.of_round(1, 1) - 1) * 200, abs=1)
     learned(controller, 1, accepted=0)
     assert not any(drafted(controller, [0.5] * 4) for _ in range(rounds - 10))
 
