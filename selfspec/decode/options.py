@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from types import FrameType
+from functools import cache
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -119,8 +120,9 @@ def check_keywords(generation_config: GenerationConfig | None, options: Mapping[
         raise unsupported("cache_implementation", cache)
 
 
-def _defaults() -> dict[str, Any]:
-    return {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+@cache
+def _defaults() -> Mapping[str, Any]:
+    return MappingProxyType({**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()})
 
 
 def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -> None:

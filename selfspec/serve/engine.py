@@ -14,6 +14,7 @@ from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, 
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.engine_stats import EngineStats
 from selfspec.serve.events import Event
+from selfspec.serve.own_thread import in_own_thread
 from selfspec.serve.read_request import read_row
 from selfspec.serve.row_request import RowRequest
 from selfspec.serve.scheduler import Entry, Scheduler
@@ -27,7 +28,8 @@ class Engine:
     `spec.generate(..., seed=seed, accept="coupled")`, and otherwise in distribution, whatever runs beside it. While the
     engine runs, nobody else should change the model.
 
-    `submit`, `stats` and the methods of tickets may be called from any thread.
+    `submit`, `stats` and the methods of tickets may be called from any thread. On a CPU passes that run elsewhere in the
+    process slow the engine down, and go on to while their thread lives: run them before in threads that end.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Engine:
                 raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
         self._decoder = spec.row_decoder()
         self._vocabulary: int = spec.model.get_input_embeddings().weight.shape[0]
-        sizes = self._decoder.measured()
+        sizes = in_own_thread(self._decoder.measured)
         limits = self._decoder.limits
         if cache_bytes is None:
             cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.engine import Engine
 from selfspec.serve.grammar import Grammars
 from selfspec.serve.metrics import Metrics
+from selfspec.serve.own_thread import in_own_thread
 from selfspec.serve.prompt_scores import prompt_logprobs
 from selfspec.serve.server_limits import ServerLimits
 from selfspec.serve.token_texts import TokenTexts
@@ -92,7 +94,8 @@ class Served:
         model = self.scored
         if model is None:
             raise ApiError(400, "echo with logprobs is not supported where layers are streamed; drop one", "echo")
-        return await asyncio.get_running_loop().run_in_executor(self._scorer, prompt_logprobs, model, prompt, top)
+        scored = partial(prompt_logprobs, model, prompt, top)
+        return await asyncio.get_running_loop().run_in_executor(self._scorer, in_own_thread, scored)
 
     def check(self, model: str) -> None:
         """Refuse requests for another model, and all once the server stops."""
