@@ -37,11 +37,13 @@ from rich.progress import track
 from selfspec.environment import commit, environment
 from selfspec.files.writing import write_json
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.palette import GREY, STYLE, Mark, mark_of
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 
 ARMS = {"accelerate": "accelerate, disk offload", "plain": "selfspec, plain", "drafts": "selfspec, default drafts"}
+_MARKS = {"accelerate": Mark(GREY, "h"), "plain": mark_of(None), "drafts": mark_of("lookup+int8")}
 _MAY_GROW = {"memory", "repeats", "arms"}
 
 
@@ -314,28 +316,35 @@ def _commits(record: dict[str, Any]) -> list[str]:
 
 def _draw(record: dict[str, Any], file: Path) -> None:
     """Draw tokens a second over budgets, a panel for each temperature."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     ordered = sorted(record["cells"], key=_place)
     temperatures = sorted({cell["temperature"] for cell in ordered})
-    figure = Figure(figsize=(4.2 * len(temperatures), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
-    for panel, temperature in zip(panels, temperatures, strict=True):
-        cells = [cell for cell in ordered if cell["temperature"] == temperature]
-        for arm, title in ARMS.items():
-            taken = [(cell, found[arm]["tokens/s"]) for cell in cells if arm in (found := _arms(cell))]
-            if not taken:
-                continue
-            rates = [rate for _, rate in taken]
-            low = [rate.value - rate.low for rate in rates]
-            high = [rate.high - rate.value for rate in rates]
-            budgets = [parse_bytes("memory", cell["memory"]) / 2**30 for cell, _ in taken]
-            panel.errorbar(budgets, [rate.value for rate in rates], (low, high), marker="o", markersize=3, label=title)
-        panel.set(title=f"temperature {temperature:g}" if temperature else "greedy", xlabel="budget, GiB", yscale="log")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("tokens a second")
-    panels[0].legend(fontsize=8)
-    figure.savefig(file, dpi=120)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * len(temperatures), 3.6), layout="constrained")
+        panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+        for panel, temperature in zip(panels, temperatures, strict=True):
+            cells = [cell for cell in ordered if cell["temperature"] == temperature]
+            for arm, title in ARMS.items():
+                taken = [(cell, found[arm]["tokens/s"]) for cell in cells if arm in (found := _arms(cell))]
+                if not taken:
+                    continue
+                rates = [rate for _, rate in taken]
+                low = [rate.value - rate.low for rate in rates]
+                high = [rate.high - rate.value for rate in rates]
+                budgets = [parse_bytes("memory", cell["memory"]) / 2**30 for cell, _ in taken]
+                panel.errorbar(budgets, [rate.value for rate in rates], (low, high), label=title, **_MARKS[arm].of_line)
+            panel.set(
+                title=f"temperature {temperature:g}" if temperature else "greedy", xlabel="budget, GiB", yscale="log"
+            )
+            panel.grid()
+        # The scales are shared.
+        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
+        panels[0].set_ylabel("tokens a second")
+        panels[0].legend()
+        figure.savefig(file, dpi=120)
 
 
 if __name__ == "__main__":

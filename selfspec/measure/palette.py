@@ -38,7 +38,8 @@ _KINDS = {
     "assistant": (WINE, "X"),
     "auto": (OLIVE, "*"),
 }
-_DASHES = ("-", "--", ":", "-.")
+Dashes = str | tuple[int, tuple[int, ...]]
+_DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _MARKERS = ("s", "^", "d")
 
 
@@ -55,7 +56,7 @@ class Mark:
 
     colour: str
     marker: str
-    dashes: str = "-"
+    dashes: Dashes = "-"
     filled: bool = True
 
     @property

@@ -28,8 +28,8 @@ class Engine:
     `spec.generate(..., seed=seed, accept="coupled")`, and otherwise in distribution, whatever runs beside it. While the
     engine runs, nobody else should change the model.
 
-    `submit`, `stats` and the methods of tickets may be called from any thread. On a CPU passes that run elsewhere in the
-    process slow the engine down, and go on to while their thread lives: run them before in threads that end.
+    `submit`, `stats` and the methods of tickets may be called from any thread. On a CPU, passes in other threads of the
+    process slow the engine down for as long as these threads live: run them in threads that end.
     """
 
     def __init__(

@@ -22,3 +22,8 @@ def test_drafts_of_one_kind_are_told_apart() -> None:
     looks = {(mark.colour, mark.dashes, mark.marker) for mark in marks.values()}
     assert len(looks) == 4
     assert marks["exit:2"] == mark_of("exit:2")
+
+
+def test_six_drafts_of_one_kind_have_lines_of_their_own() -> None:
+    marks = marks_of([f"exit:{layer}" for layer in range(1, 7)])
+    assert len({mark.dashes for mark in marks.values()}) == 6
