@@ -44,13 +44,14 @@ import json, sys, time, torch
 import selfspec
 from selfspec.measure.stock import bare
 from selfspec.model.checkpoint import load_checkpoint
-place, draft, threads, new, seconds, prompts = json.loads(sys.argv[1])
+place, draft, threads, new, temperature, seconds, prompts = json.loads(sys.argv[1])
+chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
 torch.set_num_threads(threads)
 checkpoint = load_checkpoint(place, "float32", "cpu")
 spec = selfspec.wrap(bare(checkpoint.model), draft)
 tokens, begun = 0, None
 for turn in range(10**6):
-    out = spec.generate(checkpoint.encode(prompts[turn % len(prompts)]), max_new_tokens=new, do_sample=False)
+    out = spec.generate(checkpoint.encode(prompts[turn % len(prompts)]), max_new_tokens=new, **chosen)
     if turn == 1:
         begun = time.perf_counter()
     elif turn > 1:
@@ -99,9 +100,35 @@ def _tails(seconds: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-async def drive(
-    port: int, model: str, prompts: Sequence[str], clients: int, new: int, seconds: float, cell: Cell
-) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What every client asks for.
+
+    Attributes:
+        model: the name that it is served by.
+        prompts: one after another.
+        new: tokens of an answer.
+        temperature: 0: greedy decoding.
+    """
+
+    model: str
+    prompts: Sequence[str]
+    new: int
+    temperature: float
+
+    def body(self, number: int) -> dict[str, Any]:
+        """The request with this number."""
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": self.prompts[number % len(self.prompts)]}],
+            "max_tokens": self.new,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+async def drive(port: int, asked: Asked, clients: int, seconds: float, cell: Cell) -> None:
     """Let clients ask for some time; count what came within it."""
     until = time.perf_counter() + seconds
     done: list[Answer] = []
@@ -109,15 +136,7 @@ async def drive(
     async def client(number: int) -> None:
         turn = number
         while time.perf_counter() < until:
-            body = {
-                "model": model,
-                "messages": [{"role": "user", "content": prompts[turn % len(prompts)]}],
-                "max_tokens": new,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            done.append(await ask(port, _PATH, body))
+            done.append(await ask(port, _PATH, asked.body(turn)))
             turn += clients
 
     begun = time.perf_counter()
@@ -146,6 +165,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before, of each cell of selfspec and turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--transformers", help="a Python whose environment can run `transformers serve`")
     parser.add_argument("--continuous", action="store_true", help="measure its continuous batching, too")
@@ -161,22 +181,24 @@ def main() -> None:
         tokenizer.save_pretrained(copy)
         arms = commands(str(copy), given)
         cells = {(arm, clients): Cell() for arm in arms for clients in given.clients}
+        asked = Asked(str(copy), prompts, given.new, given.temperature)
         calls: dict[str, list[float]] = {given.draft: [], "none": []}
         for turn in range(given.turns):
             for arm, command in arms.items():
                 port = free_port()
                 words = [word.replace("PORT", str(port)) for word in command]
-                model = str(copy)
                 with serving(words, port, given.threads, Path(folder) / "log", seconds=60):
                     # Models are loaded and passes recorded at the first requests, and each load has its trial.
                     for clients in (1, *([] if "transformers" in arm else given.clients)):
-                        asyncio.run(drive(port, model, prompts, clients, given.new, given.warm_up, Cell()))
+                        asyncio.run(drive(port, asked, clients, given.warm_up, Cell()))
                     for clients in given.clients:
                         cell = cells[arm, clients]
-                        asyncio.run(drive(port, model, prompts, clients, given.new, given.seconds, cell))
+                        asyncio.run(drive(port, asked, clients, given.seconds, cell))
                         print(turn, arm, clients, cell.rates[-1], cell.failed, flush=True)
             for draft, rates in calls.items():
-                work = json.dumps([str(copy), draft, given.threads, given.new, given.seconds, prompts])
+                work = json.dumps(
+                    [str(copy), draft, given.threads, given.new, given.temperature, given.seconds, prompts]
+                )
                 ended = subprocess.run([sys.executable, "-c", _CALL, work], capture_output=True, text=True, check=True)
                 rates.append(json.loads(ended.stdout))
                 print(turn, "call", draft, rates[-1], flush=True)
