@@ -83,7 +83,7 @@ class Cell:
         return {
             "tokens_per_second": round(statistics.median(self.rates), 1),
             "turns": [round(rate, 1) for rate in self.rates],
-            "answers": len(self.first),
+            "answers_with_text": len(self.first),
             "failed": self.failed,
             "first_token_ms": _tails(self.first),
             "between_tokens_ms": _tails(self.between),
@@ -144,11 +144,13 @@ async def drive(port: int, asked: Asked, clients: int, seconds: float, cell: Cel
     spent = time.perf_counter() - begun
     tokens = 0
     for answer in done:
-        if answer.status != 200 or not answer.times or not answer.usage:
+        if answer.status != 200 or not answer.finish_reason or not answer.usage:
             cell.failed += 1
             continue
         made = answer.usage["completion_tokens"]
         tokens += made
+        if not answer.times:  # sampling may end a text at once
+            continue
         cell.first.append(answer.times[0] - answer.begun)
         if made > 1 and len(answer.times) > 1:
             cell.between.append((answer.times[-1] - answer.times[0]) / (made - 1))
