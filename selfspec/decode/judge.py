@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         rule: accepts or rejects draft tokens.
     """
     lengths = row_lengths(batch, draft)
-    accepted = _accept(batch, draft, lengths, logits, rule)
+    accepted = _accept(batch, draft, lengths, logits, rule) if draft.length else _next(batch, draft, logits)
     judged = _on_host(batch, draft, accepted)
     limit = lockstep_limit(batch, draft, [row.run for row in judged.values()])
     runs = [judged[row].run if row in judged else [] for row in range(batch.size)]
@@ -58,7 +59,7 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         )
     # A row without finite logits has no token of the target's own, nor has a row that was cut.
     own = accepted.finite & (accepted.count < limit)
-    last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None])
+    last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None]) if draft.length else accepted.block
     return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
 
 
@@ -106,10 +107,8 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
     scores = _scores(batch, draft, logits)
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
-    # A draft token may be the cause of logits that are not finite; processors may mend them in a round without a draft.
-    legible = logits.amax(-1).isfinite() if draft.length else sampling.legible(logits)
-    if legible is not None:
-        finite &= legible
+    # A draft token may be the cause of logits that are not finite, and then processors must not mend them.
+    finite &= logits.amax(-1).isfinite()
     seen = effective(batch, draft, p, finite, batch.cache.positions(p.shape[1]) + 1)
     judged = within(draft, lengths)
     if judged is not None:
@@ -119,6 +118,18 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
     finite = finite.gather(1, place[:, None])[:, 0]
     accepted = _Accepted(place, place, token, finite, seen.overlap, block, logits, scores)
     return accepted if draft.tree.is_chain else accepted.along_path(draft.tree)
+
+
+def _next(batch: Batch, draft: Draft, logits: Tensor) -> _Accepted:
+    """Draw the next token where nothing was drafted: whatever the rule, there is nothing to judge."""
+    sampling = batch.sampling
+    scores = sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
+    found = sampling.next_tokens(scores, batch.cache.positions(1) + 1, batch.noise)
+    token = found.tokens[:, 0]
+    none = torch.zeros_like(token)
+    tests = [each for each in (found.finite, sampling.legible(logits)) if each is not None]
+    finite = reduce(torch.logical_and, tests)[:, 0] if tests else torch.ones_like(token, dtype=torch.bool)
+    return _Accepted(none, none, token, finite, scores.new_empty(len(scores), 0), batch.last_tokens, logits, scores)
 
 
 def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
@@ -155,10 +166,11 @@ class _Judged:
 def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
     verdicts = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
-    # One transfer for all: doubles hold every token id exactly.
-    table = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1).tolist()
+    if nodes:
+        # One transfer for all: doubles hold every token id exactly.
+        verdicts = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1)
     judged = {}
-    for row, numbers in zip(batch.running, table, strict=True):
+    for row, numbers in zip(batch.running, verdicts.tolist(), strict=True):
         if row in batch.unfinished:
             token, place, finite, *drafted = (int(number) for number in numbers[: 3 + nodes])
             judged[row] = _Judged(token, place, paths[place], bool(finite), drafted, numbers[3 + nodes :])

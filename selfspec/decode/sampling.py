@@ -5,7 +5,7 @@ Temperature, top-k, top-p and other processors are in `selfspec.decode.processor
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,20 @@ from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.processors import Processing, SequentialProcessing, Warping
 from selfspec.decode.sequences import Prefixes
 from selfspec.draft.draft import Draft
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The tokens of a round without a draft.
+
+    Attributes:
+        tokens: `[rows, 1]`.
+        finite: whether there was a distribution to choose from, `[rows, 1]`; if not, the token is arbitrary. None:
+            there was in all rows.
+    """
+
+    tokens: Tensor
+    finite: Tensor | None
 
 
 class Sampling:
@@ -112,6 +126,19 @@ class Sampling:
         if not self._coupled:
             return p
         return torch.zeros_like(p).scatter_(-1, noise.choose(p, positions)[..., None], 1.0)
+
+    def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
+        """The token of each row where nothing was drafted: `draw` of `decide` of `probabilities`, in fewer steps.
+
+        Args:
+            scores: as `scores` gives them, `[rows, 1, vocab]`.
+            positions: of the tokens, `[rows or 1, 1]`.
+            noise: of the rows.
+        """
+        if self.greedy:
+            return NextTokens(scores.argmax(-1), None)
+        p = self.probabilities(scores)
+        return NextTokens(self.draw(self.decide(p, positions, noise), noise, Purpose.RECOVER), p.sum(-1).isfinite())
 
     def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
         """The token each of the given distributions gives: its one possible token where decided, else a draw.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decode.noise import Noise
 from selfspec.decode.rows.row import Row
-from selfspec.decode.sampling import Sampling
+from selfspec.decode.sampling import NextTokens, Sampling
 from selfspec.decode.sequences import Prefixes
 from selfspec.draft import Draft
 
@@ -104,6 +104,15 @@ class JoinedSampling(Sampling):
         decided = p.clone()
         decided[self._choosing] = torch.zeros_like(p[self._choosing]).scatter_(-1, chosen[..., None], 1.0)
         return decided
+
+    def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
+        found = super().next_tokens(scores, positions, noise)
+        broken = [index for index in self._alone if self._rows[index].error is not None]
+        if not broken or found.finite is not None:
+            return found
+        finite = torch.ones_like(found.tokens, dtype=torch.bool)
+        finite[broken] = False
+        return replace(found, finite=finite)
 
     def legible(self, logits: Tensor) -> Tensor | None:
         if self.mends:
