@@ -249,5 +249,5 @@ def _notes(turns: int, seconds: float, all_drafts: bool, kernels: bool) -> list[
     else:
         notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")
     if not kernels:
-        notes.append("`selfspec kernels` (C++ compiler): plain decoding of 129M is 2.3-2.8x faster.")
+        notes.append("`selfspec kernels` (C++ compiler): plain decoding of 129M is 2.7-3.2x faster.")
     return notes
