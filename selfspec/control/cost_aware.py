@@ -39,7 +39,8 @@ class CostAware(Control):
     A loss budget, in plain steps, bounds what drafting may cost: a few steps at once (at most 4 % of a short text) and
     one more for each two hundred rounds. When it is spent, the draft length is 0 until there is budget again. The
     model's drafts and look-ups of each match length have a budget each; together they may lose no more than one of
-    them. Where not even a good draft would pay, as in large batches, the budget is not spent at all.
+    them. A draft that promises nothing, by the prompt or by its costs, waits until twice what a round of it may lose is
+    saved up.
 
     A batch ends when its slowest row ends, so a draft gains what it gains for that row in the long run. A look-up
     drafts all it can in a single row, and in a batch as much as pays. Rows start in lockstep, since passes over rows at
