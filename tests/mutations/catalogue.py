@@ -701,11 +701,32 @@ CATALOGUE = (
         (_SEEDS,),
     ),
     Mutation(
-        "logits that are NaN are drawn from",
+        "logits that are NaN after a draft are drawn from",
         "_accept",
-        "finite &= legible",
+        "finite &= logits.amax(-1).isfinite()",
         "finite = torch.ones_like(finite)",
         ("test_generate.py", "-k", "not_finite"),
+    ),
+    Mutation(
+        "logits that are NaN are drawn from",
+        "_next",
+        "(found.finite, sampling.legible(logits))",
+        "(found.finite,)",
+        ("test_generate.py", "-k", "not_finite"),
+    ),
+    Mutation(
+        "a row whose processor failed goes on",
+        "JoinedSampling.next_tokens",
+        "finite[broken] = False",
+        "pass",
+        ("test_row_errors.py",),
+    ),
+    Mutation(
+        "the pass that measures the cache leaves a team of threads",
+        "Engine.__init__",
+        "in_own_thread(self._decoder.measured)",
+        "self._decoder.measured()",
+        ("test_own_thread.py",),
     ),
     # Where text ends.
     Mutation(
@@ -1577,7 +1598,7 @@ CATALOGUE = (
         "LossBudget.opens",
         "at_risk > 0",
         "at_risk < 0",
-        ("test_a_draft_that_could_hardly_pay_is_not_tried_before_its_price_is_saved_up",),
+        ("test_a_draft_that_could_hardly_pay_is_not_tried_before_twice_its_price_is_saved_up",),
     ),
     Mutation(
         "a batch looks up as much as a row",

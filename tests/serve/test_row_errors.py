@@ -92,6 +92,18 @@ def test_a_processor_that_fails(
     check_beside(model, others)
 
 
+def test_a_processor_that_fails_where_all_rows_are_greedy() -> None:
+    model = small()
+    engine = Stepped(selfspec.wrap(model, None))
+    other = engine.submit(RowRequest(BESIDE, 20, RowSampling(temperature=0.0)))
+    failing = RowSampling(temperature=0.0, processors=(Breaking(6, stateless=True),))
+    seen = engine.submit(RowRequest(PROMPT, 12, failing))
+    engine.run()
+    assert isinstance(seen.end.error, RowError)
+    assert seen.tokens == alone(model, Asked(RowRequest(PROMPT, 12, RowSampling(temperature=0.0))))[:3]
+    assert other.tokens == alone(model, Asked(RowRequest(BESIDE, 20, RowSampling(temperature=0.0))))
+
+
 def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
     model = small()
     engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
