@@ -123,7 +123,7 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
 def _next(batch: Batch, draft: Draft, logits: Tensor) -> _Accepted:
     """Draw the next token where nothing was drafted: whatever the rule, there is nothing to judge."""
     sampling = batch.sampling
-    scores = sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
+    scores = _scores(batch, draft, logits)
     found = sampling.next_tokens(scores, batch.cache.positions(1) + 1, batch.noise)
     token = found.tokens[:, 0]
     none = torch.zeros_like(token)
