@@ -14,6 +14,7 @@ from transformers.generation import GenerationMode
 
 from selfspec.arguments import check_callables
 from selfspec.cache.masks import smallest_window
+from selfspec.compat import CACHE_NAMES
 from selfspec.decode.option_values import CHECKED
 from selfspec.errors import UnsupportedOptionError
 
@@ -44,10 +45,8 @@ _HONOURED = (CHECKED - {"num_beams"}) | {
     "continuous_batching_config",
 }
 
-# Names that inputs of models have for the cache.
-CACHES = ("past_key_values", "cache_params")
 # Inputs of the model that a call may contain.
-_MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHES})
+_MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHE_NAMES})
 # Not computed unless the whole output is returned.
 _ONLY_RETURNED = frozenset({"output_attentions", "output_hidden_states"})
 
