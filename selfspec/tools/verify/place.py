@@ -106,10 +106,10 @@ def _cells(
     mass = torch.ones(len(branches), dtype=torch.double, device=prefixes.device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     if prefixes.shape[1] > 1:
-        _read(model, cache, prefixes[:, :-1], 0)
+        _logits_after(model, cache, prefixes[:, :-1], 0)
     token = prefixes[:, -1:]
     for length in range(1, NEW_TOKENS + 1):
-        logits = _read(model, cache, token, prefixes.shape[1] + length - 2)[:, -1].float()
+        logits = _logits_after(model, cache, token, prefixes.shape[1] + length - 2)[:, -1].float()
         joint = mass[:, None] * (logits / temperature).softmax(-1).double()
         rows, choices = (joint >= smallest).nonzero(as_tuple=True)
         mass, longer, kept = joint[rows, choices], [], []
@@ -129,7 +129,7 @@ def _cells(
     return found
 
 
-def _read(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, start: int) -> Tensor:
+def _logits_after(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, start: int) -> Tensor:
     """Logits of tokens, `[rows, tokens, vocab]`, that follow those in the cache, from the position `start` on."""
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(*tokens.shape)
     # As `generate` does: some models count from 0 in every pass.
