@@ -28,6 +28,7 @@ from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.model.rope import is_outgrown
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Request:
         logits: whether the target's logits are.
         streamer: receives the prompt and then each committed token; None: there is none.
         past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
+        anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
     """
 
     input_ids: Tensor
@@ -63,6 +65,14 @@ class Request:
     logits: bool
     streamer: BaseStreamer | None = None
     past: Cache | None = None
+    anew: bool = False
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Tokens of each prompt that are not read, for `past` holds them."""
+        if self.past is None or self.anew:
+            return (0,) * len(self.lengths)
+        return tuple(self.mask[:, : past_length(self.past)].sum(1).tolist())
 
     @property
     def embeddings(self) -> bool:
@@ -235,6 +245,13 @@ def prepared_request(
             f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
             f"{context}; {remedy}"
         )
+    held = mask[:, : 0 if past is None else past_length(past)].sum(1).tolist()
+    anew = past is not None and is_outgrown(config, held, lengths)
+    if anew and read.shape[1] < mask.shape[1]:
+        raise UnsupportedOptionError(
+            f"past_key_values hold {max(held)} tokens that were rotated by other tables than this text of "
+            f"{max(lengths)}, so they must be read again; pass the whole conversation as input_ids"
+        )
     return Request(
         input_ids=input_ids,
         read=read,
@@ -251,6 +268,7 @@ def prepared_request(
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
         past=past,
+        anew=anew,
     )
 
 
