@@ -4,6 +4,7 @@ from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=(
+        "lara_mini",
         "olmo_hybrid",
         "qwen3_5",
         "qwen3_5_moe",

@@ -1,7 +1,7 @@
 """Architectures that selfspec refuses, each with the reason."""
 
 _WITH_STATES = """
-bailing_hybrid qwen4_exp qwen4_exp_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
+bailing_hybrid qwen4_exp qwen4_exp_text inkling2_loop_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
 zamba zamba2 zaya
 """
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
@@ -24,6 +24,7 @@ REFUSED: dict[str, str] = {
     "musicgen_melody": "it writes several streams of sound codes at once",
     "gemma4_assistant": "it drafts for another model and cannot generate alone",
     "gemma4_unified_assistant": "it drafts for another model and cannot generate alone",
+    "dory": "it runs some of its layers several times for each token",
     "hrm_text": "it runs its two stacks of layers several times for each token",
     "longcat_flash": "each of its layers holds two attentions and two MLPs",
     "mllama": "it mixes text with images in cross-attention layers",

@@ -28,6 +28,10 @@ OUTPUT_CACHE = cache_name(field.name for field in fields(GenerateDecoderOnlyOutp
 """What `model.generate` calls the cache that it returns."""
 
 
+RENAMED_CACHE = OUTPUT_CACHE == "cache"
+"""Whether this is 5.24 or newer."""
+
+
 def cache_argument(model: nn.Module) -> str:
     """Return the name by which the `forward` of a stock model takes its cache.
 

@@ -491,7 +491,9 @@ class CacheReader:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """All that the pass may look at in a layer, its own tokens' slots as an earlier pass left them."""
         seen: tuple[Tensor, Tensor] = self._cache.layers[layer].seen(key_states.shape[2])
         return seen
