@@ -1,8 +1,8 @@
 """Architectures that selfspec refuses, each with the reason."""
 
 _WITH_STATES = """
-bailing_hybrid qwen4_exp qwen4_exp_text inkling2_loop_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
-zamba zamba2 zaya
+bailing_hybrid qwen4_exp qwen4_exp_text inkling2_loop_text inkling2_text inkling_text lfm3 minimax
+recurrent_gemma rwkv xlstm zamba zamba2 zaya
 """
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
