@@ -173,12 +173,15 @@ def check_model_inputs(
 
 
 def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
-    """Whether positions, of all columns or of the last `width`, count the tokens of a mask."""
-    if position_ids.ndim != 2 or position_ids.shape[1] not in (width, mask.shape[1]):
+    """Whether positions, of all columns or of the last `width`, count the tokens of a mask.
+
+    Models that read images have several for each token, `[sections, rows, columns]`: here all must be equal.
+    """
+    if position_ids.ndim not in (2, 3) or position_ids.shape[-1] not in (width, mask.shape[1]):
         return False
-    if len(position_ids) not in (1, len(mask)):
+    if position_ids.shape[-2] not in (1, len(mask)):
         return False
-    columns = slice(-position_ids.shape[1], None)
+    columns = slice(-position_ids.shape[-1], None)
     expected = (mask.cumsum(-1) - 1)[:, columns]
     return bool(((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all())
 

@@ -25,10 +25,16 @@ def check_decodable(model: PreTrainedModel) -> None:
     """
     _check_modules(model)
     _check_one_device(model)
-    kernel = model.config._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    kernel = config._attn_implementation
     if kernel not in _ATTENTION_KERNELS:
         raise UnsupportedModelError(
             f"attention kernel {kernel!r} is not supported; load the model with attn_implementation='sdpa'"
+        )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads a prompt in both directions (use_bidirectional_attention), so that keys and "
+            "values of a token depend on those after it; use model.generate"
         )
     if model.training and any(_differs_in_training(module) for module in model.modules()):
         raise UnsupportedModelError(
