@@ -206,7 +206,7 @@ class ModelRunner:
 
     def _inputs(self, tokens: Tensor, first: int = -1) -> dict[str, object]:
         width = tokens.shape[1]
-        positions = self._cache.positions(width, first) if self._takes_positions else None
+        positions = self._cache.position_ids(width, first) if self._takes_positions else None
         mask = self._cache.attention_mask(self._config, width, self._dtype, first)
         return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}
 
