@@ -10,9 +10,17 @@ _INDEXED = "its sparse attention keeps an index beside keys and values, which th
 REFUSED: dict[str, str] = {
     **dict.fromkeys(_WITH_STATES.split(), _RECURRENT),
     **dict.fromkeys(
-        """
-        axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm5_next_text glm_moe_dsa hy_v4 mistral_large4_text
-        """.split(),
+        [
+            "axk2",
+            "deepseek_v32",
+            "deepseek_v4",
+            "dots3_note",
+            "dots3_note_text",
+            "glm5_next_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "mistral_large4_text",
+        ],
         _INDEXED,
     ),
     **dict.fromkeys(("kimi_linear", "nemotron_h"), "its layers of several kinds go by one name"),

@@ -147,7 +147,7 @@ def outputs(spec: selfspec.SelfSpeculative, scenario: str) -> list[str]:
         out = spec.generate(
             ids,
             mask,
-            past_key_values=past,
+            cache=past,
             logits_processor=LogitsProcessorList([Cycling()] if "memory" in scenario else []),
             draft_length=DRAFTED,
             max_new_tokens=NEW,
@@ -163,7 +163,7 @@ def outputs(spec: selfspec.SelfSpeculative, scenario: str) -> list[str]:
             "accepted": stats.accepted_per_depth,
         }
         turns.append(json.dumps(found))
-        past, ids = out.past_key_values, torch.cat([out.sequences, words(4, 5 + turn)], 1)
+        past, ids = out.cache, torch.cat([out.sequences, words(4, 5 + turn)], 1)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
     return turns
 

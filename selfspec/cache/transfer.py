@@ -57,8 +57,8 @@ def check_past(past: Cache) -> None:
     if type(past) is not DynamicCache or any(type(layer) not in _KINDS for layer in past.layers):
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in getattr(past, "layers", ())))
         raise UnsupportedOptionError(
-            f"past_key_values of type {type(past).__name__} ({kinds}) is not supported; pass a DynamicCache() made "
-            "without a config, or out.past_key_values of an earlier generation"
+            f"a cache of type {type(past).__name__} ({kinds}) is not supported; pass a DynamicCache() made "
+            "without a config, or out.cache of an earlier generation"
         )
 
 
@@ -67,7 +67,7 @@ def check_rows(past: Cache, rows: int) -> None:
     held = next((tensor.shape[0] for layer in past.layers for tensor in _tensors(layer)), rows)
     if held != rows:
         raise UnsupportedOptionError(
-            f"past_key_values hold {held} rows, the batch has {rows}; they must agree, num_return_sequences included"
+            f"the cache holds {held} rows, the batch has {rows}; they must agree, num_return_sequences included"
         )
 
 
@@ -76,7 +76,7 @@ def check_kinds(past: Cache, cache: SharedCache) -> None:
     wanted, found = [_stock_kind(layer) for layer in cache.layers], [type(layer) for layer in past.layers]
     if holds_anything(past) and found != wanted:
         raise UnsupportedOptionError(
-            f"past_key_values hold {len(found)} layers of {_names(found)}, and the model has {len(wanted)} of "
+            f"the cache holds {len(found)} layers of {_names(found)}, and the model has {len(wanted)} of "
             f"{_names(wanted)}; pass a cache that this model has filled"
         )
 

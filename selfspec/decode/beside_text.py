@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.transfer import past_of
+from selfspec.compat import cache_argument
 from selfspec.decode.options import unsupported
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.adapter import Adapter
@@ -73,9 +74,7 @@ def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str
 
 
 @torch.no_grad()
-def read_by_stock(
-    model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor
-) -> StockReading:
+def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> StockReading:
     """Let the stock model read prompts with what is beside their text, such as images.
 
     Args:
@@ -98,17 +97,17 @@ def read_by_stock(
     # States cannot be taken back, so the last token stays unread there; elsewhere images may see it.
     stateful = bool(recurrent_layers(config))
     past = DynamicCache(config=config) if stateful else DynamicCache()
-    read = columns - 1 if stateful else columns
+    read, cached = (columns - 1 if stateful else columns), cache_argument(model)
     with _refusing(others):
         first = {name: _columns(value, columns, read) for name, value in options.items()}
         prepared = model.prepare_inputs_for_generation(
-            ids[:, :read], past_key_values=past, is_first_iteration=True, **first
+            ids[:, :read], is_first_iteration=True, **{cached: past}, **first
         )
         model(**prepared, return_dict=True)
         if not stateful:
             past.crop(columns - 1)
         step = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=1, past_key_values=past, is_first_iteration=False, **options
+            ids, next_sequence_length=1, is_first_iteration=False, **{cached: past}, **options
         )
         counts = mask.sum(1) - 1
         positions = step.get("position_ids")
@@ -117,7 +116,7 @@ def read_by_stock(
             offsets = positions.reshape(-1, positions.shape[-2], 1)[-1, :, 0].to(mask.device) - counts
         plain = {
             "input_ids": ids[:, -1:],
-            "past_key_values": past,
+            cached: past,
             "attention_mask": mask,
             "use_cache": True,
             **({} if positions is None else {"position_ids": (counts + offsets)[:, None]}),

@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, MaxTimeCriteria, PreTrainedModel
 from selfspec.accept import Rule
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.transfer import can_store, check_kinds, is_callers, store_past
+from selfspec.compat import OUTPUT_CACHE
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
 from selfspec.decode.limits import Limits
@@ -170,7 +171,7 @@ class Generation(Iterator[Round]):
             lossless=self.lossless,
             scores=None if self._records.scores is None else self._records.scores.padded(lengths),
             logits=None if self._records.logits is None else self._records.logits.padded(lengths),
-            past_key_values=self._past if self._past and not self._unfinished else None,
+            **{OUTPUT_CACHE: self._past if self._past and not self._unfinished else None},
         )
 
 
@@ -200,7 +201,7 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
     apart = len(request.lengths) > 1 and bool(request.stopping.eos or request.stopping.criteria)
     if apart and not cache.rolls_back_by_cursor:
         raise UnsupportedOptionError(
-            "past_key_values is not supported for several rows of a recurrent model that may end at different places, "
+            "a cache is not supported for several rows of a recurrent model that may end at different places, "
             "for its states would be those of different lengths; pass one row at a time"
         )
     return request.past

@@ -10,11 +10,12 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from selfspec.arguments import check_callables
 from selfspec.cache.masks import smallest_window
+from selfspec.compat import CACHE_NAMES
 from selfspec.decode.option_values import CHECKED
 from selfspec.errors import UnsupportedOptionError
 
@@ -45,10 +46,8 @@ _HONOURED = (CHECKED - {"num_beams"}) | {
     "continuous_batching_config",
 }
 
-# Names that inputs of models have for the cache.
-CACHES = ("past_key_values", "cache_params")
 # Inputs of the model that a call may contain.
-_MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHES})
+_MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHE_NAMES})
 # Parameters of a model's `forward` that say nothing of a prompt.
 _NO_INPUTS = frozenset({"self", "args", "kwargs", "input_ids", "labels", "cache_position", "return_dict"})
 # Not computed unless the whole output is returned.

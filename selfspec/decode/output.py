@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
+from selfspec.compat import OUTPUT_CACHE
 from selfspec.decode.stats import Stats
 
 
@@ -98,8 +99,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
             unless `return_dict_in_generate` and `output_scores` ask for them. After the end of a row, 0 for the padding
             token and -inf for others.
         logits: the full model's own logits in the same form, for `output_logits`.
-        past_key_values: keys and values of all tokens but each row's last, for the next turn: the caller's cache, or a
-            new one for `return_dict_in_generate`. None otherwise, and before the generation has finished.
+        cache: keys and values of all tokens but each row's last, for the next turn: the caller's cache, or a new
+            one for `return_dict_in_generate`. None otherwise, and before the generation has finished. Items call it
+            as `transformers` does: `past_key_values` before 5.24.
         lengths: number of new tokens of each row.
         stats: counts and times.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
@@ -109,11 +111,18 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     sequences: Tensor
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
-    past_key_values: Cache | None = None
+    if TYPE_CHECKING:
+        cache: Cache | None = None
     # transformers rebuilds outputs from their items, so these need a default.
     lengths: tuple[int, ...] = None  # type: ignore[assignment]
     stats: Stats = None  # type: ignore[assignment]
     lossless: bool = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        """Find the cache where `transformers` has another name for its field."""
+        if name == "cache" != OUTPUT_CACHE:
+            return getattr(self, OUTPUT_CACHE)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ATTRIBUTES_ALONE:

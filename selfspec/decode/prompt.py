@@ -80,12 +80,12 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
     if attention_mask.shape not in ((rows, columns), (rows, columns + known)):
         raise PromptError(
             f"attention_mask has shape {list(attention_mask.shape)}, {name} {list(read.shape[:2])}; they must agree"
-            + (f", or the mask must also cover the {known} columns of past_key_values" if known else "")
+            + (f", or the mask must also cover the {known} columns of the cache" if known else "")
         )
     mask = (attention_mask.to(read.device) != 0).long()
     if mask.shape[1] <= known:
         raise PromptError(
-            f"past_key_values hold {known} tokens and {name} {columns}; pass the whole conversation as {name}, "
+            f"the cache holds {known} tokens and {name} {columns}; pass the whole conversation as {name}, "
             "with at least one token that is not in the cache"
         )
     if not bool(mask[:, known:].any(1).all()):
@@ -139,7 +139,7 @@ def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
     past = past_of(model_kwargs)
     if past is not None and is_callers(past) and holds_anything(past):
         raise UnsupportedOptionError(
-            "past_key_values beside a soft prompt is not supported: it does not say which of its columns the soft "
+            "a cache beside a soft prompt is not supported: it does not say which of its columns the soft "
             "prompt takes; pass the whole conversation as input_ids alone"
         )
     inputs: dict[str, Any] = prepare(input_ids, is_first_iteration=True, **model_kwargs)

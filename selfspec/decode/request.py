@@ -20,9 +20,10 @@ from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStri
 
 from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
+from selfspec.compat import CACHE_NAMES, cache_argument
 from selfspec.decode.beside_text import beside_text, change_nothing, read_by_stock
 from selfspec.decode.option_values import Scope, check_values, value_in_call
-from selfspec.decode.options import CACHES, check_keywords, check_model_inputs, check_options
+from selfspec.decode.options import check_keywords, check_model_inputs, check_options
 from selfspec.decode.processors import read_processing
 from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.sampling import Sampling
@@ -108,12 +109,13 @@ def read_request(
     read = input_ids if embeddings is None else checked_embeddings(model, embeddings)
     if read is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
-    past = next((options[name] for name in CACHES if options.get(name) is not None), None)
+    options = dict(options)
+    past = _taken_cache(options)
     if past is not None:
         check_past(past)
+        options[cache_argument(model)] = past
     masks = {} if attention_mask is None else {"attention_mask": checked_mask(attention_mask, read, past)}
     # transformers does not pass these two to a callable.
-    options = dict(options)
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     check_keywords(model, generation_config, options)
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
@@ -152,6 +154,19 @@ def read_request(
             "for what each row commits"
         )
     return replace(request, streamer=streamer)
+
+
+def _taken_cache(options: dict[str, Any]) -> Cache | None:
+    """Take the cache out of keywords of `generate`, by whichever name it has there.
+
+    Raises:
+        UnsupportedOptionError: there is more than one.
+    """
+    given = {name: options.pop(name) for name in CACHE_NAMES if name in options}
+    caches = {name: cache for name, cache in given.items() if cache is not None}
+    if len(caches) > 1:
+        raise UnsupportedOptionError(f"{' and '.join(caches)} name the same argument; pass cache alone")
+    return next(iter(caches.values()), None)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from selfspec.compat import over_cache
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -76,6 +78,4 @@ def blockwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[in
 
 def _logits_of_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Tensor:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return torch.cat(
-        [model(block, past_key_values=cache, use_cache=True).logits[0] for block in blocks if block.numel()]
-    )
+    return torch.cat([model(block, **over_cache(model, cache)).logits[0] for block in blocks if block.numel()])

@@ -17,6 +17,7 @@ from transformers import Cache
 
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
+from selfspec.compat import cache_name
 from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -234,7 +235,9 @@ def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Laye
 
 
 def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return attention(*args, **{**kwargs, "past_key_values": CacheReader(kwargs["past_key_values"])})
+    name = cache_name(kwargs)
+    assert name is not None
+    return attention(*args, **{**kwargs, name: CacheReader(kwargs[name])})
 
 
 def _after(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfspec.model.adapter import Adapter
 from selfspec.model.view import hidden_states, replaced, view_with_layers
@@ -43,7 +43,9 @@ def same(first: list[Any], second: list[Any]) -> bool:
 def _note(given: list[Any], returns: int, *args: Any, **kwargs: Any) -> Any:
     # Where rotary tables were made of them, positions tell nothing more.
     made = kwargs.get("position_embeddings") is not None
-    given.extend(_parts([args, {name: value for name, value in kwargs.items() if not (made and name == "position_ids")}]))
+    given.extend(
+        _parts([args, {name: value for name, value in kwargs.items() if not (made and name == "position_ids")}])
+    )
     hidden = hidden_states(args, kwargs)
     return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.compat import cache_argument
 from selfspec.model.adapter import Adapter, takes
 from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
@@ -93,7 +94,7 @@ class ModelRunner:
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._takes_positions = takes(model, "position_ids")
-        self._cache_name = next(name for name in ("past_key_values", "cache_params") if takes(model, name))
+        self._cache_name = cache_argument(model)
         self._gated: dict[tuple[LayerPath, DraftHead | None], GatedModel] = {}
 
     def over(self, cache: SharedCache) -> ModelRunner:

@@ -95,7 +95,7 @@ class Conversation:
         generation = self._spec.stream(
             ids,
             torch.ones_like(ids),
-            past_key_values=self._read.cache,
+            cache=self._read.cache,
             seed=seed,
             max_new_tokens=min(self._max_new_tokens, room),
             **self._options,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.compat import over_cache
 from selfspec.decode.rows.logprobs import TokenLogprobs
 
 # Logits of so many places are in memory at once.
@@ -31,7 +32,7 @@ def prompt_logprobs(model: PreTrainedModel, prompt: Sequence[int], top: int) -> 
     found: list[TokenLogprobs] = []
     for begin in range(0, ids.shape[1] - 1, _AT_ONCE):
         block, following = ids[:, begin : begin + _AT_ONCE], ids[0, begin + 1 : begin + _AT_ONCE + 1]
-        logits = model(block, past_key_values=cache, use_cache=True).logits[0, : len(following)]
+        logits = model(block, **over_cache(model, cache)).logits[0, : len(following)]
         scores = logits.float().log_softmax(-1)
         own = scores.gather(1, following[:, None])[:, 0].tolist()
         best = scores.topk(min(max(top, 1), scores.shape[1]))

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import selfspec
 from helpers.shrunken import shrunken
+from selfspec.compat import OUTPUT_CACHE, cache_argument
 from selfspec.errors import UnsupportedOptionError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 1}
@@ -38,7 +39,6 @@ def greedy(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def test_a_chat_continues(architecture: str, way: str) -> None:
     model = shrunken(architecture)
     spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
-    name = "cache_params" if architecture in STATES_ALONE else "past_key_values"
     ids, past, read = words(8), None, 0
     for _ in range(3):
         wanted = greedy(model, ids)
@@ -46,14 +46,14 @@ def test_a_chat_continues(architecture: str, way: str) -> None:
         options = {
             "attention_mask": torch.ones_like(given),
             "return_dict_in_generate": True,
-            **({} if past is None else {name: past}),
+            **({} if past is None else {cache_argument(model): past}),
             **GREEDY,
         }
         out = spec.generate(given, **options) if way == "wrapper" else None
         if out is None:
             out = model.generate(given, custom_generate=spec, **options)
         assert torch.equal(out.sequences[:, given.shape[1] :], wanted[:, ids.shape[1] :])
-        past, read = out.past_key_values, wanted.shape[1] - 1
+        past, read = out.cache, wanted.shape[1] - 1
         assert past is not None
         ids = turn(model, wanted)
 
@@ -63,8 +63,8 @@ def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
     model = shrunken(architecture)
     spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
     options = {"attention_mask": torch.ones(2, 8), "return_dict_in_generate": True, **GREEDY}
-    own = spec.generate(words(8, 2), **options).past_key_values
-    stock = model.generate(words(8, 2), **options).past_key_values
+    own = spec.generate(words(8, 2), **options).cache
+    stock = getattr(model.generate(words(8, 2), **options), cache_argument(model))
     assert own is not None
     for found, wanted in zip(own.layers, stock.layers, strict=True):
         assert type(found) is type(wanted)
@@ -81,18 +81,17 @@ def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
 def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str) -> None:
     model = shrunken(architecture)
     spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
-    name = "cache_params" if architecture in STATES_ALONE else "past_key_values"
     first = model.generate(words(8), return_dict_in_generate=True, attention_mask=torch.ones(1, 8), **GREEDY)
     more = turn(model, first.sequences)
     given = more[:, 16:] if architecture in STATES_ALONE else more
     wanted = greedy(model, more)[:, more.shape[1] :]
     mask = torch.ones_like(given)
-    out = spec.generate(given, mask, **{name: first.past_key_values}, **GREEDY)
+    out = spec.generate(given, mask, cache=getattr(first, cache_argument(model)), **GREEDY)
     assert torch.equal(out.sequences[:, given.shape[1] :], wanted)
-    assert out.past_key_values is first.past_key_values
+    assert out.cache is getattr(first, cache_argument(model))
     empty = DynamicCache(config=model.config)
-    assert spec.generate(words(8), **{name: empty}, **GREEDY).past_key_values is empty
-    again = spec.generate(given, mask, **{name: empty}, **GREEDY)
+    assert spec.generate(words(8), cache=empty, **GREEDY).cache is empty
+    again = spec.generate(given, mask, cache=empty, **GREEDY)
     assert torch.equal(again.sequences[:, given.shape[1] :], wanted)
 
 
@@ -116,14 +115,14 @@ def test_states_of_rows_that_end_apart_are_not_given() -> None:
     options = {"attention_mask": torch.ones(2, 8), "eos_token_id": ends, **GREEDY}
     out = spec.generate(ids, return_dict_in_generate=True, **options)
     assert out.lengths[0] < out.lengths[1]
-    assert out.past_key_values is None
+    assert out.cache is None
     with pytest.raises(UnsupportedOptionError, match=r"several rows of a recurrent model.*one row at a time"):
-        spec.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+        spec.generate(ids, cache=DynamicCache(config=model.config), **options)
 
 
 def test_a_cache_of_other_layers_is_refused() -> None:
     jamba, lfm2 = shrunken("jamba"), shrunken("mamba2")
-    past = jamba.generate(words(8), return_dict_in_generate=True, **GREEDY).past_key_values
+    past = getattr(jamba.generate(words(8), return_dict_in_generate=True, **GREEDY), OUTPUT_CACHE)
     lfm2.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     spec = selfspec.wrap(lfm2, selfspec.EarlyExit(2), draft_length=3)
     with pytest.raises(

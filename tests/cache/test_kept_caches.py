@@ -89,9 +89,7 @@ def test_a_cache_that_is_handed_back_goes_on(cache: CacheKind) -> None:
     first = kept(model, cache, "exit:2").generate(
         PROMPTS[:1], max_new_tokens=6, return_dict_in_generate=True, **options
     )
-    second = kept(model, cache).generate(
-        first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, **options
-    )
+    second = kept(model, cache).generate(first.sequences, cache=first.cache, max_new_tokens=6, **options)
     assert torch.equal(second.sequences, whole)
 
 

@@ -21,6 +21,7 @@ from helpers.any_rounds import AnyRounds, AnyShrunkenRounds, alone, any_rounds, 
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.compat import OUTPUT_CACHE
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.runtime.runner import ModelRunner
 
@@ -214,7 +215,7 @@ class _Watch:
         self.handle = model.model.layers[0].self_attn.register_forward_hook(self._look, with_kwargs=True)
 
     def _look(self, module: object, args: object, kwargs: dict[str, Any], output: object) -> None:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[OUTPUT_CACHE]
         keys = cache.layers[0].keys
         self.slots.append(keys.shape[2])
         self.addresses.append(keys.data_ptr())

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import selfspec
 from helpers import tiny
+from selfspec.compat import OUTPUT_CACHE
 from selfspec.draft import Drafter
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
@@ -42,11 +43,11 @@ def test_turns_of_a_chat_are_what_fresh_runs_give(architecture: str, draft: Draf
     for _ in range(3):
         wanted = model.generate(ids, **GREEDY)
         computed.clear()
-        out = spec.generate(ids, past_key_values=past, return_dict_in_generate=True, **GREEDY)
+        out = spec.generate(ids, cache=past, return_dict_in_generate=True, **GREEDY)
         assert torch.equal(out.sequences, wanted)
         # What the cache holds is not read again.
         assert max(computed) == (11 if past is None else 4)
-        past = out.past_key_values
+        past = out.cache
         assert past is not None
         assert past.get_seq_length() == wanted.shape[1] - 1
         ids = next_turn(out.sequences)
@@ -58,9 +59,9 @@ def test_what_comes_back_holds_what_a_stock_pass_computes(architecture: str) -> 
     out = spec.generate(tiny.prompt(5, 2), return_dict_in_generate=True, **GREEDY)
     stock = DynamicCache()
     with torch.no_grad():
-        model(out.sequences[:, :-1], past_key_values=stock)
-    assert out.past_key_values is not None
-    for own, right in zip(out.past_key_values.layers, stock.layers, strict=True):
+        model(out.sequences[:, :-1], **{OUTPUT_CACHE: stock})
+    assert out.cache is not None
+    for own, right in zip(out.cache.layers, stock.layers, strict=True):
         torch.testing.assert_close(own.keys, right.keys)
         torch.testing.assert_close(own.values, right.values)
 
@@ -73,7 +74,7 @@ def test_a_left_padded_batch_continues_from_its_cache(llama: PreTrainedModel) ->
     ids = next_turn(first.sequences)
     mask = torch.cat([mask, torch.ones(3, ids.shape[1] - 8, dtype=torch.long)], 1)
     computed = widths(llama)
-    out = spec.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **GREEDY)
+    out = spec.generate(ids, attention_mask=mask, cache=first.cache, **GREEDY)
     assert max(computed) == 4
     assert torch.equal(out.sequences, llama.generate(ids, attention_mask=mask, **GREEDY))
 
@@ -87,11 +88,11 @@ def test_a_cache_of_the_callers_own_is_read_and_filled(llama: PreTrainedModel, w
     for _ in range(2):
         wanted = llama.generate(ids, **GREEDY)
         if way == "wrapper":
-            out = spec.generate(ids, past_key_values=past, **GREEDY)
-            assert out.past_key_values is past
+            out = spec.generate(ids, cache=past, **GREEDY)
+            assert out.cache is past
             found = out.sequences
         else:
-            found = llama.generate(ids, past_key_values=past, custom_generate=spec, **GREEDY)
+            found = llama.generate(ids, **{OUTPUT_CACHE: past}, custom_generate=spec, **GREEDY)
         assert torch.equal(found, wanted)
         assert past.get_seq_length() == wanted.shape[1] - 1
         ids = next_turn(wanted)
@@ -102,10 +103,10 @@ def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTraine
     stock = llama.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     ids = next_turn(stock.sequences)
     wanted = llama.generate(ids, **GREEDY)
-    out = spec.generate(ids, past_key_values=stock.past_key_values, return_dict_in_generate=True, **GREEDY)
+    out = spec.generate(ids, cache=getattr(stock, OUTPUT_CACHE), return_dict_in_generate=True, **GREEDY)
     assert torch.equal(out.sequences, wanted)
     ids = next_turn(wanted)
-    again = llama.generate(ids, past_key_values=out.past_key_values, **GREEDY)
+    again = llama.generate(ids, **{OUTPUT_CACHE: out.cache}, **GREEDY)
     assert torch.equal(again, llama.generate(ids, **GREEDY))
 
 
@@ -117,11 +118,11 @@ def test_rows_that_ended_apart_go_on_from_what_all_have_filled(llama: PreTrained
     ends = next(int(token) for token in text[0, 10:] if int(token) not in text[1, 8:].tolist())
     out = spec.generate(ids, ones, eos_token_id=ends, return_dict_in_generate=True, **GREEDY)
     assert out.lengths[0] < out.lengths[1]
-    assert out.past_key_values is not None
-    assert out.past_key_values.get_seq_length() == 8 + out.lengths[0] - 1
+    assert out.cache is not None
+    assert out.cache.get_seq_length() == 8 + out.lengths[0] - 1
     more = next_turn(out.sequences)
     mask = torch.ones_like(more)
-    again = spec.generate(more, mask, past_key_values=out.past_key_values, **GREEDY)
+    again = spec.generate(more, mask, cache=out.cache, **GREEDY)
     assert torch.equal(again.sequences, llama.generate(more, attention_mask=mask, **GREEDY))
 
 
@@ -131,13 +132,13 @@ def test_a_turn_may_be_given_by_itself_with_a_mask_over_all(llama: PreTrainedMod
     """As `transformers` takes it: ids of the new columns alone. Padding may stand before them, too."""
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
     first = spec.generate(tiny.prompt(5, 2), return_dict_in_generate=True, **GREEDY)
-    assert first.past_key_values is not None
+    assert first.cache is not None
     ids = torch.cat([first.sequences[:, -1:], tiny.prompt(4, 2, seed=9)], 1)
     mask = torch.ones(2, 13 + 5, dtype=torch.long)
     if padded:
         mask[0, 13:16] = 0
-    options = {"attention_mask": mask, "past_key_values": first.past_key_values, **GREEDY}
-    wanted = llama.generate(ids, **{**options, "past_key_values": deepcopy(first.past_key_values)})
+    options = {"attention_mask": mask, OUTPUT_CACHE: first.cache, **GREEDY}
+    wanted = llama.generate(ids, **{**options, OUTPUT_CACHE: deepcopy(first.cache)})
     if way == "wrapper":
         found = spec.generate(ids, **options).sequences
     else:
@@ -151,43 +152,43 @@ def test_samples_are_those_of_a_fresh_run(llama: PreTrainedModel) -> None:
     ids = next_turn(first.sequences)
     sampled: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
     fresh = spec.generate(ids, **sampled)
-    assert torch.equal(spec.generate(ids, past_key_values=first.past_key_values, **sampled).sequences, fresh.sequences)
+    assert torch.equal(spec.generate(ids, cache=first.cache, **sampled).sequences, fresh.sequences)
 
 
 def test_a_run_that_fails_leaves_the_callers_cache_as_it_was(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
-    past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
+    past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).cache
     assert past is not None
     before = [layer.keys.clone() for layer in past.layers]
     hook = llama.model.layers[3].register_forward_pre_hook(lambda module, args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        spec.generate(tiny.prompt(20), past_key_values=past, **GREEDY)
+        spec.generate(tiny.prompt(20), cache=past, **GREEDY)
     hook.remove()
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(past.layers, before, strict=True))
 
 
 def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
-    assert spec.generate(tiny.prompt(5), **GREEDY).past_key_values is None
+    assert spec.generate(tiny.prompt(5), **GREEDY).cache is None
     stream = spec.stream(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     next(stream)
-    assert stream.output().past_key_values is None
-    assert stream.finish().past_key_values is not None
+    assert stream.output().cache is None
+    assert stream.finish().cache is not None
 
 
 def test_what_cannot_be_taken_over_is_refused_before_anything_runs(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
-    past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
+    past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).cache
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     refused = selfspec.UnsupportedOptionError
     with pytest.raises(selfspec.PromptError, match="hold 13 tokens and input_ids 13"):
-        spec.generate(tiny.prompt(13), past_key_values=past, **GREEDY)
+        spec.generate(tiny.prompt(13), cache=past, **GREEDY)
     with pytest.raises(refused, match="hold 1 rows, the batch has 2"):
-        spec.generate(tiny.prompt(20, 2), past_key_values=past, **GREEDY)
-    with pytest.raises(refused, match="past_key_values of type StaticCache"):
-        spec.generate(tiny.prompt(20), past_key_values=StaticCache(config=llama.config, max_cache_len=64), **GREEDY)
+        spec.generate(tiny.prompt(20, 2), cache=past, **GREEDY)
+    with pytest.raises(refused, match="a cache of type StaticCache"):
+        spec.generate(tiny.prompt(20), cache=StaticCache(config=llama.config, max_cache_len=64), **GREEDY)
     sliding = tiny.mistral()
     with pytest.raises(refused, match=r"DynamicSlidingWindowLayer.*without a config"):
         selfspec.wrap(sliding, selfspec.EarlyExit(2), draft_length=4).generate(
-            tiny.prompt(20), past_key_values=DynamicCache(config=sliding.config), **GREEDY
+            tiny.prompt(20), cache=DynamicCache(config=sliding.config), **GREEDY
         )

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.saved_folders import installed  # noqa: F401 - a fixture
+from selfspec.compat import OUTPUT_CACHE
 
 pytestmark = [
     pytest.mark.clients,
@@ -113,13 +114,13 @@ def test_scores_and_caches_come_back(method: str) -> None:
     options = {"input_ids": tiny.prompt(5), "return_dict_in_generate": True, "output_logits": True, **GREEDY}
     stock, out = wrapped.generate(**options), wrapped.generate(custom_generate=spec, **options)
     torch.testing.assert_close(torch.stack(out.logits), torch.stack(stock.logits))
-    assert out.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length() == 3 + 5 + 11
-    for own, right in zip(out.past_key_values.layers, stock.past_key_values.layers, strict=True):
+    assert out.cache.get_seq_length() == getattr(stock, OUTPUT_CACHE).get_seq_length() == 3 + 5 + 11
+    for own, right in zip(out.cache.layers, getattr(stock, OUTPUT_CACHE).layers, strict=True):
         torch.testing.assert_close(own.keys, right.keys)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="past_key_values beside a soft prompt"):
+    with pytest.raises(selfspec.UnsupportedOptionError, match="a cache beside a soft prompt"):
         wrapped.generate(
             input_ids=torch.cat([out.sequences, tiny.prompt(3)], 1),
-            past_key_values=out.past_key_values,
+            cache=out.cache,
             custom_generate=spec,
             **GREEDY,
         )

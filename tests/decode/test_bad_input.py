@@ -246,9 +246,9 @@ KEYWORDS: list[tuple[str, Any, str]] = [
     ("stopping_criteria", lambda ids, scores: False, "stopping_criteria"),
     ("prefix_allowed_tokens_fn", 3, "prefix_allowed_tokens_fn"),
     ("prefix_allowed_tokens_fn", [1, 2], "prefix_allowed_tokens_fn"),
-    ("past_key_values", "cache", "past_key_values"),
-    ("past_key_values", 3, "past_key_values"),
-    ("past_key_values", ((PROMPT, PROMPT),), "past_key_values"),
+    ("cache", "cache", "a cache of type"),
+    ("past_key_values", 3, "a cache of type"),
+    ("cache_params", ((PROMPT, PROMPT),), "a cache of type"),
     # selfspec's own.
     ("seed", 1.5, "seed=1.5"),
     ("seed", "0", "seed='0'"),

@@ -133,12 +133,12 @@ def test_a_cache_continues_from_embeddings(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
     first = embedded(llama)
     out = spec.generate(inputs_embeds=first, return_dict_in_generate=True, **GREEDY)
-    assert out.past_key_values is not None
-    assert out.past_key_values.get_seq_length() == 7 + 11
+    assert out.cache is not None
+    assert out.cache.get_seq_length() == 7 + 11
     more = torch.cat([out.sequences, tiny.prompt(4)], 1)
     whole = torch.cat([first, llama.get_input_embeddings()(more)], 1)
     wanted = llama.generate(inputs_embeds=whole, **GREEDY)
-    again = spec.generate(inputs_embeds=whole, past_key_values=out.past_key_values, **GREEDY)
+    again = spec.generate(inputs_embeds=whole, cache=out.cache, **GREEDY)
     assert torch.equal(again.sequences, wanted)
 
 

@@ -85,8 +85,8 @@ def test_a_cache_that_is_returned_keeps_all_its_rows(llama: PreTrainedModel) -> 
         **ragged(), return_dict_in_generate=True, **options
     )
     assert set(seen) == {ROWS}
-    assert out.past_key_values is not None
-    assert out.past_key_values.layers[0].keys.shape[0] == ROWS
+    assert out.cache is not None
+    assert out.cache.layers[0].keys.shape[0] == ROWS
 
 
 def test_a_narrowed_cache_holds_the_rows_that_are_left_and_no_others() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.saved_folders import installed  # noqa: F401 - a fixture
+from selfspec.compat import OUTPUT_CACHE
 from selfspec.errors import UnsupportedOptionError
 
 VIRTUAL = 3
@@ -34,7 +35,7 @@ def before_embeddings(model: PreTrainedModel, inputs: Inputs) -> None:
     rows = len(inputs["input_ids"])
     with_columns(inputs, rows)
     inputs["position_ids"] = None
-    if inputs["past_key_values"].get_seq_length() == 0:
+    if inputs[OUTPUT_CACHE].get_seq_length() == 0:
         embeddings = model.get_input_embeddings()
         virtual = embeddings(tiny.prompt(VIRTUAL, seed=4)).expand(rows, -1, -1) * 1.5
         inputs["inputs_embeds"] = torch.cat([virtual, embeddings(inputs["input_ids"])], 1)
@@ -46,9 +47,9 @@ def before_keys(model: PreTrainedModel, inputs: Inputs) -> None:
     rows = len(inputs["input_ids"])
     with_columns(inputs, rows)
     inputs["position_ids"] = inputs["position_ids"] + VIRTUAL
-    if inputs["past_key_values"].get_seq_length() == 0:
-        inputs["past_key_values"] = DynamicCache()
-        model.model(tiny.prompt(VIRTUAL, seed=4).expand(rows, -1), past_key_values=inputs["past_key_values"])
+    if inputs[OUTPUT_CACHE].get_seq_length() == 0:
+        inputs[OUTPUT_CACHE] = DynamicCache()
+        model.model(tiny.prompt(VIRTUAL, seed=4).expand(rows, -1), **{OUTPUT_CACHE: inputs[OUTPUT_CACHE]})
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def test_a_filled_cache_beside_a_soft_prompt_is_refused(llama: PreTrainedModel) 
     spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
     with prompted(llama, before_keys):
         out = llama.generate(tiny.prompt(5), custom_generate=spec, return_dict_in_generate=True, **GREEDY)
-        assert out.past_key_values.get_seq_length() == VIRTUAL + 5 + 11
+        assert out.cache.get_seq_length() == VIRTUAL + 5 + 11
         more = torch.cat([out.sequences, tiny.prompt(3)], 1)
-        with pytest.raises(UnsupportedOptionError, match="past_key_values beside a soft prompt"):
-            llama.generate(more, past_key_values=out.past_key_values, custom_generate=spec, **GREEDY)
+        with pytest.raises(UnsupportedOptionError, match="a cache beside a soft prompt"):
+            llama.generate(more, **{OUTPUT_CACHE: out.cache}, custom_generate=spec, **GREEDY)

@@ -14,6 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import selfspec
 from helpers import tiny
+from selfspec.compat import OUTPUT_CACHE
 
 WHOLE: dict[str, Any] = {
     "max_new_tokens": 6,
@@ -90,7 +91,7 @@ def test_copies_are_whole(output: Any, copied: Any) -> None:
 
 
 def test_it_is_a_tree_of_tensors(output: Any) -> None:
-    output = dataclasses.replace(output, past_key_values=None)
+    output = dataclasses.replace(output, **{OUTPUT_CACHE: None})
     leaves, structure = pytree.tree_flatten(output)
     assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
     again = pytree.tree_unflatten(leaves, structure)

@@ -418,6 +418,7 @@ def test_options_at_their_defaults_are_no_reason_to_refuse(llama: PreTrainedMode
         "use_cache": True,
         "output_scores": False,
         "return_dict_in_generate": False,
+        "cache": None,
         "past_key_values": None,
         "inputs_embeds": None,
         "streamer": None,

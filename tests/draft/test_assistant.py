@@ -96,7 +96,7 @@ def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
     past, text = DynamicCache(), tiny.prompt(9)
     for seed in range(3):
         expected = llama.generate(text, **options)
-        output = spec.generate(text, past_key_values=past, **options)
+        output = spec.generate(text, cache=past, **options)
         assert torch.equal(output.sequences, expected)
         assert output.stats.acceptance_rate > 0.6
         text = torch.cat([expected, tiny.prompt(4, seed=seed)], 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.compat import over_cache
 from selfspec.model.layer_path import Part, Sublayer
 
 LAST_LINEAR = {
@@ -97,10 +98,10 @@ def logits_after(
     """
     cache = DynamicCache(config=model.config)
     if prefix.shape[1]:
-        model(prefix, past_key_values=cache, use_cache=True)
+        model(prefix, **over_cache(model, cache))
     if kept is not None:
         cache.layers = [cache.layers[index] for index in kept]
-    logits: Tensor = (reference or model)(block, past_key_values=cache, use_cache=True).logits
+    logits: Tensor = (reference or model)(block, **over_cache(model, cache)).logits
     return logits
 
 

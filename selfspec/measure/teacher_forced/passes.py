@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.compat import cache_argument
 from selfspec.errors import UnsupportedModelError
 from selfspec.measure.readout import Readout
 from selfspec.measure.teacher_forced.context import draft_masks, exact_context
@@ -119,7 +120,7 @@ class TeacherForcedText:
     def _inputs(self, ids: Tensor, copies: int = 1) -> dict[str, Any]:
         positions = torch.arange(self._ids.shape[1], device=ids.device).repeat(copies)[None]
         inputs = model_inputs(ids, positions if self._views.takes_positions else None, self._masks)
-        return {**inputs, "past_key_values": self._context}
+        return {**inputs, cache_argument(self._views.model): self._context}
 
     @property
     def drafted(self) -> int:

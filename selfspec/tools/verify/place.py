@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.compat import over_cache
 from selfspec.measure.stock import end_tokens
 
 NEW_TOKENS = 3
@@ -104,10 +105,10 @@ def _cells(
     mass = torch.ones(len(branches), dtype=torch.double, device=prefixes.device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     if prefixes.shape[1] > 1:
-        model(prefixes[:, :-1], past_key_values=cache, use_cache=True)
+        model(prefixes[:, :-1], **over_cache(model, cache))
     token = prefixes[:, -1:]
     for length in range(1, NEW_TOKENS + 1):
-        logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(token, **over_cache(model, cache)).logits[:, -1].float()
         joint = mass[:, None] * (logits / temperature).softmax(-1).double()
         rows, choices = (joint >= smallest).nonzero(as_tuple=True)
         mass, longer, kept = joint[rows, choices], [], []

@@ -6,13 +6,12 @@ leaves out was left out rightly.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.compat import over_cache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
 from selfspec.model.adapter import Adapter
@@ -76,12 +75,10 @@ def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor, 
         PromptError: the block is not in 1..length - 1.
     """
     _check_block(ids, block)
-    parameters = inspect.signature(type(model).forward).parameters
-    name = next(name for name in ("past_key_values", "cache_params") if name in parameters)
     cache = DynamicCache(config=model.config)
     past = ids.shape[1] - block
-    model(ids[:, :past], use_cache=True, **{name: cache})
-    logits: Tensor = pruned(ids[:, past:], use_cache=True, **{name: cache}).logits
+    model(ids[:, :past], **over_cache(model, cache))
+    logits: Tensor = pruned(ids[:, past:], **over_cache(pruned, cache)).logits
     return logits
 
 
