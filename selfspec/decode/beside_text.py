@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
         )
         model(**prepared, return_dict=True)
         if not stateful:
-            past.crop(columns - 1)
+            past.crop(-1)
         step = model.prepare_inputs_for_generation(
             ids, next_sequence_length=1, is_first_iteration=False, **{cached: past}, **options
         )
@@ -123,26 +124,21 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
         }
         if not same(layer_inputs(model, adapter, step), layer_inputs(model, adapter, plain)):
             raise UnsupportedOptionError(
-                f"{', '.join(others)}: {type(model).__name__} gives its layers other inputs for the tokens after such a "
-                "prompt as well; use model.generate"
+                f"{', '.join(others)}: {type(model).__name__} gives its layers other inputs for tokens after such "
+                "a prompt as well; use model.generate"
             )
     return StockReading(past, tuple(offsets.tolist()))
 
 
-class _refusing:
-    """Makes what the stock model raises over inputs beside its text a refusal that names them."""
-
-    def __init__(self, others: Mapping[str, Any]) -> None:
-        self._names = ", ".join(others)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ValueError | TypeError | AttributeError | LookupError | RuntimeError) and not isinstance(
-            error, UnsupportedOptionError
-        ):
-            raise UnsupportedOptionError(f"{self._names} cannot be read by the model: {error}") from error
+@contextmanager
+def _refusing(others: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what the stock model raises over inputs beside its text into a refusal that names them."""
+    try:
+        yield
+    except UnsupportedOptionError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        raise UnsupportedOptionError(f"{', '.join(others)} cannot be read by the model: {error}") from error
 
 
 def _columns(value: Any, columns: int, read: int) -> Any:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.errors import UnsupportedModelError
@@ -35,6 +43,11 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
     return adapter if path is None else replace(adapter, layers=".".join(path))
 
 
+def auto_class(config: PreTrainedConfig) -> type[Any]:
+    """The class of `transformers` that makes the causal LM of a configuration, or the model of text and more."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForMultimodalLM
+
+
 def check_causal(model: PreTrainedModel) -> None:
     """Refuse what is no decoder-only causal LM of `transformers`."""
     if not isinstance(model, PreTrainedModel):
@@ -49,21 +62,41 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
+def check_type(model_type: str) -> None:
+    """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read.
+
+    Raises:
+        UnsupportedModelError: naming it.
+    """
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
+    if model_type not in ADAPTERS and model_type not in CONFIG_MAPPING:
+        raise _unknown(model_type)
+
+
 def adapter_for(config: PreTrainedConfig) -> Adapter:
     """The declared adapter of the architecture that a configuration describes, or of its text part.
 
     Raises:
         UnsupportedModelError: there is none.
     """
-    text = config.get_text_config(decoder=True).model_type
+    try:
+        text = config.get_text_config(decoder=True).model_type
+    # Of some, `transformers` cannot tell which part writes the text.
+    except ValueError as error:
+        raise UnsupportedModelError(f"{type(config).__name__} has several language models: {error}") from error
     for model_type in (config.model_type, text):
         if model_type in REFUSED:
             raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
     for model_type in (config.model_type, text):
         if model_type in ADAPTERS:
             return ADAPTERS[model_type]
-    raise UnsupportedModelError(
-        f"no adapter for architecture {config.model_type!r}; declare one: selfspec.wrap(model, "
+    raise _unknown(config.model_type)
+
+
+def _unknown(model_type: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"no adapter for architecture {model_type!r}; declare one: selfspec.wrap(model, "
         "adapter=selfspec.Adapter(...)), as docs/your_own_adapter.md shows"
     )
 
