@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from selfspec.cache.masks import unknown_layer_types
 from selfspec.errors import UnsupportedModelError
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -35,6 +36,12 @@ def check_decodable(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} reads a prompt in both directions (use_bidirectional_attention), so that keys and "
             "values of a token depend on those after it; use model.generate"
+        )
+    unknown = unknown_layer_types(config)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of type {unknown[0]!r}, whose tokens see others than the masks of the "
+            "shared cache say; use model.generate"
         )
     if model.training and any(_differs_in_training(module) for module in model.modules()):
         raise UnsupportedModelError(
