@@ -22,7 +22,7 @@ Pattern = Callable[..., Tensor]
 
 _WITH_KEYS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
 # Their layers read no keys: they have states, or are nothing but an MLP.
-_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mamba", "moe", "sparse", "dense"})
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "sparse", "dense"})
 # Models with recurrent layers ask for these, whatever their layer types are called.
 _ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
 

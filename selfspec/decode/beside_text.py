@@ -18,7 +18,6 @@ from selfspec.decode.options import unsupported
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_inputs import layer_inputs, same
-from selfspec.placement.drafts import placement_of
 
 # What belongs to the text, or says how a call runs.
 _OF_TEXT = frozenset(
@@ -92,10 +91,6 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
     others = beside_text(inputs)
     if past_of(inputs) is not None or inputs.get("inputs_embeds") is not None:
         raise unsupported(next(iter(others)))
-    if placement_of(model) is not None:
-        raise UnsupportedOptionError(
-            f"{', '.join(others)}: a model loaded within a budget reads text alone; load it whole"
-        )
     ids, columns = inputs["input_ids"], mask.shape[1]
     options = {name: value for name, value in inputs.items() if name != "input_ids" and not isinstance(value, Cache)}
     options |= {"attention_mask": mask, "use_cache": True}

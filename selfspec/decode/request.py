@@ -87,6 +87,8 @@ def read_request(
     attention_mask: Tensor | None,
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
+    *,
+    text_alone: bool = False,
 ) -> Request:
     """Check a call of `generate` and return it in one form.
 
@@ -98,6 +100,7 @@ def read_request(
             finds the padding token.
         generation_config: as in `model.generate`.
         options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
+        text_alone: whether images and the like are refused.
 
     Raises:
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
@@ -147,7 +150,7 @@ def read_request(
             f"{type(model).__name__} has a generate of its own, which does not hand over to others; wrap the causal LM "
             "inside it"
         )
-    request = prepared_request(model, adapter, **prepared)
+    request = prepared_request(model, adapter, text_alone=text_alone, **prepared)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -209,6 +212,8 @@ def prepared_request(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    *,
+    text_alone: bool = False,
     **model_kwargs: Any,
 ) -> Request:
     """Check what `transformers` passes to a `custom_generate` callable, and read what is beside the text."""
@@ -235,6 +240,11 @@ def prepared_request(
     config = model.config.get_text_config(decoder=True)
     reading = None
     if beside_text(inputs) and not change_nothing(model, adapter, inputs, mask):
+        if text_alone:
+            raise UnsupportedOptionError(
+                f"{', '.join(beside_text(inputs))}: rows that come and go, and models loaded within a budget, read "
+                "text alone; call generate of a model that is loaded whole"
+            )
         reading = read_by_stock(model, adapter, inputs, mask)
         past = reading.past
         # The stock model has used them; those of further tokens were compared with its own.

@@ -91,12 +91,9 @@ def test_a_cache_that_holds_an_image_is_refused_where_positions_do_not_follow_fr
     example = pictured("qwen2_vl")
     spec = selfspec.wrap(example.model, "exit:2", draft_length=3)
     out = spec.generate(**example.inputs, **OPTIONS, return_dict_in_generate=True)
+    longer, past = torch.cat([out.sequences, torch.tensor([[7, 8]])], 1), getattr(out, OUTPUT_CACHE or "")
     with pytest.raises(selfspec.UnsupportedOptionError, match="position_ids"):
-        spec.generate(
-            torch.cat([out.sequences, torch.tensor([[7, 8]])], 1),
-            past_key_values=getattr(out, OUTPUT_CACHE or ""),
-            **OPTIONS,
-        )
+        spec.generate(longer, past_key_values=past, **OPTIONS)
 
 
 def test_an_image_beside_a_cache_is_refused_by_name() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 50
 DEPTH = 4
@@ -204,10 +214,10 @@ def shrunken(
         **options: any field of the config.
     """
     config = shrunken_config(model_type, **options)
-    with torch.device("meta"):
+    with torch.device("meta"), _without_timm():
         size = auto.from_config(config).num_parameters()
     assert size < _MOST_PARAMETERS, f"{model_type} is not tiny: {size} parameters; name its sizes in _SIZES"
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_timm():
         torch.manual_seed(seed)
         model = auto.from_config(config)
         _randomise(model)
@@ -217,6 +227,18 @@ def shrunken(
     model.generation_config = GenerationConfig(pad_token_id=PAD)
     # Encoders of images may hold complex numbers, which a cast would spoil.
     return (model if model.dtype == dtype else model.to(dtype)).eval()
+
+
+@contextmanager
+def _without_timm() -> Iterator[None]:
+    """Leave out encoders of images that are timm's, which reading text alone does not need."""
+    made = AutoModel.from_config
+
+    def from_config(config: PreTrainedConfig, **options: Any) -> nn.Module:
+        return nn.Identity() if config.model_type in ("gemma3n_vision", "timm_wrapper") else made(config, **options)
+
+    with mock.patch.object(AutoModel, "from_config", from_config):
+        yield
 
 
 def _config(kind: type[PreTrainedConfig], model_type: str, options: dict[str, Any]) -> PreTrainedConfig:

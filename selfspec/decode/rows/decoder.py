@@ -147,12 +147,14 @@ class RowDecoder:
         ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, and transformers warns of a model that does not say by what.
         request = read_request(
-            self._model, self._adapter, ids, torch.ones_like(ids), None, {"pad_token_id": 0, **options}
+            self._model,
+            self._adapter,
+            ids,
+            torch.ones_like(ids),
+            None,
+            {"pad_token_id": 0, **options},
+            text_alone=True,
         )
-        if request.offsets is not None:
-            raise UnsupportedOptionError(
-                "rows that come and go are text alone; call generate of the wrapper for prompts with images or the like"
-            )
         # Rows of different lengths run side by side, so none may have other rotary tables than the others.
         check_rotary(self._config, (1,), request.lengths[0] + request.stopping.max_new_tokens - 1)
         couples = seed is not None or (self._rule is not None and self._rule.couples)
