@@ -12,6 +12,7 @@ import selfspec
 from helpers import tiny
 from helpers.pictures import PICTURED, Pictured, pictured
 from helpers.shrunken import shrunken
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import OUTPUT_CACHE, over_cache
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -75,6 +76,17 @@ def test_rows_whose_images_take_different_positions_count_on_from_their_own() ->
     for draft in (None, "exit:2", "lookup"):
         out = selfspec.wrap(example.model, draft, draft_length=3).generate(**inputs, **OPTIONS)
         assert out.sequences.tolist() == wanted.tolist(), draft
+
+
+def test_rows_that_leave_take_their_offsets_along() -> None:
+    cache = SharedCache(1, 3, limit=20, slack=2, device=torch.device("cpu"))
+    cache.shift([0, -4, 7])
+    cache.narrow([1, 2])
+    assert cache.position_ids(2, 0).tolist() == [[-3, -2], [8, 9]]
+    assert cache.positions(2, 0).tolist() == [[1, 2]]
+    cache.keep([1])
+    assert cache.position_ids(1, 0).tolist() == [[8]]
+    assert cache.cursors_of([0]).position_ids(1, 0).tolist() == [[8]]
 
 
 def test_positions_of_an_earlier_image_do_not_reach_a_text() -> None:

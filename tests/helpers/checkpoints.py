@@ -37,7 +37,7 @@ TEXT = tuple(_TEXT_NAMES.split())
 """Types whose checkpoints are causal LMs."""
 
 _MULTIMODAL_NAMES = """
-aria aya_vision cohere2_vision deepseek_vl ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma4 glm4v glm4v_moe glm_ocr
+aria aya_vision cohere2_vision deepseek_vl ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma3n gemma4 glm4v glm4v_moe glm_ocr
 got_ocr2 granite_docling granite_speech hunyuan_vl idefics2 idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4
 llava llava_next llava_next_video llava_onevision minicpmv4_6 mistral3 mllama molmo2 ovis2 paddleocr_vl paligemma
 phi4_multimodal qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr
