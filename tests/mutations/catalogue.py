@@ -1419,8 +1419,8 @@ CATALOGUE = (
     Mutation(
         "the target reads the draft's head, which is in fewer bits",
         "ModelRunner._gated_view",
-        "gated.module._modules[name] = substitute",
-        "model._modules[name] = gated.module._modules[name] = substitute",
+        "set_head(gated.module, name, substitute)",
+        "set_head(gated.module, name, substitute), set_head(model, name, substitute)",
         ("test_the_target_keeps_its_weights",),
     ),
     Mutation(
