@@ -45,7 +45,10 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
 
 def auto_class(config: PreTrainedConfig) -> type[Any]:
     """The class of `transformers` that makes the causal LM of a configuration, or the model of text and more."""
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForMultimodalLM
+    made: type[Any] = AutoModelForMultimodalLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        made = AutoModelForCausalLM
+    return made
 
 
 def check_causal(model: PreTrainedModel) -> None:

@@ -136,7 +136,7 @@ def test_token_types_of_text_are_accepted(model_type: str, name: str) -> None:
     mask[1, :4] = 0
     spec = selfspec.wrap(model, "exit:2", draft_length=3)
     wanted = spec.generate(prompts, mask, **OPTIONS).sequences
-    zeros = {name: torch.zeros_like(prompts)}
+    zeros: dict[str, Any] = {name: torch.zeros_like(prompts)}
     assert torch.equal(spec.generate(prompts, mask, **zeros, **OPTIONS).sequences, wanted)
     assert torch.equal(model.generate(prompts, attention_mask=mask, **zeros, **OPTIONS, custom_generate=spec), wanted)
 
@@ -154,9 +154,10 @@ def test_how_many_logits_are_kept_changes_nothing() -> None:
     spec = selfspec.wrap(model, "exit:2", draft_length=3)
     for kept in (0, 1, 5):
         assert spec.generate(prompt, logits_to_keep=kept, **OPTIONS).sequences.tolist() == wanted
-    for kept in (-1, torch.tensor([0])):
+    refused: list[Any] = [-1, torch.tensor([0])]
+    for each in refused:
         with pytest.raises(selfspec.UnsupportedOptionError, match="logits_to_keep"):
-            spec.generate(prompt, logits_to_keep=kept, **OPTIONS)
+            spec.generate(prompt, logits_to_keep=each, **OPTIONS)
 
 
 def test_what_the_model_cannot_read_is_refused_by_name() -> None:

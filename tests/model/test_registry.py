@@ -59,7 +59,7 @@ def test_a_head_inside_the_language_model_drafts_in_fewer_words_and_bits() -> No
 
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForMultimodalLM])
 def test_models_that_read_in_both_directions_are_refused(auto: type[Any]) -> None:
-    options = {"use_bidirectional_attention": True} if auto is AutoModelForCausalLM else {}
+    options: dict[str, Any] = {"use_bidirectional_attention": True} if auto is AutoModelForCausalLM else {}
     model = shrunken("gemma" if options else "paligemma", auto=auto, **options)
     with pytest.raises(selfspec.UnsupportedModelError, match="both directions"):
         selfspec.wrap(model)
