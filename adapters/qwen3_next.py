@@ -6,8 +6,6 @@ ADAPTER = Adapter(
     model_types=(
         "lara_mini",
         "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",

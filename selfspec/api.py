@@ -338,7 +338,14 @@ class SelfSpeculative:
         check_not_dropped(currentframe())
         # The mask comes in model_kwargs: transformers would pass it twice to a parameter of that name.
         request = prepared_request(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+            model,
+            self.adapter,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            text_alone=self.limits is not None,
+            **model_kwargs,
         )
         return self._begin(request, seed, draft_length, accept).answer()
 
@@ -478,7 +485,13 @@ class SelfSpeculative:
         if input_ids is not None and inputs is not None:
             raise PromptError("pass the prompt once: as input_ids or as inputs")
         return read_request(
-            self.model, inputs if input_ids is None else input_ids, attention_mask, generation_config, options
+            self.model,
+            self.adapter,
+            inputs if input_ids is None else input_ids,
+            attention_mask,
+            generation_config,
+            options,
+            text_alone=self.limits is not None,
         )
 
     def _begin(

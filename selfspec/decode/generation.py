@@ -72,6 +72,8 @@ class Generation(Iterator[Round]):
             bucket=1 if programs is None else programs.bucket,
             kept="exact" if limits is None else limits.cache,
         )
+        if request.offsets is not None:
+            cache.shift(request.offsets)
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         ranks = ranks_of(model)

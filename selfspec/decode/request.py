@@ -21,13 +21,15 @@ from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStri
 from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.compat import CACHE_NAMES, cache_argument
+from selfspec.decode.beside_text import beside_text, change_nothing, read_by_stock
 from selfspec.decode.option_values import Scope, check_values, value_in_call
 from selfspec.decode.options import check_keywords, check_model_inputs, check_options
 from selfspec.decode.processors import read_processing
 from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
-from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Request:
         logits: whether the target's logits are.
         streamer: receives the prompt and then each committed token; None: there is none.
         past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
+        offsets: of each row, how much larger position ids of its further tokens are than their number in the text,
+            where the stock model has read the prompts with images or the like; None: it has not.
     """
 
     input_ids: Tensor
@@ -63,6 +67,7 @@ class Request:
     logits: bool
     streamer: BaseStreamer | None = None
     past: Cache | None = None
+    offsets: tuple[int, ...] | None = None
 
     @property
     def embeddings(self) -> bool:
@@ -77,20 +82,25 @@ class Request:
 
 def read_request(
     model: PreTrainedModel,
+    adapter: Adapter,
     inputs: Tensor | None,
     attention_mask: Tensor | None,
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
+    *,
+    text_alone: bool = False,
 ) -> Request:
     """Check a call of `generate` and return it in one form.
 
     Args:
         model: the model that will run.
+        adapter: where its layers are.
         inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
         attention_mask: 1 for tokens and 0 for padding, of the same shape; None: padding is where `transformers`
             finds the padding token.
         generation_config: as in `model.generate`.
         options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
+        text_alone: whether images and the like are refused.
 
     Raises:
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
@@ -110,7 +120,7 @@ def read_request(
     masks = {} if attention_mask is None else {"attention_mask": checked_mask(attention_mask, read, past)}
     # transformers does not pass these two to a callable.
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
-    check_keywords(generation_config, options)
+    check_keywords(model, generation_config, options)
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, read))
@@ -135,7 +145,12 @@ def read_request(
     # num_return_sequences repeats rows; their masks have to follow.
     for name, mask in masks.items():
         prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)
-    request = prepared_request(model, **prepared)
+    if "input_ids" not in prepared:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a generate of its own, which does not hand over to others; wrap the causal LM "
+            "inside it"
+        )
+    request = prepared_request(model, adapter, text_alone=text_alone, **prepared)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -192,13 +207,16 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
 
 def prepared_request(
     model: PreTrainedModel,
+    adapter: Adapter,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    *,
+    text_alone: bool = False,
     **model_kwargs: Any,
 ) -> Request:
-    """Check what `transformers` passes to a `custom_generate` callable."""
+    """Check what `transformers` passes to a `custom_generate` callable, and read what is beside the text."""
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
@@ -220,6 +238,17 @@ def prepared_request(
         mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
     mask = checked_mask(mask, read, past)
     config = model.config.get_text_config(decoder=True)
+    reading = None
+    if beside_text(inputs) and not change_nothing(model, adapter, inputs, mask):
+        if text_alone:
+            raise UnsupportedOptionError(
+                f"{', '.join(beside_text(inputs))}: rows that come and go, and models loaded within a budget, read "
+                "text alone; call generate of a model that is loaded whole"
+            )
+        reading = read_by_stock(model, adapter, inputs, mask)
+        past = reading.past
+        # The stock model has used them; those of further tokens were compared with its own.
+        inputs = {**inputs, "position_ids": None}
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
     # transformers has chosen the padding token.
     pad = generation_config._pad_token_tensor
@@ -251,6 +280,7 @@ def prepared_request(
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
         past=past,
+        offsets=None if reading is None else reading.offsets,
     )
 
 

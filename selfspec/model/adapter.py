@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import Part
@@ -67,8 +68,17 @@ class Adapter:
         return 1 if attention in self.recurrent else self.attention_returns
 
     def path(self, model: nn.Module) -> list[str]:
-        """The attributes that lead from the causal LM to its decoder layers; the first holds all but the head."""
+        """The attributes that lead from the causal LM to its decoder layers."""
         return self.layers.format(base=getattr(model, "base_model_prefix", "")).split(".")
+
+    def base(self, model: PreTrainedModel) -> str:
+        """The attribute path to the part of a causal LM that holds its layers and all else but the head."""
+        head, path = model.get_output_embeddings(), self.path(model)
+        places = (".".join(path[:length]) for length in range(1, len(path)))
+        # A language model may be inside with its head.
+        return next(
+            place for place in places if all(module is not head for module in model.get_submodule(place).modules())
+        )
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that does not have what this adapter names.

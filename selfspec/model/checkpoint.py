@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,7 +23,7 @@ from transformers.utils import logging
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.model.hub import check_on_hub
-from selfspec.model.registry import adapter_for
+from selfspec.model.registry import adapter_for, auto_class, check_type
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 """What weights are computed in; "auto" is the checkpoint's own choice."""
@@ -125,7 +124,7 @@ def read_config(name: str) -> PreTrainedConfig:
         ) from error
     if not isinstance(model_type, str):
         raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
-    adapter_for(model_type)
+    check_type(model_type)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
     # Field validation raises other types.
@@ -133,6 +132,7 @@ def read_config(name: str) -> PreTrainedConfig:
         raise CheckpointError(
             f"the config.json of {name!r} cannot be used ({_one_line(error)}); copy it from the original again"
         ) from error
+    adapter_for(config)
     return config
 
 
@@ -156,7 +156,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTrainedModel:
     try:
         with _quiet_if_small(local_folder(name)):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class(config).from_pretrained(
                 _source(name),
                 config=config,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from selfspec.model.checkpoint import check_complete, without_progress_bar
+from selfspec.model.registry import auto_class
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 
 
@@ -114,7 +115,9 @@ def _placed(
     folder: Path, config: PreTrainedConfig, weights: dict[str, _Unread | _Read], dtype: torch.dtype
 ) -> PreTrainedModel:
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
+        made = auto_class(config).from_config(config)
+    # Of a config of several parts it may be the language model alone, which takes its own part.
+    kind, config = type(made), made.config
     with without_progress_bar():
         model, report = kind.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import recurrent_layers
@@ -15,7 +15,7 @@ from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedO
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import local_folder, read_config, weight_files
-from selfspec.model.registry import find_adapter
+from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
 from selfspec.placement.cache_room import cache_bytes
@@ -125,7 +125,7 @@ def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, proces
         process: bytes in use before the model is loaded.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     weights = model.named_parameters(remove_duplicate=False)
     stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), dtype) for name, weight in weights}
     made = Skeleton(model, stored)

@@ -1419,8 +1419,8 @@ CATALOGUE = (
     Mutation(
         "the target reads the draft's head, which is in fewer bits",
         "ModelRunner._gated_view",
-        "gated.module._modules[name] = substitute",
-        "model._modules[name] = gated.module._modules[name] = substitute",
+        "set_head(gated.module, name, substitute)",
+        "set_head(gated.module, name, substitute), set_head(model, name, substitute)",
         ("test_the_target_keeps_its_weights",),
     ),
     Mutation(
@@ -2265,5 +2265,55 @@ CATALOGUE = (
         "signal.SIG_IGN",
         "signal.default_int_handler",
         ("test_many_interrupts_end_one_answer_and_nothing_else",),
+    ),
+    Mutation(
+        name="tokens after an image count on from the number of tokens, where the model counts positions otherwise",
+        at="Cursors.position_ids",
+        right="positions + torch.tensor(offsets, device=self.device)[:, None]",
+        wrong="positions",
+        tests=("test_a_prompt_with_an_image_is_continued_as_the_model_does",),
+    ),
+    Mutation(
+        name="rows that leave a batch take the position offsets of others with them",
+        at="SharedCache.narrow",
+        right="self._cursors.offsets = [self._cursors.offsets[row] for row in rows]",
+        wrong="self._cursors.offsets = self._cursors.offsets[: len(rows)]",
+        tests=("test_rows_that_leave_take_their_offsets_along",),
+    ),
+    Mutation(
+        name="positions in several sections are taken for those of the text whatever they are",
+        at="_follow_from",
+        right="return bool(((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all())",
+        wrong="return position_ids.ndim == 3 or bool(\n"
+        "    ((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all()\n)",
+        tests=("test_a_cache_that_holds_an_image_is_refused_where_positions_do_not_follow_from_the_text",),
+    ),
+    Mutation(
+        name="token types are dropped though the layers get something else for them",
+        at="change_nothing",
+        right="return same(layer_inputs(model, adapter, text | others), layer_inputs(model, adapter, text))",
+        wrong="return True",
+        tests=("test_token_types_that_reach_the_tokens_after_the_prompt_are_refused",),
+    ),
+    Mutation(
+        name="what comes beside a prompt is read without a look at the tokens after it",
+        at="read_by_stock",
+        right="not same(layer_inputs(model, adapter, step), layer_inputs(model, adapter, plain))",
+        wrong="False",
+        tests=("test_token_types_that_reach_the_tokens_after_the_prompt_are_refused",),
+    ),
+    Mutation(
+        name="a model that reads a prompt in both directions is decoded as a causal one",
+        at="check_decodable",
+        right='getattr(config, "use_bidirectional_attention", None) in (True, "all")',
+        wrong="False",
+        tests=("test_models_that_read_in_both_directions_are_refused",),
+    ),
+    Mutation(
+        name="layers of an unknown type get no mask",
+        at="unknown_layer_types",
+        right='sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)',
+        wrong="[]",
+        tests=("test_layers_whose_tokens_see_something_unknown_are_refused",),
     ),
 )

@@ -18,19 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 # The rooms, from the ground up. A room imports the rooms that its line names, which stand above it here, and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "compat": set(),
     "arguments": {"errors"},
     "files": {"errors"},
     "kernels": {"errors"},
     "environment": {"kernels"},
     "cache": {"errors"},
-    "model": {"adapters", "cache", "errors", "files", "kernels"},
-    "adapters": {"model"},
-    "runtime": {"cache", "errors", "kernels", "model"},
+    "model": {"adapters", "cache", "errors", "compat", "files", "kernels"},
+    "adapters": {"compat", "model"},
+    "runtime": {"cache", "errors", "compat", "kernels", "model"},
     "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime"},
     "accept": {"arguments", "cache", "draft", "errors"},
     "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
     "placement": {"cache", "arguments", "control", "draft", "errors", "kernels", "model"},
-    "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
+    "decode": {"accept", "arguments", "cache", "control", "compat", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "control", "decode", "draft", "errors", "files"},
     "api": {
         "accept",
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "saved",
     },
-    "serve": {"api", "arguments", "cache", "decode", "errors"},
+    "serve": {"api", "arguments", "cache", "decode", "compat", "errors"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")

@@ -146,7 +146,15 @@ class RowDecoder:
         """
         ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, and transformers warns of a model that does not say by what.
-        request = read_request(self._model, ids, torch.ones_like(ids), None, {"pad_token_id": 0, **options})
+        request = read_request(
+            self._model,
+            self._adapter,
+            ids,
+            torch.ones_like(ids),
+            None,
+            {"pad_token_id": 0, **options},
+            text_alone=True,
+        )
         # Rows of different lengths run side by side, so none may have other rotary tables than the others.
         check_rotary(self._config, (1,), request.lengths[0] + request.stopping.max_new_tokens - 1)
         couples = seed is not None or (self._rule is not None and self._rule.couples)
