@@ -1,6 +1,7 @@
 """What differs between the supported versions of `transformers`, each difference in one place.
 
-Since 5.24 every `forward` calls its cache `cache`; before, `past_key_values`, and `cache_params` in models of states alone.
+Since 5.24 every `forward` calls its cache `cache`; before, it was `past_key_values`, and `cache_params` in models of
+states alone.
 """
 
 from __future__ import annotations
