@@ -19,7 +19,7 @@ from selfspec.control.setting import Setting
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import write_json
+from selfspec.files.writing import write_sealed
 from selfspec.model.adapter import Adapter
 
 _WHAT_DIFFERS = {
@@ -122,7 +122,7 @@ class Profile(DraftPolicy):
         Raises:
             StorageError: it cannot be written there.
         """
-        write_json(file, asdict(_Content(6, self.setting, self.greedy, self.sampled, self.report)))
+        write_sealed(file, asdict(_Content(6, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
         chosen = self.greedy if greedy else self.sampled

@@ -134,7 +134,7 @@ class LowPrecision(LayerPathDrafter):
             rounded = compensated_weights(model, weights, precision, texts)
         else:
             rounded = ((name, round_weight(weight, precision)) for name, weight in weights)
-        about = About(1, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
+        about = About(2, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
 
         def counted() -> Iterator[tuple[str, RoundedWeight]]:
             for done, each in enumerate(rounded, 1):

@@ -199,7 +199,7 @@ class RecyclingMemory(Memory):
         Raises:
             StorageError: it cannot be written.
         """
-        write_candidates(file, About(1, vocabulary, *self._size), self._arrays())
+        write_candidates(file, About(2, vocabulary, *self._size), self._arrays())
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """What it consists of, by name; what is written there is known from then on."""

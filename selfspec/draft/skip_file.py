@@ -13,7 +13,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import write_json
+from selfspec.files.writing import write_sealed
 from selfspec.model.adapter import Adapter
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
@@ -80,4 +80,4 @@ def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, 
         StorageError: it cannot be written.
     """
     found = _Content(1, base, list(skip.attention), list(skip.mlp), list(skip.layers))
-    write_json(file, {**asdict(found), **about})
+    write_sealed(file, {**asdict(found), **about})

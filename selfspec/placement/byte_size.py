@@ -10,7 +10,7 @@ from selfspec.errors import UnsupportedOptionError
 _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))} | {
     unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def parse_bytes(name: str, size: str | int) -> int:
