@@ -168,11 +168,6 @@ class LowPrecision(LayerPathDrafter):
         return path.with_substitutes(self._precision, substituted, head=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        if getattr(model.config, "quantization_config", None) is not None:
-            raise DraftConfigError(
-                f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
-                "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
-            )
         if model.device.type not in KERNEL_DEVICES:
             raise DraftConfigError(
                 f"there are no kernels for low-precision drafts on {model.device.type}; use "
@@ -193,5 +188,12 @@ class LowPrecision(LayerPathDrafter):
                 'draft step would fetch them; load it with selfspec.load(path, memory="6GiB"), which makes copies, or '
                 "draft with PromptLookup()"
             )
-        if not any(True for module in modules for _ in substituted_weights(module, path.precision)):
-            raise no_substitutes(model, path.precision)
+        if any(True for module in modules for _ in substituted_weights(module, path.precision)):
+            return
+        # What was read from a quantised file may be computed in floating point all the same.
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise DraftConfigError(
+                f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
+                "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
+            )
+        raise no_substitutes(model, path.precision)
