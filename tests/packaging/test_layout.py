@@ -18,17 +18,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # The rooms, from the ground up. A room imports the rooms that its line names, which stand above it here, and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "arguments": {"errors"},
+    "values": {"errors"},
+    "arguments": {"errors", "values"},
     "files": {"errors"},
     "kernels": {"errors"},
     "environment": {"kernels"},
     "cache": {"errors"},
-    "model": {"adapters", "cache", "errors", "files", "kernels"},
+    "model": {"adapters", "cache", "errors", "files", "kernels", "values"},
     "adapters": {"model"},
-    "runtime": {"cache", "errors", "kernels", "model"},
-    "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime"},
-    "accept": {"arguments", "cache", "draft", "errors"},
-    "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
+    "runtime": {"arguments", "cache", "errors", "kernels", "model"},
+    "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime", "values"},
+    "accept": {"arguments", "cache", "draft", "errors", "values"},
+    "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime", "values"},
     "placement": {"cache", "arguments", "control", "draft", "errors", "kernels", "model"},
     "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "control", "decode", "draft", "errors", "files"},
@@ -44,8 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "placement",
         "runtime",
         "saved",
+        "values",
     },
-    "serve": {"api", "arguments", "cache", "decode", "errors"},
+    "serve": {"api", "arguments", "cache", "decode", "errors", "values"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")
