@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,20 @@ NO_MODELS: list[Any] = [None, 3, "gpt2", torch.nn.Linear(2, 2), selfspec.EarlyEx
 CALLS: dict[str, Call] = {}
 
 
+def _called(call: Callable[[Ground, Any], object], value: Any, ground: Ground) -> object:
+    return call(ground, value)
+
+
+def _field(name: str, make: Callable[[Ground], Callable[..., object]]) -> Callable[[Ground, Any], object]:
+    """A call with the value in a field of that name."""
+    return lambda ground, value: make(ground)(**{name: value})
+
+
 def _each(name: str, values: list[Any], call: Callable[[Ground, Any], object], *allowed: Any) -> None:
     for number, value in enumerate(values):
         if not any(value is each for each in allowed):
             shown = repr(value).replace("\uff13", "fullwidth 3")[:40]
-            CALLS[f"{name} {number} {shown}"] = lambda ground, value=value: call(ground, value)
+            CALLS[f"{name} {number} {shown}"] = partial(_called, call, value)
 
 
 # Wrapping.
@@ -131,7 +140,7 @@ for part in ("attention", "mlp", "layers"):
     _each(
         f"LayerSkip {part}",
         [3, None, "1", [1.5], ["1"], [True], [-1], [99], [1, 1], [None], [[1]], {1: 2}.items(), b"\1"],
-        lambda g, v, part=part: selfspec.wrap(g.model, selfspec.LayerSkip(**{part: v})),
+        _field(part, lambda g: lambda **layers: selfspec.wrap(g.model, selfspec.LayerSkip(**layers))),
     )
 CALLS["LayerSkip none"] = lambda g: selfspec.wrap(g.model, selfspec.LayerSkip())
 CALLS["LayerSkip twice"] = lambda g: selfspec.wrap(g.model, selfspec.LayerSkip(attention=[1], layers=[1]))
@@ -173,7 +182,7 @@ _each("PromptLookup longest", NO_COUNTS, lambda g, v: selfspec.PromptLookup(long
 _each("Suffixes", [3, b"x", True, "nowhere", "a\0b", ["x"], 1.5], lambda g, v: selfspec.Suffixes(v))
 _each("Suffixes most_bytes", [-1, 1.5, "3", True, NAN, None, 2**40], lambda g, v: selfspec.Suffixes(most_bytes=v))
 for name in ("candidates", "longest", "most_bytes"):
-    _each(f"Recycling {name}", [*NO_COUNTS, 2**40], lambda g, v, name=name: selfspec.Recycling(**{name: v}))
+    _each(f"Recycling {name}", [*NO_COUNTS, 2**40], _field(name, lambda g: selfspec.Recycling))
 _each(
     "Recycling saved",
     [3, b"x", True, "nowhere", "a\0b", ["x"]],
@@ -269,7 +278,7 @@ _each("ConfidenceStop", [*NO_NUMBERS, 1.5, -0.1], lambda g, v: selfspec.Confiden
 _each("ConfidenceStop longest", NO_COUNTS, lambda g, v: selfspec.ConfidenceStop(longest=v))
 _each("Costs", [*NO_NUMBERS, -1], lambda g, v: selfspec.Costs(v))
 for name in ("verify", "widening", "overhead", "each_row", "out_of_step"):
-    _each(f"Costs {name}", NO_NUMBERS, lambda g, v, name=name: selfspec.Costs(0.3, **{name: v}))
+    _each(f"Costs {name}", NO_NUMBERS, _field(name, lambda g: partial(selfspec.Costs, 0.3)))
 _each("Costs rows", NO_COUNTS, lambda g, v: selfspec.Costs(0.3, rows=v))
 _each(
     "BatchCosts", [(), None, 3, "x", [0.3], (selfspec.Costs,), selfspec.Costs(0.3)], lambda g, v: selfspec.BatchCosts(v)
@@ -318,7 +327,7 @@ for name in ("max_rows", "cache_bytes", "prefill_tokens", "max_waiting"):
     _each(
         f"Engine {name}",
         NO_COUNTS,
-        lambda g, v, name=name: selfspec.Engine(selfspec.wrap(g.model), **{name: v}),
+        _field(name, lambda g: partial(selfspec.Engine, selfspec.wrap(g.model))),
         *([None] if name == "cache_bytes" else []),
     )
 CALLS["Engine of an assistant"] = lambda g: selfspec.Engine(
@@ -370,7 +379,7 @@ ROWS: dict[str, list[Any]] = {
     "processors": [3, [3], "x", (None,), (object,)],
 }
 for field, wrong in ROWS.items():
-    _each(f"RowRequest {field}", wrong, lambda g, v, field=field: _submitted(g, **{field: v}))
+    _each(f"RowRequest {field}", wrong, _field(field, lambda g: partial(_submitted, g)))
 _each("submit", [None, 3, {"input_ids": (1,)}, RowRequest], lambda g, v: _running(g, lambda engine: engine.submit(v)))
 _each("on_event", [3, "x", True], lambda g, v: _running(g, lambda engine: engine.submit(RowRequest((1, 2), 2), v)))
 CALLS["submit to what does not run"] = lambda g: selfspec.Engine(selfspec.wrap(g.model)).submit(RowRequest((1, 2), 2))
@@ -410,20 +419,20 @@ STUDIES: dict[str, list[Any]] = {
     "nothing": [3],
 }
 for field, wrong in STUDIES.items():
-    _each(f"ablate {field}", wrong, lambda g, v, field=field: selfspec.ablate(g.model, tiny.prompt(5), **{field: v}))
+    _each(f"ablate {field}", wrong, _field(field, lambda g: partial(selfspec.ablate, g.model, tiny.prompt(5))))
 for name in ("max_new_tokens", "longest_draft", "batch", "repeats"):
-    _each(f"Measurements {name}", NO_COUNTS, lambda g, v, name=name: Measurements(**{name: v}))
+    _each(f"Measurements {name}", NO_COUNTS, _field(name, lambda g: Measurements))
 _each("Measurements temperature", [*NO_NUMBERS, 0.0, -0.1], lambda g, v: Measurements(temperature=v))
 _each("Measurements nodes", [-1, 1.5, "3", True, None, NAN, 10**6], lambda g, v: Measurements(nodes=v))
 _each("Settings accept", [[], ["x"], ["token", "token"], [3], 3, None, "token"], lambda g, v: Settings(accept=v))
 for name in ("max_new_tokens", "draft_length", "samples"):
-    _each(f"Settings {name}", NO_COUNTS, lambda g, v, name=name: Settings(**{name: v}))
+    _each(f"Settings {name}", NO_COUNTS, _field(name, lambda g: Settings))
 _each("Settings level", [*NO_NUMBERS, 0.0, 1.5, -0.1], lambda g, v: Settings(level=v))
 _each("Settings seed", [1.5, "3", None, NAN, [1]], lambda g, v: Settings(seed=v))
 for name in ("steps", "batch", "length", "save_every", "evaluate_every", "accumulate"):
-    _each(f"Course {name}", NO_COUNTS, lambda g, v, name=name: Course(**{name: v}))
+    _each(f"Course {name}", NO_COUNTS, _field(name, lambda g: Course))
 for name in ("learning_rate", "warmup", "decay"):
-    _each(f"Course {name}", [*NO_NUMBERS, -0.1], lambda g, v, name=name: Course(**{name: v}))
+    _each(f"Course {name}", [*NO_NUMBERS, -0.1], _field(name, lambda g: Course))
 _each("export to", NO_PATHS, lambda g, v: export_checkpoint(g.model, None, selfspec.EarlyExit(2), v))
 _each(
     "export drafter",

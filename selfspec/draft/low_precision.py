@@ -132,11 +132,11 @@ class LowPrecision(LayerPathDrafter):
         """
         place = checked_path("file", file)
         check_module(model)
-        _check_texts(texts, model)
         if texts and self.bits == 8:
             raise DraftConfigError("texts serve 4 bits alone: weights in 8 bits are rounded to nearest; leave them out")
         adapter = adapter or find_adapter(model)
         self.check_model(model, adapter)
+        _check_texts(texts, model)
         precision = Precision(self.bits, self.group_size)
         weights = weights_of(model, adapter, self.path(len(adapter.decoder_layers(model))))
         if texts:
@@ -208,14 +208,14 @@ class LowPrecision(LayerPathDrafter):
         raise no_substitutes(model, path.precision)
 
 
-def _check_texts(texts: Sequence[Tensor], model: PreTrainedModel) -> None:
-    listed = texts if isinstance(texts, list | tuple) else [None]
-    wrong = [text for text in listed if not isinstance(text, Tensor) or text.ndim != 2 or not text.numel()]
-    wrong += [text for text in listed if isinstance(text, Tensor) and text.dtype not in (torch.int64, torch.int32)]
-    if wrong:
-        raise DraftConfigError(
-            f"texts must be a list of token ids, each a LongTensor of shape [rows, tokens]; got {shown(texts)}"
-        )
-    rows = model.get_input_embeddings().weight.shape[0] if listed else 0
-    if any(int(text.min()) < 0 or int(text.max()) >= rows for text in listed):
-        raise DraftConfigError(f"texts hold ids outside the vocabulary 0..{rows - 1}; use the model's own tokenizer")
+def _check_texts(texts: object, model: PreTrainedModel) -> None:
+    """Refuse texts that are no token ids of a model."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    for text in texts if isinstance(texts, list | tuple) else (texts,):
+        is_ids = isinstance(text, Tensor) and text.dtype in (torch.int64, torch.int32)
+        if not is_ids or text.ndim != 2 or not text.numel():
+            raise DraftConfigError(
+                f"texts must be a list of token ids, each a LongTensor of shape [rows, tokens]; got {shown(texts)}"
+            )
+        if int(text.min()) < 0 or int(text.max()) >= rows:
+            raise DraftConfigError(f"texts hold ids outside the vocabulary 0..{rows - 1}: are they of this model?")

@@ -352,13 +352,14 @@ def _is_linear(module: nn.Module) -> bool:
     """Whether a module is an `nn.Linear`, or of a class of the model's own that computes the same."""
     if type(module) is nn.Linear:
         return True
-    return isinstance(module, nn.Linear) and "forward" not in vars(module) and _multiplies(type(module))
+    kind: Any = type(module)
+    return isinstance(module, nn.Linear) and "forward" not in vars(module) and _multiplies(kind)
 
 
 @cache
 @torch.inference_mode(False)
 @torch.no_grad()
-def _multiplies(kind: type[nn.Linear]) -> bool:
+def _multiplies(kind: Any) -> bool:
     """Whether the `forward` of a class of linear layers multiplies by the weight, adds the bias and reads no more."""
     states, weight, bias = (torch.linspace(-1, 2, size, dtype=torch.float64).sin() for size in (10, 15, 3))
     states, weight = states.view(1, 2, 5), weight.view(3, 5)

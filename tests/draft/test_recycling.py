@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,10 @@ def test_a_table_of_another_tokenizer_is_refused_before_any_pass(llama: PreTrain
         selfspec.wrap(llama, Recycling(saved=file))
 
 
+def _tables_alone(change: Callable[[dict[str, Any]], object], tables: dict[str, Any], _: object) -> None:
+    change(tables)
+
+
 def test_files_that_hold_no_candidates_are_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = selfspec.wrap(llama, Recycling(most_bytes=1 << 13), draft_length=7)
     with pytest.raises(selfspec.DraftConfigError, match="nothing was recycled"):
@@ -195,6 +200,6 @@ def test_files_that_hold_no_candidates_are_refused(llama: PreTrainedModel, tmp_p
     }
     for said, change in wrong.items():
         Path(file).write_bytes(content)
-        rewrite(file, lambda tables, _, change=change: change(tables), "np")
+        rewrite(file, partial(_tables_alone, change), "np")
         with pytest.raises(selfspec.DraftConfigError, match=said):
             selfspec.wrap(llama, f"recycle:{file}").generate(tiny.prompt(9), max_new_tokens=4, do_sample=False)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.described import rewrite
+from helpers.described import Change, rewrite
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import PROMPTS, TOKENS, Warp, joint, small
 from selfspec.draft import Suffixes
@@ -156,14 +156,17 @@ def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llam
             Suffixes(str(broken))
     with pytest.raises(selfspec.DraftConfigError, match="cannot be read"):
         Suffixes(str(tmp_path / "missing"))
-    for name, value in (("ends", 99), ("ends", 0), ("tokens", tiny.VOCABULARY), ("tokens", -2)):
+    changes: list[Change] = [
+        lambda tensors, _: tensors["ends"].__setitem__(3, 99),
+        lambda tensors, _: tensors["ends"].__setitem__(3, 0),
+        lambda tensors, _: tensors["tokens"].__setitem__(3, tiny.VOCABULARY),
+        lambda tensors, _: tensors["tokens"].__setitem__(3, -2),
+        lambda tensors, _: tensors.update(ends=tensors["ends"][:-1].clone()),
+        lambda tensors, _: tensors.update(tokens=torch.cat([tensors["tokens"], tensors["tokens"]])),
+    ]
+    for change in changes:
         broken.write_bytes(content)
-        rewrite(broken, lambda tensors, _, name=name, value=value: tensors[name].__setitem__(3, value))
-        with pytest.raises(selfspec.DraftConfigError, match="holds no corpus"):
-            CorpusFile(broken)
-    for name in ("ends", "tokens"):
-        broken.write_bytes(content)
-        rewrite(broken, lambda tensors, _, name=name: tensors.update({name: tensors[name][:-1].clone().clamp(max=1)}))
+        rewrite(broken, change)
         with pytest.raises(selfspec.DraftConfigError, match="holds no corpus"):
             CorpusFile(broken)
     with pytest.raises(selfspec.DraftConfigError, match="needs texts with tokens"):
