@@ -69,6 +69,8 @@ def ablate(
 
 def _ids(prompts: Tensor | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     if isinstance(prompts, Tensor):
+        if prompts.ndim != 2 or not prompts.numel():
+            raise StudyError(f"prompts have shape {list(prompts.shape)}, not [texts, tokens]")
         return prompts
     if tokenizer is not None and not callable(tokenizer):
         raise StudyError(f"tokenizer={shown(tokenizer)} is none; pass the model's own, as AutoTokenizer loads it")
