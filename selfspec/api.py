@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from selfspec.accept import Rule, default_rule, find_rule
-from selfspec.arguments import check_kind, check_weights, shown
+from selfspec.arguments import check_kind, check_methods, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs
@@ -61,6 +61,7 @@ from selfspec.placement.weight_stream import check_in_memory
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
+from selfspec.values import checked_path
 
 _OF_THE_MODEL = frozenset(
     {
@@ -160,7 +161,7 @@ def load(
         StorageError: the disk does not give what it should.
     """
     named = _named(draft)
-    source = source_for(find_device("auto" if device is None else str(device)))
+    source = source_for(find_device("auto" if device is None else device))
     planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache)
     if isinstance(named, Drafter):
         named.check(len(planned.survey.layers) - 1)
@@ -252,13 +253,13 @@ class SelfSpeculative:
         """Move the model itself to a device, and return this wrapper.
 
         Raises:
-            UnsupportedOptionError: the runtime cannot run passes there.
+            UnsupportedOptionError: there is no such device, or the runtime cannot run passes there.
             UnsupportedModelError: weights are streamed.
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
         check_in_memory(self.model, "moved")
-        self.model.to(device)
+        self.model.to(find_device(device))
         self._prepare()
         return self
 
@@ -359,14 +360,15 @@ class SelfSpeculative:
         Raises:
             UnsupportedModelError: adapters of PEFT are part of the model, or weights are streamed.
             DraftConfigError: the drafter has no name to save it by.
-            UnsupportedOptionError: the rule has none.
+            UnsupportedOptionError: the rule has none, or an argument has the wrong type.
             StorageError: the folder cannot be written to, or the disk is full.
         """
         self._check_open()
         check_in_memory(self.model, "saved")
         recipe = Recipe.of(self.draft, self.control, self.rule)
         check_saved_whole(self.model)
-        place = Path(folder)
+        place = checked_path("folder", folder)
+        check_methods("tokenizer", tokenizer, ("save_pretrained",), "pass the model's own, as AutoTokenizer loads it")
         check_output_folder(place)
         with writing(place):
             self.model.save_pretrained(folder)
@@ -385,16 +387,20 @@ class SelfSpeculative:
     def save_candidates(self, file: str | Path) -> None:
         """Write the table that `Recycling` has by now, bound to the model's tokenizer, for `Recycling.from_file`.
 
+        Folders that are missing on the way to the file are made.
+
         Raises:
             DraftConfigError: nothing was recycled yet.
+            UnsupportedOptionError: the file is no path.
             StorageError: the file cannot be written.
         """
         self._check_open()
+        place = checked_path("file", file)
         memories = (memory for memory in self._memories.values() if isinstance(memory, RecyclingMemory))
         memory = next(memories, None)
         if memory is None:
             raise DraftConfigError("nothing was recycled yet; wrap with draft='recycle', and generate first")
-        memory.save(file, Vocabulary.of(self.model))
+        memory.save(place, Vocabulary.of(self.model))
 
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None

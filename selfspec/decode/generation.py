@@ -83,6 +83,7 @@ class Generation(Iterator[Round]):
         self.stats = Stats()
         self._request = request
         self.lossless = rule.lossless and cache.lossless
+        widths = (request.prefill_width, None if limits is None else limits.prefill_width(rows))
         batch = Batch(
             runner=runner_for(model, adapter, cache, programs, substitutes),
             cache=cache,
@@ -104,7 +105,7 @@ class Generation(Iterator[Round]):
             needs_lockstep=request.sampling.in_order or request.stopping.stateful,
             memories={} if memories is None else memories,
             programs=programs,
-            prefill_width=None if limits is None else limits.prefill_width(rows),
+            prefill_width=min(filter(None, widths), default=None),
         )
         if draft is not None:
             draft.state(batch)

@@ -23,6 +23,7 @@ from selfspec.errors import UnsupportedOptionError
 _HONOURED = (CHECKED - {"num_beams"}) | {
     "use_cache",
     "guidance_scale",
+    "prefill_chunk_size",
     # Read by other decoding methods alone, or by transformers before it calls selfspec.
     "early_stopping",
     "length_penalty",
@@ -46,6 +47,8 @@ _HONOURED = (CHECKED - {"num_beams"}) | {
     "continuous_batching_config",
 }
 
+# Values that ask for what is done anyway.
+_NOTHING_ELSE: Mapping[str, object] = MappingProxyType({"cache_implementation": "dynamic"})
 # Inputs of the model that a call may contain.
 _MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHE_NAMES})
 # Parameters of a model's `forward` that say nothing of a prompt.
@@ -120,7 +123,7 @@ def check_keywords(
     allowed = options.get("prefix_allowed_tokens_fn")
     check_callables("prefix_allowed_tokens_fn", None if allowed is None else [allowed])
     cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
-    if cache is not None:
+    if cache not in (None, _NOTHING_ELSE["cache_implementation"]):
         raise unsupported("cache_implementation", cache)
 
 
@@ -146,6 +149,8 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
     for name, default in _defaults().items():
         value = given.get(name, default)
         if name.startswith("_") or name in _HONOURED | inert or value in (None, False, default):
+            continue
+        if value == _NOTHING_ELSE.get(name):
             continue
         raise unsupported(name, value)
     # A checkpoint may say so by itself; then this call did not ask for it.

@@ -53,6 +53,7 @@ class Request:
         past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
         offsets: of each row, how much larger position ids of its further tokens are than their number in the text,
             where the stock model has read the prompts with images or the like; None: it has not.
+        prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
     """
 
     input_ids: Tensor
@@ -68,6 +69,7 @@ class Request:
     streamer: BaseStreamer | None = None
     past: Cache | None = None
     offsets: tuple[int, ...] | None = None
+    prefill_width: int | None = None
 
     @property
     def embeddings(self) -> bool:
@@ -120,11 +122,23 @@ def read_request(
     masks = {} if attention_mask is None else {"attention_mask": checked_mask(attention_mask, read, past)}
     # transformers does not pass these two to a callable.
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
+    # Read where code of a folder is to generate, and here none is.
+    options.pop("trust_remote_code", None)
+    if options.get("custom_generate") is None:
+        options.pop("custom_generate", None)
     check_keywords(model, generation_config, options)
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, read))
+    heals = bool(value_of("token_healing"))
+    if heals:
+        _check_tokenizer("token_healing", tokenizer)
+        if input_ids is None or value_of("encoder_repetition_penalty") or value_of("encoder_no_repeat_ngram_size"):
+            raise UnsupportedOptionError(
+                "token_healing is for prompts of token ids, and without penalties that read them as they were; drop it"
+            )
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
+    call = call.without("token_healing") if heals else call
     prepared: dict[str, Any] = {}
 
     def receive(_model: PreTrainedModel, input_ids: Tensor, **others: Any) -> None:
@@ -142,6 +156,12 @@ def read_request(
         )
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
+    if heals:
+        ids, mask = prepared["input_ids"], prepared.get("attention_mask")
+        mask = torch.ones_like(ids) if mask is None else mask
+        healed = _healed(call.model, ids, mask, tokenizer)
+        others = {"streamer": streamer, "tokenizer": tokenizer, "token_healing": False, "num_return_sequences": 1}
+        return read_request(model, healed, mask[:, -healed.shape[1] :], generation_config, {**options, **others})
     # num_return_sequences repeats rows; their masks have to follow.
     for name, mask in masks.items():
         prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)
@@ -185,24 +205,57 @@ class _Call:
         strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
         if strings is None:
             return self
-        if tokenizer is None:
-            raise UnsupportedOptionError("stop_strings need the model's tokenizer: pass tokenizer=... as well")
-        check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
+        _check_tokenizer("stop_strings", tokenizer)
+        try:
+            criterion = StopStringCriteria(tokenizer, strings)
+        # It cannot look into the tokens of every kind of vocabulary.
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise UnsupportedOptionError(
+                f"transformers cannot look for stop_strings in the tokens of {type(tokenizer).__name__} ({error}); end "
+                "rows by a criterion of your own: stopping_criteria=[...]"
+            ) from error
+        criteria = [*(self.options.get("stopping_criteria") or ()), criterion]
+        call = self.without("stop_strings")
+        return replace(call, options={**call.options, "stopping_criteria": StoppingCriteriaList(criteria)})
+
+    def without(self, name: str) -> _Call:
+        """Leave out an option, wherever it is from."""
         # A copy: the model's own defaults are read in any case, and must not change.
         model = copy(self.model)
-        model.generation_config = _without_stop_strings(self.model.generation_config)
-        criteria = [*(self.options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-        return _Call(
-            model,
-            None if self.generation_config is None else _without_stop_strings(self.generation_config),
-            {**self.options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)},
-        )
+        model.generation_config = _config_without(name, self.model.generation_config)
+        given = self.generation_config
+        return _Call(model, None if given is None else _config_without(name, given), {**self.options, name: None})
 
 
-def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+def _config_without(name: str, config: GenerationConfig) -> GenerationConfig:
     config = deepcopy(config)
-    config.stop_strings = None
+    setattr(config, name, None)
     return config
+
+
+def _check_tokenizer(option: str, tokenizer: object) -> None:
+    if tokenizer is None:
+        raise UnsupportedOptionError(f"{option} needs the model's tokenizer: pass tokenizer=... as well")
+    check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
+
+
+def _healed(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Let the model choose the last token of each prompt anew, as `transformers` does where it has the tokenizer."""
+    try:
+        healed: Tensor = model.heal_tokens(ids, tokenizer)
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        raise UnsupportedOptionError(f"token_healing: transformers cannot heal these prompts ({error})") from error
+    # transformers keeps the mask and the positions of the prompts as they were; other positions alone change nothing
+    # where only differences of them count.
+    rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
+    shifted = healed.shape[1] < ids.shape[1] and rotary and bool(mask.all())
+    if healed.shape != ids.shape and not (shifted and healed.numel()):
+        raise UnsupportedOptionError(
+            f"token_healing makes {healed.shape[1]} tokens of the prompts' {ids.shape[1]}, which their mask and "
+            "positions do not fit; heal them before, by model.heal_tokens(input_ids, tokenizer), and pass that with a "
+            "mask of its own"
+        )
+    return healed
 
 
 def prepared_request(
@@ -274,14 +327,20 @@ def prepared_request(
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
-        # It may be negative if no token ends a row; then nothing is padded.
-        pad=0 if pad is None else max(int(pad.flatten()[0]), 0),
+        pad=_padding(pad, model),
         whole=whole,
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
         past=past,
         offsets=None if reading is None else reading.offsets,
+        prefill_width=generation_config.prefill_chunk_size,
     )
+
+
+def _padding(pad: Tensor | None, model: PreTrainedModel) -> int:
+    # It may be no token where nothing is padded; what processors are shown is one all the same.
+    token = 0 if pad is None else int(pad.flatten()[0])
+    return token if 0 <= token < model.get_input_embeddings().weight.shape[0] else 0
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.candidate_file import About, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
@@ -25,6 +24,7 @@ from selfspec.draft.tree_shape import best_shape, largest_products
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.vocabulary import Vocabulary
+from selfspec.values import checked_path, shown
 
 if TYPE_CHECKING:
     from selfspec.decode.batch import Batch
@@ -80,7 +80,7 @@ class Recycling(Drafter):
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
         """
-        about = CandidateFile(file).about
+        about = CandidateFile(checked_path("file", file, DraftConfigError)).about
         return cls(about.candidates, about.longest, about.most_bytes, str(file))
 
     def check(self, depth: int) -> None:
@@ -199,7 +199,7 @@ class RecyclingMemory(Memory):
         Raises:
             StorageError: it cannot be written.
         """
-        write_candidates(file, About(1, vocabulary, *self._size), self._arrays())
+        write_candidates(file, About(2, vocabulary, *self._size), self._arrays())
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """What it consists of, by name; what is written there is known from then on."""

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import Part
 
+_RAGGED, _WITHOUT = ("mask", "padding", "none"), ("zeros", "input", "residual")
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -53,6 +55,23 @@ class Adapter:
     publishes: str | None = None
     ragged: Literal["mask", "padding", "none"] = "mask"
     requires: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp", "recurrent"):
+            given = getattr(self, name)
+            listed = (given,) if isinstance(given, str) else given
+            if not isinstance(listed, tuple) or not all(isinstance(each, str) and each for each in listed):
+                raise UnsupportedModelError(f"an adapter's {name} is an attribute or a tuple of them, got {given!r}")
+        if not isinstance(self.layers, str) or not self.layers:
+            raise UnsupportedModelError(f"an adapter's layers are the path of an attribute, got {self.layers!r}")
+        if not self.attention:
+            raise UnsupportedModelError("an adapter names what lets tokens see those before them: attention=...")
+        for name in ("layer_returns", "attention_returns", "mlp_returns"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise UnsupportedModelError(f"an adapter's {name} is at least 1, got {getattr(self, name)!r}")
+        for name, known in (("ragged", _RAGGED), ("without_attention", _WITHOUT), ("without_mlp", _WITHOUT)):
+            if getattr(self, name) not in known:
+                raise UnsupportedModelError(f"an adapter's {name} is one of {known}, got {getattr(self, name)!r}")
 
     def modules(self, part: Part) -> tuple[str, ...]:
         """Every attribute of a decoder layer that may hold one of its sublayers, or a part of it."""

@@ -24,6 +24,7 @@ from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.model.hub import check_on_hub
 from selfspec.model.registry import adapter_for, auto_class, check_type
+from selfspec.values import shown
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 """What weights are computed in; "auto" is the checkpoint's own choice."""
@@ -75,24 +76,27 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
     return Checkpoint(_load_model(name, config, dtype).to(place), tokenizer)
 
 
-def find_device(device: str) -> torch.device:
-    """The device of that name; "auto" is the first CUDA GPU where there is one, else the CPU.
+def find_device(device: torch.device | str | int) -> torch.device:
+    """The device of that name or number; "auto" is the first CUDA GPU where there is one, else the CPU.
 
     Raises:
         UnsupportedOptionError: there is none of that name here.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    named = isinstance(device, torch.device) or type(device) in (str, int)
     try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise UnsupportedOptionError(f"{device!r} is no device; choose cpu, cuda, cuda:1, ... or auto") from error
+        found = torch.device(device) if named else None
+    except RuntimeError:
+        found = None
+    if found is None:
+        raise UnsupportedOptionError(f"{shown(device)} is no device; choose cpu, cuda, cuda:1, ... or auto")
     try:
         torch.empty(0, device=found)
     # An absent device is an AssertionError or a RuntimeError, by backend.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UnsupportedOptionError(
-            f"device {device!r} is not available here ({_one_line(error)}); choose cpu or auto"
+            f"device {str(device)!r} is not available here ({_one_line(error)}); choose cpu or auto"
         ) from error
     if found.type == "meta":
         raise UnsupportedOptionError("device 'meta' computes nothing; choose cpu or auto")

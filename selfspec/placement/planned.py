@@ -22,6 +22,8 @@ from selfspec.placement.weight_source import WeightSource
 CONTEXTS = (4096, 2048, 1024, 512)
 """Tokens that there is room for where nobody says how many: the first of these that fits."""
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
@@ -50,6 +52,9 @@ def plan_checkpoint(
     Arguments and errors are those of `selfspec.load`, but for `source`, where streamed weights come from.
     """
     budget = parse_bytes("memory", memory)
+    if dtype is not None and dtype not in _DTYPES:
+        known = ", ".join(map(str, _DTYPES))
+        raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are loaded in {known}, or as the checkpoint says")
     if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
     named = _cache_kind(cache)

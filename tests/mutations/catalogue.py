@@ -1454,8 +1454,8 @@ CATALOGUE = (
     Mutation(
         "a model without substitutes is refused after its first passes",
         "LowPrecision.check_model",
-        "not any(True for module in modules for _ in substituted_weights(module, path.precision))",
-        "False",
+        "any(True for module in modules for _ in substituted_weights(module, path.precision))",
+        "True",
         ("test_models_that_cannot_be_in_fewer_bits_are_refused",),
     ),
     Mutation(
@@ -1791,8 +1791,8 @@ CATALOGUE = (
     Mutation(
         "a recipe is written between quotes and not by repr",
         "Recipe.save",
-        "repr(json.dumps(asdict(self)))",
-        'f\'"""{json.dumps(asdict(self))}"""\'',
+        "repr(json.dumps(sealed(asdict(self))))",
+        'f\'"""{json.dumps(sealed(asdict(self)))}"""\'',
         ("test_a_draft_of_any_name_is_saved_as_code_that_runs",),
     ),
     Mutation(
@@ -2057,8 +2057,8 @@ CATALOGUE = (
     Mutation(
         "weights laid out by columns have no substitute",
         "_kind",
-        "type(module) in (nn.Linear, Conv1D)",
-        "type(module) is nn.Linear",
+        "type(module) is Conv1D or _is_linear(module)",
+        "_is_linear(module)",
         ("test_weights_laid_out_by_columns_have_a_substitute",),
     ),
     Mutation(
@@ -2315,5 +2315,54 @@ CATALOGUE = (
         right='sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)',
         wrong="[]",
         tests=("test_layers_whose_tokens_see_something_unknown_are_refused",),
+    ),
+    Mutation(
+        "files: tensors are not compared with their checksums",
+        "DescribedTensors.read",
+        "_digest(found) != self._sha256[name]",
+        "False",
+        ("test_damage.py",),
+    ),
+    Mutation(
+        "files: what a file says of itself is not compared with its checksum",
+        "parsed",
+        "content != sealed(content)",
+        "False",
+        ("test_damage.py",),
+    ),
+    Mutation(
+        "files: tensors that nobody reads are taken",
+        "DescribedTensors.check_names",
+        "found - wanted",
+        "set()",
+        ("test_damage.py",),
+    ),
+    Mutation(
+        "corpora: an order of other places than those of the text is taken",
+        "CorpusFile.__init__",
+        "len(ends) != len(tokens)",
+        "False",
+        ("test_files_that_hold_no_corpus_are_refused",),
+    ),
+    Mutation(
+        "fewer bits: a linear layer that computes something else is taken for a plain one",
+        "_multiplies",
+        "torch.allclose(found, wanted)",
+        "True",
+        ("test_linear_layers_of_a_models_own_are_known_by_what_they_compute",),
+    ),
+    Mutation(
+        "healing: padded prompts that become shorter keep a mask of other columns",
+        "_healed",
+        "bool(mask.all())",
+        "True",
+        ("test_prompts_whose_healing_their_mask_does_not_fit_are_refused",),
+    ),
+    Mutation(
+        "sizes: digits of other scripts are read",
+        "_SIZE",
+        "re.ASCII",
+        "0",
+        ("test_what_is_no_size_is_refused_by_name",),
     ),
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.draft.exit_head import CONFIG, FORMAT, WEIGHTS, ExitAdapter
-from selfspec.files.writing import write_json
+from selfspec.files.writing import write_sealed
 from selfspec.measure.readout import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
@@ -61,7 +61,7 @@ class ExitHeads(nn.Module):
             "validation": dict(validation),
         }
         (folder / WEIGHTS).write_bytes(content)
-        write_json(folder / CONFIG, config)
+        write_sealed(folder / CONFIG, config)
 
 
 class ExitLesson(Lesson):
