@@ -19,7 +19,8 @@ class Sequences:
     Args:
         prompts: as given, left-padded, `[batch, prompt]`. All ids are returned on their device.
         pad: fills rows that are shorter than others.
-        mask: which columns of the prompts are text, bool; None: passes read something else than these ids.
+        mask: which columns of the prompts are text, bool; None: passes read something else than these ids, and all
+            columns count as text.
 
     Attributes:
         committed: the new tokens of each row, final. Append to them; change nothing else.
@@ -75,8 +76,7 @@ class Sequences:
 
     @property
     def _text_columns(self) -> Tensor:
-        assert self._mask is not None
-        return self._mask
+        return torch.ones_like(self._prompts, dtype=torch.bool) if self._mask is None else self._mask
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
         """Return the ids of all rows with a run of tokens after each, padded right to the longest, `[batch, length]`.

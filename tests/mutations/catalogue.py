@@ -276,14 +276,14 @@ CATALOGUE = (
     ),
     Mutation(
         "recycling: candidates of a node are those of its earlier sibling",
-        "RecyclingMemory.grown",
-        "self.table.find(ends[parent])",
-        "self.table.find(ends[node - 1])",
+        "CandidateTable.grown",
+        "self.find(ends[parent])",
+        "self.find(ends[node - 1])",
         ("test_recycling.py",),
     ),
     Mutation(
         "recycling: every sibling is the likeliest candidate",
-        "RecyclingMemory.grown",
+        "CandidateTable.grown",
         "known[parent][:, rank]",
         "known[parent][:, 0]",
         ("test_recycling.py",),
@@ -660,7 +660,7 @@ CATALOGUE = (
     # How much of a draft is judged in each row.
     Mutation(
         "the end of a row's text depends on how far the others are",
-        "row_lengths",
+        "Batch.row_lengths",
         "min(length, rest)",
         "length",
         (_ALONE,),
@@ -1624,8 +1624,8 @@ CATALOGUE = (
     Mutation(
         "a look-up takes in what was generated only once",
         "PromptLookup.look_up",
-        "batch.sequences.tokens_from(row, len(index))",
-        "batch.sequences.tokens_from(row, 0) if len(index) == 0 else ()",
+        "batch.sequences.text_from(row, len(index))",
+        "batch.sequences.text_from(row, 0) if len(index) == 0 else ()",
         ("test_prompt_lookup.py",),
     ),
     # Linears of few rows.
