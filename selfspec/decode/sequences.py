@@ -27,6 +27,7 @@ class Sequences:
         unfinished: numbers of the rows that have not ended.
         running: numbers of the rows that passes run, in the order in which tensors hold them. All unfinished rows are
             among them; a finished row is until it is dropped.
+        text_ends: after how many new tokens a row has ended whose other tokens only fill it up, by row.
         width: length of the prompts, padding included.
         pad: fills rows that are shorter than others.
     """
@@ -36,6 +37,7 @@ class Sequences:
         self.committed: list[list[int]] = [[] for _ in rows]
         self.unfinished = set(rows)
         self.running = list(rows)
+        self.text_ends: dict[int, int] = {}
         self.width = prompts.shape[1]
         self.pad = pad
         self._prompts = prompts
