@@ -145,6 +145,10 @@ class CandidateTable:
             places = self._places(keys[held])
             self._keys[length, places], self._rows[length, places] = keys[held], other._rows[length, held]
 
+    def keep_below(self, vocabulary: int) -> None:
+        """Drop the candidates that are no tokens of a vocabulary."""
+        self._rows[self._rows >= vocabulary] = NONE
+
     def _held(self, length: int, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
         """The candidates of contexts, `[n, kept]`, `NONE` of those that are not known."""
         places = self._places(keys)

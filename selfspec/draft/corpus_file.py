@@ -55,6 +55,7 @@ class CorpusFile:
         if not (_is_within(tokens, NONE, self.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
+        self._largest = int(tokens.max())
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Refuse the corpus for a model with other tokens.
@@ -65,6 +66,11 @@ class CorpusFile:
         if not self.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
+            )
+        if self._largest >= vocabulary.size:
+            raise DraftConfigError(
+                f"{self.source} holds token {self._largest}, and the model has {vocabulary.size}; {_REWRITE} MODEL "
+                "with this model"
             )
 
 

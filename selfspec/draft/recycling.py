@@ -99,7 +99,11 @@ class Recycling(Drafter):
 
     def begin(self, batch: Batch) -> RecyclingState:
         if self not in batch.memories:
-            batch.memories[self] = RecyclingMemory(self.candidates, self.longest, self.most_bytes, self.saved)
+            made = RecyclingMemory(self.candidates, self.longest, self.most_bytes, self.saved)
+            if self.saved is not None:
+                # Models of one tokenizer may have heads of different sizes.
+                made.table.keep_below(batch.runner.vocabulary)
+            batch.memories[self] = made
         memory = batch.memories[self]
         assert isinstance(memory, RecyclingMemory)
         state = RecyclingState(memory, batch.rows_apart)
