@@ -15,6 +15,7 @@ from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, padded, small
 from selfspec.accept.named import find_rule
 from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
+from selfspec.draft.merging import MergingState
 from selfspec.draft.offer import likeliest_path
 
 WARP = Warp(temperature=1.2)
@@ -102,3 +103,9 @@ def test_the_likeliest_path_takes_the_likeliest_token_at_each_place() -> None:
     assert likeliest_path(reach, 3) == (2, 5, 6)
     assert likeliest_path(reach, 2) == (2, 5)
     assert likeliest_path({}, 3) == ()
+
+
+def test_trust_is_a_rows_own_where_rows_are_apart() -> None:
+    apart, together = MergingState(rows_apart=True), MergingState(rows_apart=False)
+    assert apart.trust(0) is apart.trust(0) is not apart.trust(1)
+    assert together.trust(0) is together.trust(1)
