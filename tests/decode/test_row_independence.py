@@ -125,7 +125,8 @@ def test_a_row_is_the_same_beside_others_after_the_same_calls(llama: PreTrainedM
 def test_rows_apart_teach_later_calls(llama: PreTrainedModel, draft: str) -> None:
     spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept="token")
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.1, "max_new_tokens": 24, "pad_token_id": 0}
-    first, again = (spec.generate(**prompts(), **options, seed=4).stats for _ in range(2))
+    options = {**options, **prompts()}
+    first, again = (spec.generate(**options, seed=4).stats for _ in range(2))
     assert again.mean_accepted_length > first.mean_accepted_length
 
 

@@ -52,7 +52,7 @@ def resized(model: PreTrainedModel, tokens: int) -> None:
     model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
-def prompt(seed: int = 0, rows: int = 1) -> dict[str, torch.Tensor]:
+def prompt(seed: int = 0, rows: int = 1) -> dict[str, Any]:
     ids = tiny.prompt(9, rows, seed, vocabulary=SMALL)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -311,7 +311,7 @@ CATALOGUE = (
     ),
     Mutation(
         "recycling: a context has the candidates of another one at its place",
-        "CandidateTable._put_first",
+        "CandidateTable._held",
         "self._keys[length, places] == keys",
         "self._keys[length, places] > 0",
         ("test_candidate_table.py",),
@@ -1874,7 +1874,7 @@ CATALOGUE = (
     Mutation(
         "a criterion with memory is shown rows filled up with padding",
         "Generation.__init__",
-        "request.sampling.in_order or request.stopping.stateful",
+        "request.sampling.in_order or request.stopping.needs_lockstep",
         "request.sampling.in_order",
         ("test_judge_in_order.py", "-k", "criteria"),
     ),
