@@ -109,3 +109,16 @@ def test_trust_is_a_rows_own_where_rows_are_apart() -> None:
     apart, together = MergingState(rows_apart=True), MergingState(rows_apart=False)
     assert apart.trust(0) is apart.trust(0) is not apart.trust(1)
     assert together.trust(0) is together.trust(1)
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(shortest=1), Suffixes(), Recycling()], ids=repr)
+def test_nothing_is_found_in_padding(llama: PreTrainedModel, draft: Drafter) -> None:
+    # Were it text, the last token would have stood before, with others after it.
+    ids = torch.tensor([[14, 20, 21, 11, 12, 13, 14], [5, 6, 7, 8, 9, 5, 6]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    spec = selfspec.wrap(llama, draft, draft_length=3)
+    for asked, length in (((0,), 0), ((1,), 3)):
+        rows = list(asked)
+        options: dict[str, Any] = {"attention_mask": mask[rows], "do_sample": False, "max_new_tokens": 9}
+        spec.forget()
+        assert len(next(spec.stream(ids[rows], **options)).rows[0].draft) == length

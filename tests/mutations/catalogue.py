@@ -740,7 +740,7 @@ CATALOGUE = (
         "PromptLookup.look_up",
         "batch.sequences.text_from(row, len(index))",
         "batch.sequences.tokens_from(row, len(index))",
-        (_ALONE,),
+        ("test_nothing_is_found_in_padding",),
     ),
     Mutation(
         "drafts keep what they learnt of a vocabulary that the model no longer has",
