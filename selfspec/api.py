@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from dataclasses import replace
 from inspect import currentframe
@@ -222,6 +223,7 @@ class SelfSpeculative:
         adapter.check(model)
         check_decodable(self.model)
         self._prepare()
+        self._vocabulary = self._tokens_known()
         ranks = ranks_of(model)
         if ranks is not None:
             ranks.check_computes_alike()
@@ -396,6 +398,7 @@ class SelfSpeculative:
         """
         self._check_open()
         place = checked_path("file", file)
+        self._follow_vocabulary()
         memories = (memory for memory in self._memories.values() if isinstance(memory, RecyclingMemory))
         memory = next(memories, None)
         if memory is None:
@@ -431,6 +434,7 @@ class SelfSpeculative:
         """
         self._check_open()
         check_decodable(self.model)
+        self._follow_vocabulary()
         self._check_rows_differ()
         if self.rule is not None and not self.rule.lossless:
             raise UnsupportedOptionError(
@@ -446,6 +450,7 @@ class SelfSpeculative:
             self.substitutes,
             self._memories,
             self.limits,
+            self._follow_vocabulary,
         )
 
     def _drafting_by_load(self, choice: DraftChoice) -> Drafting:
@@ -505,6 +510,7 @@ class SelfSpeculative:
     ) -> Generation:
         self._check_open()
         check_decodable(self.model)
+        self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
@@ -535,6 +541,29 @@ class SelfSpeculative:
             self._choices = {greedy: self._checked(self.draft.choose_draft(greedy)) for greedy in (True, False)}
         else:
             self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
+
+    def _tokens_known(self) -> int:
+        rows: int = self.model.get_output_embeddings().weight.shape[0]
+        return rows
+
+    def _follow_vocabulary(self) -> None:
+        """Where the model has another number of tokens by now, drop what is known of texts and check the draft anew.
+
+        Raises:
+            SelfSpecError: the draft does not fit the model any more.
+        """
+        found = self._tokens_known()
+        if found == self._vocabulary:
+            return
+        if any(isinstance(memory, Memory) for memory in self._memories.values()):
+            warnings.warn(
+                f"the model has {found} tokens, and had {self._vocabulary} when its drafts learnt from texts: what "
+                "they learnt is dropped, and they begin anew",
+                stacklevel=4,
+            )
+        self.forget()
+        self._prepare()
+        self._vocabulary = found
 
     def _check_open(self) -> None:
         if self._closed:

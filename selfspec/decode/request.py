@@ -161,7 +161,9 @@ def read_request(
         mask = torch.ones_like(ids) if mask is None else mask
         healed = _healed(call.model, ids, mask, tokenizer)
         others = {"streamer": streamer, "tokenizer": tokenizer, "token_healing": False, "num_return_sequences": 1}
-        return read_request(model, healed, mask[:, -healed.shape[1] :], generation_config, {**options, **others})
+        mask = mask[:, -healed.shape[1] :]
+        again = {**options, **others}
+        return read_request(model, adapter, healed, mask, generation_config, again, text_alone=text_alone)
     # num_return_sequences repeats rows; their masks have to follow.
     for name, mask in masks.items():
         prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)

@@ -54,6 +54,7 @@ class CorpusFile:
         if not within or len(ends) != len(tokens):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
+        self._largest = int(tokens.max())
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Refuse the corpus for a model with other tokens.
@@ -64,6 +65,11 @@ class CorpusFile:
         if not self.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
+            )
+        if self._largest >= vocabulary.size:
+            raise DraftConfigError(
+                f"{self.source} holds token {self._largest}, and the model has {vocabulary.size}; {_REWRITE} MODEL "
+                "with this model"
             )
 
 

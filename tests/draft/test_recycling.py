@@ -68,7 +68,7 @@ def test_a_tree_grows_from_the_candidates_of_each_node() -> None:
     memory.table.learn(np.array([[1], [2], [3]]), np.array([[2, 3], [4, 5], [6, 7]]))
     # Two children, two of the first and one of the second; nothing is known after 4.
     tree = Tree((-1, -1, 0, 0, 1, 2))
-    grown = memory.grown(np.array([[1], [3]]), tree)
+    grown = memory.table.grown(np.array([[1], [3]]), tree)
     assert grown.tolist() == [[2, 3, 4, 5, 6, 4], [6, 7, 6, 6, 7, 6]]
 
 
@@ -77,7 +77,7 @@ def test_the_longest_known_context_of_each_node_decides() -> None:
     memory.table.learn(np.array([[9, 1], [9, 2], [1, 2]]), np.array([[2, 3], [4, 5], [6, 7]]))
     tree = Tree((-1, -1, 0, 1))
     # After 9 1 come 2 and 3; after 1 2 comes 6. Of 8 1 the 1 alone is known, and nothing of 3.
-    assert memory.grown(np.array([[9, 1], [8, 1]]), tree).tolist() == [[2, 3, 6, 3]] * 2
+    assert memory.table.grown(np.array([[9, 1], [8, 1]]), tree).tolist() == [[2, 3, 6, 3]] * 2
     assert memory.table.find(np.array([[9, 1], [8, 1], [1, 5]])).lengths.tolist() == [2, 1, 0]
 
 

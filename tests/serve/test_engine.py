@@ -44,6 +44,29 @@ def test_requests_come_from_many_threads() -> None:
     assert engine.stats().finished == {"length": 24}
 
 
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "suffix",
+        "recycle",
+        "union:suffix+recycle",
+        "union:suffix+recycle+exit:1",
+        "lookup+recycle+exit:1",
+        "suffix+recycle+int8",
+        "skip:attn=1",
+    ],
+)
+def test_rows_are_the_same_beside_rows_that_join_and_leave(draft: str) -> None:
+    model, asked = small(), [request(number) for number in range(12)]
+    with Engine(selfspec.wrap(model, draft, draft_length=3), max_rows=3) as engine:
+        tickets = [engine.submit(each) for each in asked]
+        tickets.append(engine.submit(asked[0]))
+        answers = [ticket.tokens(60) for ticket in tickets]
+    assert answers[:-1] == [alone(model, Asked(each)) for each in asked]
+    # What was learnt between two equal requests changes neither.
+    assert answers[-1] == answers[0]
+
+
 def test_an_engine_takes_requests_while_it_runs_and_never_else() -> None:
     engine = Engine(selfspec.wrap(small()))
     with pytest.raises(EngineStoppedError, match="was not started"):

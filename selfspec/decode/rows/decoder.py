@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,7 @@ class RowDecoder:
         substitutes: weights in fewer bits.
         memories: what drafters keep as long as the wrapper.
         limits: where memory has a budget.
+        check: refuses what drafts where it no longer fits the model; asked before each row is begun.
 
     Attributes:
         stats: counts of all rounds.
@@ -100,6 +101,7 @@ class RowDecoder:
         substitutes: Substitutes,
         memories: dict[Hashable, object],
         limits: Limits | None,
+        check: Callable[[], None],
     ) -> None:
         check_on_one_process(model, "an engine of requests that come and go")
         if limits is not None and limits.cache != "exact":
@@ -114,6 +116,7 @@ class RowDecoder:
         self._programs = programs
         self._substitutes = substitutes
         self._memories = memories
+        self._check = check
         self._config = model.config.get_text_config(decoder=True)
         self._limit: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
         self._slack = max(each.controller.most.nodes for each in drafting.values())
@@ -170,6 +173,7 @@ class RowDecoder:
 
     def begin(self, row: Row) -> RowPrefill:
         """Begin to read a row's text, into a cache that has room for it alone."""
+        self._check()
         cache = self._cache()
         cache.hold(1, row.length)
         if self._runner is None:
