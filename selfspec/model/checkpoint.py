@@ -284,11 +284,13 @@ def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
     chosen = getattr(config, "transformers_weights", None)
     names = (_WEIGHTS, _WEIGHTS_INDEX) if chosen is None else (str(chosen),)
     if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):
-        raise CheckpointError(f"the config.json of {folder} names weights that are not in it ({chosen}); copy both again")
+        raise CheckpointError(
+            f"the config.json of {folder} names weights that are not in it ({chosen}); copy both again"
+        )
     if next(folder.glob(_DISTRIBUTED), None) is not None:
         raise CheckpointError(
-            f"{folder} has its weights as a distributed checkpoint ({_DISTRIBUTED}); load it once with transformers, and "
-            "save it whole: save_pretrained(another folder)"
+            f"{folder} has its weights as a distributed checkpoint ({_DISTRIBUTED}); load it once with transformers "
+            "and save it whole: save_pretrained(another folder)"
         )
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is not None:
@@ -316,7 +318,11 @@ def dtype_of_index(folder: Path, config: PreTrainedConfig) -> torch.dtype | None
 
 def _shards(index: Path) -> list[Path]:
     weight_map = _read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(each, str) for each in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(each, str) for each in weight_map.values())
+    ):
         raise CheckpointError(f"{index} names no weights; copy it from the original again")
     shards = [index.parent / shard for shard in sorted(set(weight_map.values()))]
     missing = [shard.name for shard in shards if not shard.is_file()]

@@ -1,4 +1,4 @@
-"""Weights that a loader renames, casts, joins and splits before they are read: what it does is noted, and done later."""
+"""Weights that a loader renames, casts, joins and splits before they are read: what it does is noted for later."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class DeferredTensor(Tensor):
     is a number, or depends on values in its shape, they are read for that operation alone.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _step: _Read | _Call
 
     @staticmethod
     def __new__(cls, step: _Read | _Call, like: Tensor) -> DeferredTensor:
-        made: DeferredTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu"
+        made: DeferredTensor = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
         made._step = step
         return made
@@ -100,7 +100,7 @@ class DeferredTensor(Tensor):
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         operation: Any,
         types: Sequence[type],
@@ -129,9 +129,7 @@ class DeferredTensor(Tensor):
         return _called(operation, args, options, _values)
 
 
-def _called(
-    operation: Any, args: Sequence[Any], options: Mapping[str, Any], of: Callable[[Tensor], Tensor]
-) -> Any:
+def _called(operation: Any, args: Sequence[Any], options: Mapping[str, Any], of: Callable[[Tensor], Tensor]) -> Any:
     """Call an operation with something in place of each tensor."""
     given, named = tree_map_only(Tensor, of, (tuple(args), dict(options)))
     return operation(*given, **named)

@@ -26,7 +26,7 @@ class Skeleton:
     Attributes:
         model: in evaluation mode; its weights are on the meta device, but for those that depend on values in the files.
         deferred: how weights come about, by the parameter's name; tied ones under the first name alone.
-        stored: where weights are that a file keeps as they are, but for a cast to the dtype of the model, by every name.
+        stored: where weights are that a file keeps as they are, but for a cast to the model's dtype, by every name.
     """
 
     model: PreTrainedModel
@@ -66,7 +66,8 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    deferred, stored = {}, {}
+    deferred: dict[str, DeferredTensor] = {}
+    stored: dict[str, StoredWeight] = {}
     for names in names_by_weight(model).values():
         weight = model.get_parameter(names[0])
         if isinstance(weight, DeferredTensor):

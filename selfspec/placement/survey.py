@@ -196,7 +196,9 @@ def _memory(
     # The head does not read prompts.
     widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
     cache = cache_bytes(summary.cache, dtype, context, len(summary.layers), kept)
-    passes = _STATES * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize + 2 * max(copied, default=0) + cache.copied
+    passes = (
+        _STATES * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize + 2 * max(copied, default=0) + cache.copied
+    )
     # While weights are made, there are no keys and values, and no passes.
     loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
     return Memory(

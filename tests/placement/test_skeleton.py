@@ -169,9 +169,7 @@ def test_quantised_weights_that_the_loader_computes(tmp_path: Path, save: Callab
     save(tmp_path)
     check_same_tensors(tmp_path)
     spec = selfspec.load(tmp_path, "8GiB", device="cpu", draft=False)
-    wanted = AutoModelForCausalLM.from_pretrained(tmp_path).generate(
-        tiny.prompt(6), max_new_tokens=8, do_sample=False
-    )
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path).generate(tiny.prompt(6), max_new_tokens=8, do_sample=False)
     assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=8, do_sample=False).sequences, wanted)
 
 
