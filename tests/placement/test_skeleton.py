@@ -173,6 +173,13 @@ def test_quantised_weights_that_the_loader_computes(tmp_path: Path, save: Callab
     assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=8, do_sample=False).sequences, wanted)
 
 
+def test_a_file_of_8_bit_floats_alone(tmp_path: Path) -> None:
+    saved(tmp_path, llama(), lambda each: {name: tensor.to(torch.float8_e4m3fn) for name, tensor in each.items()})
+    check_same_tensors(tmp_path)
+    spec = selfspec.load(tmp_path, "8GiB", device="cpu")
+    assert spec.generate(tiny.prompt(6), max_new_tokens=4, do_sample=False).sequences.shape == (1, 10)
+
+
 @pytest.mark.parametrize("make", [llama, lambda: shrunken("mixtral", torch.float32)], ids=["llama", "mixtral"])
 def test_the_loader_reads_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], PreTrainedModel]
