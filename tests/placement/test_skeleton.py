@@ -173,6 +173,18 @@ def test_quantised_weights_that_the_loader_computes(tmp_path: Path, save: Callab
     assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=8, do_sample=False).sequences, wanted)
 
 
+def test_projections_that_stay_in_float32_are_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", {"o_proj"})
+    placed = check_same_tensors(tmp_path, torch.bfloat16)
+    assert placed.get_parameter("model.layers.0.self_attn.o_proj.weight").dtype == torch.float32
+    layer = survey(str(tmp_path), torch.bfloat16, 128, FromDisk()).layers[0]
+    assert {module.name.rsplit(".")[-1] for module in layer} == {
+        "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
 def test_a_file_of_8_bit_floats_alone(tmp_path: Path) -> None:
     saved(tmp_path, llama(), lambda each: {name: tensor.to(torch.float8_e4m3fn) for name, tensor in each.items()})
     check_same_tensors(tmp_path)
