@@ -23,12 +23,16 @@ class _Read:
 
     weight: StoredWeight
     files: WeightFiles
+    on_change: Callable[[], None]
 
     def values(self) -> Tensor:
         return ReadBuffer(self.weight.nbytes).read(self.files, self.weight)
 
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+    def reads(self) -> list[_Read]:
+        return [self]
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,15 @@ class _Call:
         return value
 
     def nbytes(self) -> int:
-        given = [each for each in tree_leaves((self.args, self.options)) if isinstance(each, DeferredTensor)]
         view = any(argument.alias_info is not None for argument in self.operation._schema.arguments)
-        return (0 if view else self.size) + sum(each._step.nbytes() for each in given)
+        return (0 if view else self.size) + sum(step.nbytes() for step in self._steps())
+
+    def reads(self) -> list[_Read]:
+        return [read for step in self._steps() for read in step.reads()]
+
+    def _steps(self) -> list[_Read | _Call]:
+        given = tree_leaves((self.args, self.options))
+        return [each._step for each in given if isinstance(each, DeferredTensor)]
 
 
 class DeferredTensor(Tensor):
@@ -71,9 +81,15 @@ class DeferredTensor(Tensor):
         return made
 
     @classmethod
-    def of(cls, weight: StoredWeight, files: WeightFiles) -> DeferredTensor:
-        """A weight that lies in a file."""
-        return cls(_Read(weight, files), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+    def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
+        """A weight that lies in a file.
+
+        Args:
+            weight: where it lies.
+            files: to read from.
+            on_change: called before an operation that would change it, or a tensor made of it, in place is refused.
+        """
+        return cls(_Read(weight, files, on_change), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
 
     @property
     def stored(self) -> StoredWeight | None:
@@ -147,7 +163,10 @@ def _check_unchanged(operation: Any, args: Sequence[Any], options: Mapping[str, 
     arguments = operation._schema.arguments
     named = {argument.name: given for argument, given in zip(arguments, args, strict=False)} | dict(options)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
-    if any(isinstance(each, DeferredTensor) for each in tree_leaves(written)):
+    changed = [each for each in tree_leaves(written) if isinstance(each, DeferredTensor)]
+    for read in (read for each in changed for read in each._step.reads()):
+        read.on_change()
+    if changed:
         raise UnsupportedModelError(
             f"a weight of this checkpoint is changed in place while it is loaded ({operation}), which a memory budget "
             "has no way to put off; load it without one"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import CheckpointError
+from selfspec.errors import CheckpointError, SelfSpecError
 from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
 from selfspec.placement.deferred import DeferredTensor
-from selfspec.placement.weight_files import StoredWeight, WeightFiles, stored_weights
+from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What weights may be computed in, and streamed from files in."""
@@ -56,13 +57,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             f"{folder} has an adapter (adapter_config.json), which a memory budget would leave out; merge it into the "
             "weights (merge_and_unload of peft, save_pretrained), or load the checkpoint without a budget"
         )
-    weights = stored_weights(weight_files(folder, config))
-    model = load_model(
-        str(folder),
-        config,
-        dtype or dtype_of_index(folder, config) or "auto",
-        {key: DeferredTensor.of(weight, files) for key, weight in weights.items()},
-    )
+    model = _loaded(folder, config, dtype, stored_weights(weight_files(folder, config)), files)
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -97,3 +92,27 @@ def set_weight(model: PreTrainedModel, names: Sequence[str], weight: nn.Paramete
     for name in names:
         holder, _, leaf = name.rpartition(".")
         model.get_submodule(holder)._parameters[leaf] = weight
+
+
+def _loaded(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    weights: Mapping[str, StoredWeight],
+    files: WeightFiles,
+) -> PreTrainedModel:
+    """The model with deferred weights, but for those that its class changes in place once they are loaded."""
+    changed: set[str] = set()
+    while True:
+        known = len(changed)
+        tensors = {
+            key: ReadBuffer(weight.nbytes).read(files, weight)
+            if key in changed
+            else DeferredTensor.of(weight, files, partial(changed.add, key))
+            for key, weight in weights.items()
+        }
+        try:
+            return load_model(str(folder), config, dtype or dtype_of_index(folder, config) or "auto", tensors)
+        except SelfSpecError:
+            if len(changed) == known:
+                raise
