@@ -94,6 +94,13 @@ def test_names_and_dtypes(tmp_path: Path, name: str, dtype: torch.dtype | None) 
     check_same_tensors(tmp_path, dtype)
 
 
+def test_what_ends_a_text_where_only_the_config_says_so(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    configured(tmp_path, eos_token_id=[3, 4], pad_token_id=5)
+    assert check_same_tensors(tmp_path).generation_config.eos_token_id == [3, 4]
+
+
 def test_the_dtype_is_that_of_the_first_name_where_no_config_names_one(tmp_path: Path) -> None:
     saved(tmp_path, llama(), lambda each: each | {"lm_head.weight": each["lm_head.weight"].half()})
     configured(tmp_path, dtype=None)
