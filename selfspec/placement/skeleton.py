@@ -59,11 +59,11 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         )
     model = _loaded(folder, config, dtype, stored_weights(weight_files(folder, config)), files)
     model.config.name_or_path = str(folder)
-    own = (folder / "generation_config.json").is_file()
     # As the loader does where it is given a folder.
-    model.generation_config = GenerationConfig.from_pretrained(
-        folder, "generation_config.json" if own else "config.json", _from_model_config=not own
-    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = GenerationConfig.from_pretrained(folder, "config.json", _from_model_config=True)
     deferred: dict[str, DeferredTensor] = {}
     stored: dict[str, StoredWeight] = {}
     for names in names_by_weight(model).values():
