@@ -127,7 +127,7 @@ def load(
     memory: str | int,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     draft: Drafter | str | bool = True,
     context: int | None = None,
     cache: str | None = None,
@@ -143,7 +143,7 @@ def load(
         path: a folder with safetensors files.
         memory: the most that the process may take on the CPU, or torch on a GPU: "6GiB", or a number of bytes.
         device: that computes: "cpu", "cuda", "cuda:1"; None: a CUDA GPU if there is one, else the CPU.
-        dtype: of the weights; None: the checkpoint's own.
+        dtype: of the weights: torch.float64, float32, bfloat16 or float16, or its name; None: the checkpoint's own.
         draft: what drafts: a drafter or its name, as in `wrap`. In fewer bits, copies are made of the layers that are
             streamed; those that stay draft as they are. True: look-ups and such copies, in the bits that promise most,
             if anything is streamed; False: plain decoding, without copies.

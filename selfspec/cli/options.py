@@ -174,8 +174,6 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         budget: that has a size.
         draft: as `read_draft` gives it; True: what promises most for what is streamed.
     """
-    import torch
-
     from selfspec.api import load
     from selfspec.draft import Drafter
 
@@ -184,13 +182,12 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
     if model.packed:
         raise UnsupportedOptionError("--memory takes plain weights; drop --packed")
-    dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
     device = None if model.device == "auto" else model.device
     return load(
         model.place,
         budget.memory,
         device=device,
-        dtype=dtype,
+        dtype=model.dtype,
         draft=draft or False,
         context=budget.context,
         cache=budget.kv_cache,

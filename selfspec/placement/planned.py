@@ -16,13 +16,12 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
+from selfspec.placement.skeleton import DTYPES
 from selfspec.placement.survey import Survey, survey
 from selfspec.placement.weight_source import WeightSource
 
 CONTEXTS = (4096, 2048, 1024, 512)
 """Tokens that there is room for where nobody says how many: the first of these that fits."""
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class PlannedCheckpoint:
 def plan_checkpoint(
     path: str,
     memory: str | int,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     draft: bool | Drafter,
     context: int | None,
     source: WeightSource,
@@ -52,16 +51,14 @@ def plan_checkpoint(
     Arguments and errors are those of `selfspec.load`, but for `source`, where streamed weights come from.
     """
     budget = parse_bytes("memory", memory)
-    if dtype is not None and dtype not in _DTYPES:
-        known = ", ".join(map(str, _DTYPES))
-        raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are loaded in {known}, or as the checkpoint says")
+    named_dtype = _dtype(dtype)
     if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
     named = _cache_kind(cache)
     beside = bits_of(draft) if isinstance(draft, Drafter) else None
     bits = [8, 4] if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
-    surveyed = survey(path, dtype, contexts[0], source)
+    surveyed = survey(path, named_dtype, contexts[0], source)
     bandwidth = surveyed.bandwidth()
 
     # On the host they are exact as well, and slower.
@@ -90,6 +87,16 @@ def _first_that_fits(
         with suppress(UnsupportedOptionError):
             return planned(size, kept)
     return planned(*choices[-1])
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    for each in DTYPES:
+        if dtype is each or (isinstance(dtype, str) and f"torch.{dtype}" == str(each)):
+            return each
+    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {names}, or auto, the checkpoint's own")
 
 
 def _cache_kind(cache: str | None) -> CacheKind | None:
