@@ -14,9 +14,11 @@ from transformers.cache_utils import DynamicLayer
 from selfspec.api import SelfSpeculative
 from selfspec.cache.transfer import past_length
 from selfspec.decode.generation import Generation
+from selfspec.decode.options import CACHES
 from selfspec.decode.stats import Stats
 from selfspec.decode.text_stream import TextStream
 from selfspec.errors import PromptError
+from selfspec.model.adapter import takes
 from selfspec.serve.chat_template import ChatTemplate
 
 
@@ -60,6 +62,7 @@ class Conversation:
         self._max_new_tokens = max_new_tokens
         self._options = dict(options)
         self._context = _context(spec)
+        self._cache_name = next(name for name in CACHES if takes(spec.model, name))
         self.reset()
 
     def reset(self) -> None:
@@ -95,9 +98,9 @@ class Conversation:
         generation = self._spec.stream(
             ids,
             torch.ones_like(ids),
-            past_key_values=self._read.cache,
             seed=seed,
             max_new_tokens=min(self._max_new_tokens, room),
+            **{self._cache_name: self._read.cache},
             **self._options,
         )
         stream = TextStream(self._tokenizer, prompt)
