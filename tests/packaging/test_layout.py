@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "saved",
     },
-    "serve": {"api", "arguments", "cache", "decode", "errors"},
+    "serve": {"api", "arguments", "cache", "decode", "errors", "model"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")
