@@ -1,5 +1,7 @@
 """Stream tokens as each round commits them, and see what became of its draft."""
 
+from typing import Any
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
@@ -11,7 +13,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer("def __init__(self, name):\n", return_tensors="pt").input_ids
 
 spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4), draft_length=3)
-options = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": None, "seed": 0}
+options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": None, "seed": 0}
 accepted, tokens = 0, prompt[0].tolist()
 for chunk in spec.stream(prompt, **options):
     row = chunk.rows[0]

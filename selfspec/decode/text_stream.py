@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,7 +87,8 @@ class TextStream:
         ends = [0]
         for count in range(1, len(self._ids) - self._given):
             # What the tokens up to this one say by themselves, as far as it stays.
-            ends.append(max(ends[-1], len(os.path.commonprefix([self._fresh(count), fresh]))))
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._fresh(count), fresh, strict=False))
+            ends.append(max(ends[-1], sum(1 for _ in alike)))
         texts = [fresh[start:end] for start, end in pairwise([*ends, len(fresh)])]
         if self._given == len(self._ids):
             return []

@@ -51,13 +51,15 @@ def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterat
     whole = torch.cat(list(blocks), 1)
     own = view_of(model, _with_own_buffers)
     inputs = {"use_cache": False, **_positions(model, whole, 0)}
-    most = max(_NUMBERS_AT_ONCE // model.get_input_embeddings().weight.shape[0], 1)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    most = _NUMBERS_AT_ONCE // vocabulary if takes(model, "logits_to_keep") else whole.shape[1]
     waiting, start = list(blocks), 0
     while waiting:
         ends = list(accumulate(block.shape[1] for block in waiting))
-        count = max(sum(end <= most for end in ends), 1) if takes(model, "logits_to_keep") else len(waiting)
-        kept = {} if count == len(blocks) else {"logits_to_keep": torch.arange(start, start + ends[count - 1], device=whole.device)}
-        logits: Tensor = own(whole, **inputs, **kept).logits[0]
+        count = max(sum(end <= most for end in ends), 1)
+        if count < len(blocks):
+            inputs["logits_to_keep"] = torch.arange(start, start + ends[count - 1], device=whole.device)
+        logits: Tensor = own(whole, **inputs).logits[0]
         yield from logits.split([block.shape[1] for block in waiting[:count]])
         start += ends[count - 1]
         del waiting[:count]

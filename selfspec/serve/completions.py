@@ -60,9 +60,7 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
         "created": served.created_now(),
         "model": served.name,
     }
-    of_prompts = [
-        await _echo(served, request, given, ids) for given, ids in zip(_given(request), prompts, strict=True)
-    ]
+    of_prompts = [await _echo(served, request, given, ids) for given, ids in zip(_given(request), prompts, strict=True)]
     # One for each of the n answers to a prompt.
     echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
     if request.max_tokens == 0:
@@ -111,9 +109,7 @@ def _asked(served: Served, request: CompletionRequest, prompts: Sequence[tuple[i
     return max(min(DEFAULT_TOKENS, room, served.limits.new_tokens or DEFAULT_TOKENS), 1)
 
 
-async def _echo(
-    served: Served, request: CompletionRequest, given: str | Sequence[int], prompt: Sequence[int]
-) -> _Echo:
+async def _echo(served: Served, request: CompletionRequest, given: str | Sequence[int], prompt: Sequence[int]) -> _Echo:
     """Read a prompt, as it was given and as token ids, for what comes before its answers.
 
     Raises:

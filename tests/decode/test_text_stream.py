@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -95,6 +96,16 @@ def test_what_each_token_wrote_makes_up_the_whole(data: st.DataObject, kind: str
     assert "".join(texts) == continuation(tokenizer, prompt, tokens, special)
     if not prompt:
         assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=not special)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_parts_of_characters_in_any_order_come_as_the_whole_decodes(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    parts = sorted(set(tokenizer("\n\u00eb\N{PARTY POPPER} a").input_ids))
+    for tokens in product(parts, repeat=3):
+        stream = TextStream(tokenizer, ())
+        texts = [text for token in tokens for text in stream.push_apart([token])] + stream.finish_apart()
+        assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace", "byte_level"])

@@ -2271,7 +2271,7 @@ CATALOGUE = (
         "TextStream._certain",
         "not within_bytes and not _1",
         "not _1",
-        ("test_text_stream.py::test_what_each_token_wrote_makes_up_the_whole",),
+        ("test_parts_of_characters_in_any_order_come_as_the_whole_decodes",),
     ),
     Mutation(
         "text stream: a character that the prompt leaves unfinished takes the letters behind it along",
