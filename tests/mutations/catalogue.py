@@ -2296,7 +2296,7 @@ CATALOGUE = (
         ("test_pieces.py::test_an_answer_ends_with_the_token_that_finishes_a_stop_string",),
     ),
     Mutation(
-        "serving: a character of a prompt belongs to each of its tokens",
+        "serving: a character of a prompt belongs to the first of its tokens",
         "_cut",
         "min(end, following)",
         "end",

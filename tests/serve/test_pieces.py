@@ -146,3 +146,5 @@ def test_a_prompts_pieces() -> None:
     assert pieces["byte_level"] == ["on", " ", "\u00eb", "\N{PARTY POPPER}", " on"]
     # Its vocabulary has no emoji: the word is unknown.
     assert pieces["word_piece"] == ["on", " \u00eb\N{PARTY POPPER}", " on"]
+    # The first of its tokens has the space before it too.
+    assert prompt_text(KINDS["byte_level"](), "on \N{PARTY POPPER}").pieces == ("on", " ", "", "\N{PARTY POPPER}")
