@@ -52,7 +52,7 @@ from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.vocabulary import Vocabulary, vocabulary_size
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
@@ -223,7 +223,7 @@ class SelfSpeculative:
         adapter.check(model)
         check_decodable(self.model)
         self._prepare()
-        self._vocabulary = self._tokens_known()
+        self._vocabulary = vocabulary_size(self.model)
         ranks = ranks_of(model)
         if ranks is not None:
             ranks.check_computes_alike()
@@ -542,17 +542,13 @@ class SelfSpeculative:
         else:
             self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
 
-    def _tokens_known(self) -> int:
-        rows: int = self.model.get_output_embeddings().weight.shape[0]
-        return rows
-
     def _follow_vocabulary(self) -> None:
         """Where the model has another number of tokens by now, drop what is known of texts and check the draft anew.
 
         Raises:
             SelfSpecError: the draft does not fit the model any more.
         """
-        found = self._tokens_known()
+        found = vocabulary_size(self.model)
         if found == self._vocabulary:
             return
         if any(isinstance(memory, Memory) for memory in self._memories.values()):

@@ -103,7 +103,18 @@ _each(
 )
 _each(
     "load dtype",
-    ["float31", "torch.float32", torch.int8, torch.complex64, torch.bool, torch.float8_e4m3fn, 32, True, float, torch.int64],
+    [
+        "float31",
+        "torch.float32",
+        torch.int8,
+        torch.complex64,
+        torch.bool,
+        torch.float8_e4m3fn,
+        32,
+        True,
+        float,
+        torch.int64,
+    ],
     lambda g, v: selfspec.load(SHARED, "1GiB", dtype=v),
 )
 _each(

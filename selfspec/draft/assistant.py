@@ -22,7 +22,7 @@ from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import stock_model
-from selfspec.model.vocabulary import tokens_by_id
+from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
@@ -172,7 +172,7 @@ def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> No
     Raises:
         DraftConfigError: naming a token that differs.
     """
-    sizes = [each.get_output_embeddings().weight.shape[0] for each in (assistant, model)]
+    sizes = [vocabulary_size(each) for each in (assistant, model)]
     theirs, own = tokens_by_id(assistant), tokens_by_id(model)
     if not theirs or not own:
         if sizes[0] != sizes[1]:

@@ -21,6 +21,7 @@ from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.grouped_queries import for_grouped_queries
 from selfspec.runtime.norms import for_norms
@@ -81,9 +82,7 @@ class ModelRunner:
         self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, substitutes: Substitutes | None = None
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
-        head = model.get_output_embeddings()
-        # Quantised layers may keep their weight in a function.
-        self.vocabulary: int = getattr(head, "out_features", None) or head.weight.shape[0]
+        self.vocabulary = vocabulary_size(model)
         self.device = cache.device
         self._stock_model = model
         self._model = with_kernels(model)

@@ -48,7 +48,7 @@ class Engine:
             spec: the wrapped model.
             max_rows: that run at once.
             cache_bytes: bound of keys, values and states; None: `max_rows` rows of the model's context, or of 4096
-                tokens where it is longer.
+                tokens where it is longer, and the states of one more that is read.
             prefill_tokens: of prompts that are read before each round of the rows that run. Layers with states read a
                 prompt as a whole.
             max_waiting: requests that may wait, besides those that run.
@@ -74,7 +74,7 @@ class Engine:
         sizes = in_own_thread(self._decoder.measured)
         limits = self._decoder.limits
         if cache_bytes is None:
-            cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096))
+            cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096)) + sizes.row
         if limits is not None:
             cache_bytes = min(cache_bytes, sizes.of(1, limits.context))
             prefill_tokens = min(prefill_tokens, limits.at_once)

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "saved",
         "values",
     },
-    "serve": {"api", "arguments", "cache", "compat", "decode", "errors", "values"},
+    "serve": {"api", "arguments", "cache", "decode", "errors", "model", "values"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")

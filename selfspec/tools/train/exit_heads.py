@@ -17,6 +17,7 @@ from selfspec.measure.readout import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
+from selfspec.model.vocabulary import vocabulary_size
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe
@@ -77,7 +78,7 @@ class ExitLesson(Lesson):
         self._loss = recipe.loss
         tokens = None
         if recipe.vocabulary is not None:
-            tokens = most_frequent(text.train, recipe.vocabulary, base.get_output_embeddings().weight.shape[0])
+            tokens = most_frequent(text.train, recipe.vocabulary, vocabulary_size(base))
         hidden: int = base.config.get_text_config(decoder=True).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
