@@ -517,7 +517,15 @@ class SelfSpeculative:
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if request.input_ids.shape[0] > 1:
             self._check_rows_differ()
-        check_rotary(self.model.config.get_text_config(decoder=True), request.lengths, request.stopping.max_new_tokens)
+        widths = (request.prefill_width, self.limits and self.limits.prefill_width(len(request.lengths)))
+        request = replace(request, prefill_width=min(filter(None, widths), default=None))
+        check_rotary(
+            self.model.config.get_text_config(decoder=True),
+            request.lengths,
+            request.stopping.max_new_tokens,
+            min(request.known),
+            request.prefill_width,
+        )
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(
             self.model,

@@ -83,7 +83,6 @@ class Generation(Iterator[Round]):
         self.stats = Stats()
         self._request = request
         self.lossless = rule.lossless and cache.lossless
-        widths = (request.prefill_width, None if limits is None else limits.prefill_width(rows))
         batch = Batch(
             runner=runner_for(model, adapter, cache, programs, substitutes),
             cache=cache,
@@ -105,7 +104,7 @@ class Generation(Iterator[Round]):
             needs_lockstep=request.sampling.in_order or request.stopping.needs_lockstep,
             memories={} if memories is None else memories,
             programs=programs,
-            prefill_width=min(filter(None, widths), default=None),
+            prefill_width=request.prefill_width,
         )
         if draft is not None:
             draft.state(batch)

@@ -34,7 +34,7 @@ def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
         request: the prompts, and the past.
         drafter: compared with the target on the prompt, if it leaves the network early and the controller asks for it.
     """
-    if request.past is not None:
+    if request.past is not None and not request.anew:
         load_past(request.past, batch.cache, request.mask)
     unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.seq_lens, strict=True)]
     if max(unread) == 0:

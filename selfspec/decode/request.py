@@ -30,6 +30,7 @@ from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
+from selfspec.model.rope import is_outgrown
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Request:
         offsets: of each row, how much larger position ids of its further tokens are than their number in the text,
             where the stock model has read the prompts with images or the like; None: it has not.
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
+        anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
     """
 
     input_ids: Tensor
@@ -70,6 +72,14 @@ class Request:
     past: Cache | None = None
     offsets: tuple[int, ...] | None = None
     prefill_width: int | None = None
+    anew: bool = False
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Tokens of each prompt that are not read, for `past` holds them."""
+        if self.past is None or self.anew:
+            return (0,) * len(self.lengths)
+        return tuple(self.mask[:, : past_length(self.past)].sum(1).tolist())
 
     @property
     def embeddings(self) -> bool:
@@ -319,6 +329,13 @@ def prepared_request(
             f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
             f"{context}; {remedy}"
         )
+    held = mask[:, : 0 if past is None else past_length(past)].sum(1).tolist()
+    anew = past is not None and reading is None and is_outgrown(config, held, lengths)
+    if anew and read.shape[1] < mask.shape[1]:
+        raise UnsupportedOptionError(
+            f"the cache holds {max(held)} tokens that were rotated by other tables than this text of "
+            f"{max(lengths)}, so they must be read again; pass the whole conversation as input_ids"
+        )
     return Request(
         input_ids=input_ids,
         read=read,
@@ -336,6 +353,7 @@ def prepared_request(
         past=past,
         offsets=None if reading is None else reading.offsets,
         prefill_width=generation_config.prefill_chunk_size,
+        anew=anew,
     )
 
 

@@ -10,43 +10,71 @@ from transformers import PreTrainedConfig
 from selfspec.errors import UnsupportedOptionError
 
 
-def check_rotary(config: PreTrainedConfig, prompts: Sequence[int], max_new_tokens: int) -> None:
+def boundaries(config: PreTrainedConfig) -> list[int]:
+    """Lengths beyond which passes rotate otherwise than up to them; few models have any.
+
+    Args:
+        config: of the model; of its text part, if it has several.
+    """
+    # The other type that changes, `dynamic`, does so beyond the model's context only, where no request goes.
+    longrope = [table for table in _tables(config) if table.get("rope_type") == "longrope"]
+    return sorted({table["original_max_position_embeddings"] for table in longrope})
+
+
+def check_rotary(
+    config: PreTrainedConfig, prompts: Sequence[int], max_new_tokens: int, known: int = 0, width: int | None = None
+) -> None:
     """Refuse a request in which a pass would rotate otherwise than the passes before it.
 
     Args:
         config: of the model; of its text part, if it has several.
         prompts: length of each prompt.
         max_new_tokens: the most tokens each may grow by.
+        known: the fewest tokens of a prompt that a cache holds already, and that are not read again.
+        width: tokens of each prompt that one pass reads at most; None: any number.
 
     Raises:
         UnsupportedOptionError: naming the length that must not be crossed.
     """
-    # The prefill leaves out a prompt's last token.
-    boundary = tables_change(config, min(prompts) - 1, max(prompts) + max_new_tokens)
-    if boundary is not None:
-        raise UnsupportedOptionError(
-            f"rotary tables of type 'longrope' change at {boundary} tokens, which this request of {max(prompts)} + "
-            f"{max_new_tokens} tokens crosses, so that a block is not exact; lower max_new_tokens"
-            + ("" if max(prompts) < boundary else " or shorten the prompt")
-        )
+    for boundary in boundaries(config):
+        if max(prompts) + max_new_tokens <= boundary:
+            continue
+        # The prefill leaves out a prompt's last token.
+        read = min(prompts) - 1
+        if read <= boundary:
+            raise UnsupportedOptionError(
+                f"rotary tables of type 'longrope' change at {boundary} tokens, which this request of {max(prompts)} + "
+                f"{max_new_tokens} tokens crosses, so that a block is not exact; lower max_new_tokens"
+                + ("" if max(prompts) < boundary else " or shorten the prompt")
+            )
+        if width is not None and known + width <= boundary:
+            raise UnsupportedOptionError(
+                f"rotary tables of type 'longrope' change at {boundary} tokens, and prompts "
+                f"are read {width} tokens at a time, first by other tables than later; read more at once, or shorten "
+                f"prompt and max_new_tokens to {boundary} tokens together"
+            )
 
 
-def tables_change(config: PreTrainedConfig, first: int, total: int) -> int | None:
-    """Where passes over a text, one after the other, would rotate otherwise than one over the whole.
+def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequence[int]) -> bool:
+    """Whether what a cache holds of the prompts was rotated by other tables than the passes that follow it.
+
+    Args:
+        config: of the model; of its text part, if it has several.
+        known: tokens of each prompt that the cache holds.
+        prompts: length of each prompt.
+    """
+    return any(min(known) <= boundary < max(prompts) - 1 for boundary in boundaries(config))
+
+
+def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
+    """Whether passes over a text, one after the other, would rotate otherwise than one over the whole.
 
     Args:
         config: as above.
         first: tokens of the first pass.
         total: tokens of the text.
-
-    Returns:
-        The length that they cross; None: they cross none.
     """
-    for table in _tables(config):
-        # The other type that changes, `dynamic`, does so beyond the model's context only, where no request goes.
-        if table.get("rope_type") == "longrope" and first <= table["original_max_position_embeddings"] < total:
-            return int(table["original_max_position_embeddings"])
-    return None
+    return any(first <= boundary < total for boundary in boundaries(config))
 
 
 def _tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

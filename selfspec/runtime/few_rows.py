@@ -57,7 +57,13 @@ def _in_few_rows(
 ) -> nn.Module | None:
     if not _is_plain(module) or module.weight.dtype not in products:
         return None
-    return view_running(module, partial(products[module.weight.dtype], module))
+    return view_running(module, partial(_of_tokens, products[module.weight.dtype], module))
+
+
+def _of_tokens(product: Product, linear: nn.Linear, states: Tensor) -> Tensor:
+    # Four dimensions are those of a cache, latents that every pass expands: their rows are slots. A recorded pass keeps
+    # the way that was chosen when it was made, and runs over any number of slots.
+    return _stock(linear, states) if states.dim() > 3 else product(linear, states)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

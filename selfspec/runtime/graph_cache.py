@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedModel
 
 from selfspec.model.gated_view import ExactStates
@@ -13,7 +14,7 @@ from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.recordable import run_watched, why_not
-from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
+from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
 from selfspec.runtime.timer import Timer
 
 # Comparisons over one number of slots after which a program is used over that number, if over no other yet.
@@ -163,10 +164,11 @@ class BoundPrograms:
         if program is not None and candidate.serves(length):
             try:
                 return program.run(tensors)
-            except OtherSizesError:
+            except (OtherSizesError, torch.OutOfMemoryError):
                 return stock()
-            except RecordingError as error:
-                candidate.refuse(str(error))
+            # It held for what it was tried on. The stock modules write its keys and values once more.
+            except Exception as error:
+                candidate.refuse(_said(error))
                 return stock()
         candidate.passes += 1
         after = self.runtime.after
@@ -202,7 +204,7 @@ class BoundPrograms:
             return expected
         # Whatever goes wrong in making or trying a program, the stock modules write its keys and values once more.
         except Exception as error:
-            candidate.refuse(f"{type(error).__name__}: {error}".splitlines()[0])
+            candidate.refuse(_said(error))
             return stock()
         if not self.runtime.agree(given.flat(), expected.flat()):
             candidate.refuse("it gave something else than the stock modules")
@@ -225,3 +227,7 @@ class BoundPrograms:
         left = run_watched(lambda: function.result(tensors.flat())).states
         program = self.runtime.program(function, tensors)
         return _Program(program, function.kind.base is None, None if left is None else tuple(left.attention))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -17,6 +17,7 @@ from selfspec.decode.generation import Generation
 from selfspec.decode.stats import Stats
 from selfspec.decode.text_stream import TextStream
 from selfspec.errors import PromptError
+from selfspec.model.rope import boundaries
 from selfspec.serve.chat_template import ChatTemplate
 
 
@@ -60,6 +61,7 @@ class Conversation:
         self._max_new_tokens = max_new_tokens
         self._options = dict(options)
         self._context = _context(spec)
+        self._boundaries = boundaries(spec.config.get_text_config(decoder=True))
         self.reset()
 
     def reset(self) -> None:
@@ -90,6 +92,8 @@ class Conversation:
                 f"the conversation with this message has {len(prompt)} tokens, and the context {self._context}; "
                 "begin anew with /reset, or say less"
             )
+        # An answer ends where tables change; the next turn, beyond, reads all anew.
+        room = min([room, *(boundary - len(prompt) for boundary in self._boundaries if boundary > len(prompt))])
         self._read = self._keep(prompt)
         ids = torch.tensor([prompt], device=self._spec.device)
         generation = self._spec.stream(
@@ -111,6 +115,9 @@ class Conversation:
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(read.tokens, prompt[:-1], strict=False))
         shared = sum(1 for _ in alike)
         surplus = len(read.tokens) - shared
+        # What was read as part of a longer text was rotated for that length.
+        if any(shared <= boundary < len(read.tokens) for boundary in self._boundaries):
+            return _Read()
         if surplus and all(type(layer) is DynamicLayer for layer in read.cache.layers):
             read.cache.crop(-surplus)
         elif surplus:

@@ -15,11 +15,12 @@ from helpers import own_kernels, tiny
 from helpers.captures import Interpreted
 from helpers.proving import ticking
 from helpers.rounding import restored
+from helpers.shrunken import shrunken
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
-from selfspec.runtime import Runtime
+from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.graph_cache import GraphCache
 
@@ -294,3 +295,22 @@ def test_a_broken_file_is_named(own_folder: Path, monkeypatch: pytest.MonkeyPatc
     file.write_bytes(b"no library")
     with pytest.raises(UnsupportedOptionError, match=f"delete {file}"):
         native.load_kernels()
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LowPrecision()], ids=["plain", "exit", "int8"])
+@pytest.mark.parametrize("model_type", ["youtu", "minicpm3"])
+def test_latents_that_every_pass_expands_may_become_more_than_a_program_saw(
+    model_type: str, draft: selfspec.Drafter | None
+) -> None:
+    model = shrunken(model_type, torch.float32)
+    spec = selfspec.wrap(model, draft, draft_length=2, runtime=Traced(after=0))
+    spec.programs = GraphCache(spec.runtime, ticking())
+    prompt = tiny.prompt(4)
+    for length in (10, 40):
+        wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False)
+        assert spec.generate(prompt, max_new_tokens=length, do_sample=False).sequences.tolist() == wanted.tolist()
+    if not isinstance(draft, selfspec.LowPrecision):
+        assert spec.programs.proved
+        assert not spec.programs.refusals

@@ -2604,4 +2604,18 @@ CATALOGUE = (
         "0",
         ("test_what_is_no_size_is_refused_by_name",),
     ),
+    Mutation(
+        "a product over the slots of a cache is chosen by their number, which a recorded pass keeps",
+        "_of_tokens",
+        "states.dim() > 3",
+        "False",
+        ("test_what_a_cache_holds_is_multiplied_alike_for_any_number_of_slots",),
+    ),
+    Mutation(
+        "the stock model's passes over a cache are given no positions, and some models count from 0",
+        "_logits_after",
+        'takes(model, "position_ids")',
+        "False",
+        ("test_branches_of_models_with_states[bamba]",),
+    ),
 )

@@ -221,6 +221,40 @@ def test_what_gives_other_bits_or_fails_is_never_used(
     assert reason in next(iter(spec.programs.refusals.values()))
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, StopIteration, UnsupportedModelError])
+def test_a_program_that_fails_after_it_was_proved_is_used_no_more(
+    llama: PreTrainedModel, error: type[Exception]
+) -> None:
+    calls = count()
+
+    def fail(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        next(calls)
+        raise error("planted")
+
+    before = Snapshot(llama)
+    spec = _wrapped(llama, runtime=_Planted(0, 6, fail))
+    prompt = tiny.prompt(PROMPT)
+    wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    for _ in range(2):
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
+    assert next(calls) == 1
+    assert list(spec.programs.refusals.values()) == [f"{error.__name__}: planted"]
+    assert not spec.programs.proved
+    before.assert_same(llama)
+
+
+def test_a_program_without_memory_is_not_given_up(llama: PreTrainedModel) -> None:
+    def fail(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        raise torch.OutOfMemoryError("no room")
+
+    spec = _wrapped(llama, runtime=_Planted(0, 6, fail))
+    prompt = tiny.prompt(PROMPT)
+    wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
 def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) -> None:
     @dataclass(frozen=True)
     class Scribbling(Traced):

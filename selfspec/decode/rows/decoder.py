@@ -31,7 +31,7 @@ from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.adapter import Adapter
-from selfspec.model.rope import check_rotary
+from selfspec.model.rope import boundaries, check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.graph_cache import GraphCache
@@ -118,7 +118,9 @@ class RowDecoder:
         self._memories = memories
         self._check = check
         self._config = model.config.get_text_config(decoder=True)
-        self._limit: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
+        context = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
+        # Not even scrap behind the end of a row may lie where tables change, for they would change for all rows.
+        self._limit: int = min([context, *boundaries(self._config)])
         self._slack = max(each.controller.most.nodes for each in drafting.values())
         self._runner: ModelRunner | None = None
         self.limits = limits

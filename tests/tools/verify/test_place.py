@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from helpers import tiny
+from helpers.shrunken import shrunken
 from selfspec.measure.stock import bare
 from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place, choose_places
 
@@ -57,6 +58,40 @@ def test_no_likely_outcome_is_left_out() -> None:
     # The smallest may have been pooled with what is too small by itself.
     assert len(likely - place.cells.keys()) <= 1
     assert place.cells.keys() <= likely
+
+
+# States of the sizes that these types have by default would take gigabytes over all branches.
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+RECURRENT: dict[str, dict[str, int]] = {
+    "bamba": {},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 8},
+    "falcon_mamba": {},
+    "granitemoehybrid": {},
+    "jamba": {},
+    "lfm2": {},
+    "mamba": {},
+    "mamba2": {},
+    "olmo_hybrid": {},
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
+}
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_branches_of_models_with_states(model_type: str) -> None:
+    model = shrunken(model_type, **RECURRENT[model_type])
+    rare = torch.full((50,), -40.0)
+    rare[3:7] = 0.0
+    # Few outcomes, so that many branches are followed, and some prefixes have none.
+    handle = model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * 0.3 + rare.to(logits))
+    try:
+        for place in choose_places(model, TEXTS, SAMPLES):
+            assert len(place.cells) > NEW_TOKENS
+            assert place.discrepancy < 1e-6
+            for outcome, probability in place.cells.items():
+                assert math.isclose(probability, probabilities(model, place, [outcome])[0], rel_tol=1e-3)
+    finally:
+        handle.remove()
 
 
 def test_every_token_of_an_outcome_varies() -> None:

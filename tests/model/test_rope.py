@@ -1,0 +1,239 @@
+"""Texts across the length at which rotary tables change: refused, or read anew, and never mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.chat_templates import PLAIN
+from helpers.proving import ticking
+from helpers.serving import Stepped
+from helpers.shrunken import shrunken
+from helpers.stories import checkpoint_folder
+from selfspec.compat import cache_argument
+from selfspec.decode.limits import Limits
+from selfspec.errors import UnsupportedOptionError
+from selfspec.runtime import Traced
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.conversation import Conversation
+from selfspec.serve.row_request import RowRequest, RowSampling
+
+BOUNDARY = 24
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+DRAFTS = {
+    "plain": None,
+    "exit": selfspec.EarlyExit(2),
+    "skip": selfspec.LayerSkip(layers=[1]),
+    "lookup": selfspec.PromptLookup(),
+    "int8": selfspec.LowPrecision(),
+}
+
+
+def rope(half: int = 4) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * half,
+        "long_factor": [8.0] * half,
+        "original_max_position_embeddings": BOUNDARY,
+        "short_mscale": 1.0,
+        "long_mscale": 1.4,
+    }
+
+
+def phi3(model_type: str = "phi3") -> PreTrainedModel:
+    """A model whose `generate` drops a past that it would rotate otherwise."""
+    partial = {"partial_rotary_factor": 1.0} if model_type == "phi3" else {}
+    return shrunken(model_type, original_max_position_embeddings=BOUNDARY, rope_parameters=rope(), **partial)
+
+
+def llama(**options: Any) -> PreTrainedModel:
+    return tiny.llama(rope_parameters=rope(), **options)
+
+
+MODELS = {
+    "llama": llama,
+    "phi3": phi3,
+    "phimoe": lambda: phi3("phimoe"),
+    "minicpm3": lambda: shrunken("minicpm3", rope_parameters=rope(2)),
+}
+
+
+def words(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generated(where: Any, ids: Tensor, new: int, past: DynamicCache | None = None, mask: Tensor | None = None) -> Any:
+    model = where.model if isinstance(where, selfspec.SelfSpeculative) else where
+    cache = {} if past is None else {cache_argument(model): past}
+    mask = torch.ones_like(ids) if mask is None else mask
+    return where.generate(ids, attention_mask=mask, max_new_tokens=new, **cache, **GREEDY)
+
+
+def equal(found: Any, wanted: Any) -> None:
+    """Fail where texts differ, or where what they were chosen from does."""
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_past_from_below_is_read_anew_beyond(name: str, draft: str) -> None:
+    model = MODELS[name]()
+    spec = selfspec.wrap(model, DRAFTS[draft], draft_length=3)
+    past = DynamicCache()
+    ids = generated(spec, words(12), 8, past).sequences
+    # Far beyond, and as near as a request may begin: a prompt's last token is not read with the others.
+    for more in (12, 6):
+        text = torch.cat([ids, words(more, seed=1)], 1)
+        held = generated(spec, ids[:, :12], 8, past := DynamicCache())
+        assert torch.equal(held.sequences, ids)
+        found = generated(spec, text, 9, past)
+        equal(found, generated(model, text, 9))
+        # What the turn gives back holds for the one after it.
+        assert past.get_seq_length() == found.sequences.shape[1] - 1
+        longer = torch.cat([found.sequences, words(5, seed=2)], 1)
+        equal(generated(spec, longer, 9, past), generated(model, longer, 9))
+
+
+def test_the_stock_model_drops_such_a_past_itself() -> None:
+    model, past = phi3(), DynamicCache()
+    ids = generated(model, words(12), 8, past).sequences
+    text = torch.cat([ids, words(12, seed=1)], 1)
+    equal(generated(model, text, 9, past), generated(model, text, 9))
+
+
+def test_a_ragged_batch_is_read_anew() -> None:
+    model = llama()
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    past = DynamicCache()
+    ids = generated(spec, words(12, 2), 8, past, mask).sequences
+    text = torch.cat([ids, words(12, 2, seed=1)], 1)
+    whole = torch.cat([mask, torch.ones(2, 20, dtype=torch.long)], 1)
+    equal(generated(spec, text, 9, past, whole), generated(model, text, 9, mask=whole))
+
+
+def test_a_past_without_its_tokens_is_refused() -> None:
+    model = llama()
+    spec = selfspec.wrap(model)
+    past = DynamicCache()
+    ids = generated(spec, words(12), 8, past).sequences
+    embeddings = model.get_input_embeddings()(torch.cat([ids[:, -1:], words(12, seed=1)], 1)).detach()
+    mask = torch.ones(1, past.get_seq_length() + embeddings.shape[1], dtype=torch.long)
+    with pytest.raises(UnsupportedOptionError, match="read again"):
+        spec.generate(
+            inputs_embeds=embeddings, attention_mask=mask, **{cache_argument(model): past}, max_new_tokens=4, **GREEDY
+        )
+
+
+@pytest.mark.parametrize("prompt", [12, 24, 25])
+def test_a_text_that_crosses_is_refused_with_a_past_too(prompt: int) -> None:
+    spec = selfspec.wrap(llama())
+    past = DynamicCache()
+    ids = generated(spec, words(8), 3, past).sequences
+    with pytest.raises(UnsupportedOptionError, match="longrope"):
+        generated(spec, torch.cat([ids, words(prompt - 11, seed=1)], 1), 14, past)
+
+
+@pytest.mark.parametrize("at_once", [1, 16, 24])
+def test_prompts_that_are_read_in_pieces_of_other_tables_are_refused(at_once: int) -> None:
+    spec = selfspec.wrap(llama())
+    spec.limits = Limits(200, at_once)
+    generated(spec, words(12), 8)
+    with pytest.raises(UnsupportedOptionError, match="tokens at a time"):
+        generated(spec, words(40), 8)
+
+
+def test_pieces_beyond_the_change_are_exact() -> None:
+    model = llama()
+    spec = selfspec.wrap(model)
+    spec.limits = Limits(200, 25)
+    past = DynamicCache()
+    found = generated(spec, words(60), 8, past)
+    equal(found, generated(model, words(60), 8))
+    spec.limits = Limits(200, 4)
+    longer = torch.cat([found.sequences, words(15, seed=2)], 1)
+    equal(generated(spec, longer, 9, past), generated(model, longer, 9))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_recorded_below_hold_beyond_or_are_not_used(name: str) -> None:
+    model = MODELS[name]()
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=2, runtime=Traced(after=0))
+    spec.programs = GraphCache(spec.runtime, ticking())
+    for length, new in ((8, 15), (8, 15), (40, 15), (8, 15)):
+        equal(generated(spec, words(length), new), generated(model, words(length), new))
+    # One decides by values of tensors, and is not recorded.
+    assert bool(spec.programs.proved) == (name != "phimoe")
+
+
+def test_texts_beyond_the_context_leave_dynamic_tables_right() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny.llama(rope_parameters=dynamic, max_position_embeddings=BOUNDARY)
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    wanted = generated(spec, words(8), 16)
+    with torch.no_grad():
+        model(words(60))
+    equal(generated(spec, words(8), 16), wanted)
+
+
+def test_rows_of_an_engine_end_at_the_change_with_drafts_of_others_beside_them() -> None:
+    model = llama(vocab_size=24)
+    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=6), 4, 16, None)
+    asked = [(tuple(tiny.prompt(size, seed=size, vocabulary=24)[0].tolist()), new) for size, new in ((20, 4), (3, 21))]
+    tickets = [engine.submit(RowRequest(prompt, new, RowSampling(temperature=0.0))) for prompt, new in asked]
+    while engine.busy:
+        engine.step()
+    for (prompt, new), ticket in zip(asked, tickets, strict=True):
+        wanted = generated(model, torch.tensor([prompt]), new).sequences[0, len(prompt) :]
+        assert ticket.tokens(1) == wanted.tolist()
+
+
+def test_a_conversation_goes_on_beyond_the_change() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    model = llama(vocab_size=len(tokenizer), max_position_embeddings=400)
+    for table in model.config.rope_parameters, model.model.rotary_emb.config.rope_parameters:
+        table["original_max_position_embeddings"] = 60
+    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, PLAIN), "Be kind.", 30, {"do_sample": False})
+    prompts = []
+    for text in ("Hi", "And then?", "What did Tom say to Lily about the red ball?", "Why?"):
+        turn = conversation.ask(text)
+        for _ in turn:
+            pass
+        turn.close()
+        ids = torch.tensor([turn.prompt])
+        assert turn.tokens == generated(model, ids, len(turn.tokens)).sequences[0, ids.shape[1] :].tolist()
+        prompts.append(len(turn.prompt))
+    assert prompts[0] < 60 < prompts[-1]
+
+
+def test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    model = llama(vocab_size=len(tokenizer), max_position_embeddings=400)
+    spec = selfspec.wrap(model)
+    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, PLAIN), "Be", 12, {"do_sample": False})
+    conversation.ask("What did Tom say to Lily about the red ball and the blue one, and why?").close()
+    turn = conversation.ask("What did Tom say to Lily about the red ball and the blue one, and why?")
+    for _ in turn:
+        pass
+    turn.close()
+    assert len(turn.prompt) - 1 > BOUNDARY
+    conversation.messages = conversation.messages[:1]
+    short = conversation.ask("W")
+    tokens = [token for _ in short for token in ()] or short.tokens
+    short.close()
+    assert len(short.prompt) < BOUNDARY
+    assert short.kept == 0
+    ids = torch.tensor([short.prompt])
+    assert tokens == generated(model, ids, len(tokens)).sequences[0, ids.shape[1] :].tolist()
