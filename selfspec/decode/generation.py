@@ -116,6 +116,7 @@ class Generation(Iterator[Round]):
         self._rounds = _rounds(batch, request, draft, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
+        self._inference = torch.is_inference_mode_enabled()
 
     def __next__(self) -> Round:
         """Run one round.
@@ -124,7 +125,9 @@ class Generation(Iterator[Round]):
             NonFiniteLogitsError: after the last round, if a row ended for that reason.
         """
         try:
-            return next(self._rounds)
+            # Tensors of one mode cannot be written in the other, and a caller may go on elsewhere than it began.
+            with torch.inference_mode(self._inference):
+                return next(self._rounds)
         except StopIteration:
             failed, self._failed = self._failed, []
             if failed:
@@ -133,7 +136,8 @@ class Generation(Iterator[Round]):
 
     def close(self) -> None:
         """Stop here and complete `stats`. Nothing else requires it."""
-        self._rounds.close()
+        with torch.inference_mode(self._inference):
+            self._rounds.close()
 
     def finish(self) -> GenerateOutput:
         """Run all remaining rounds.
