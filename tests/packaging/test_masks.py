@@ -1,0 +1,34 @@
+"""Whoever has whole prompts says so by a mask: without one `transformers` takes the padding token for padding."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What hands on the prompt that it was given, with the mask or without it.
+HANDS_ON = {Path("selfspec/saved/custom_generate.py"), Path("selfspec/decode/request.py")}
+CALLS = ("generate", "stream")
+
+
+def test_every_call_with_a_prompt_has_a_mask() -> None:
+    files = [*(ROOT / "selfspec").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    calls = {f"{file.relative_to(ROOT)}:{call.lineno}": call for file in files for call in _calls(file)}
+    assert len(calls) > 20
+    assert not [place for place, call in calls.items() if not _has_mask(call)]
+
+
+def _calls(file: Path) -> Iterator[ast.Call]:
+    if file.relative_to(ROOT) in HANDS_ON:
+        return
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
+            # `torch.cuda.stream` and other engines' texts are no prompts in token ids.
+            if ast.unparse(node.func) not in ("torch.cuda.stream", "engine.generate"):
+                yield node
+
+
+def _has_mask(call: ast.Call) -> bool:
+    """Whether it is an argument; where ids and mask come as a whole, as keywords, there is no first one either."""
+    return len(call.args) != 1 or any(each.arg == "attention_mask" for each in call.keywords)
