@@ -65,7 +65,12 @@ def main() -> None:
     checkpoint = load_checkpoint(str(options.model), "float32", "cpu")
     workload = parse_workloads(f"code={options.held_out}#kind=code")[0]
     prompts = workload.prompts(checkpoint.tokenizer, options.prompts, 1, options.context)
-    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     # Prompts of one length, all of them text.
     mask = torch.ones_like(prompts[0])
     plain = [_new(selfspec.wrap(checkpoint.model).generate(ids, mask, **settings).sequences, ids) for ids in prompts]

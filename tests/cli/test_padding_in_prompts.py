@@ -16,10 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.chat_templates import written
+from helpers.http_server import asked
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
-
-from .test_serve_command import ask
 
 pytest.importorskip("pandas")
 
@@ -99,7 +98,7 @@ def test_serve(padded: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(padded)
         for text in TEXTS:
             body = {"model": told["model"], "prompt": text, "max_tokens": NEW, "temperature": 0}
-            answer = ask(told["url"], "/v1/completions", body)[1]["choices"][0]["text"]
+            answer = asked(told["url"], "/v1/completions", body)[1]["choices"][0]["text"]
             ids = tokenizer(text).input_ids
             assert answer.split() == tokenizer.decode(stock(padded, ids), skip_special_tokens=True).split()
         process.send_signal(signal.SIGTERM)
@@ -110,14 +109,38 @@ def test_serve(padded: str) -> None:
 
 
 def test_verify(invoke: Invoke, padded: str, prompts: str) -> None:
-    words = ("verify", padded, "--draft", "exit:3", "--prompt-file", prompts, "--max-new-tokens", "8", "--samples", "100")
+    words = (
+        "verify",
+        padded,
+        "--draft",
+        "exit:3",
+        "--prompt-file",
+        prompts,
+        "--max-new-tokens",
+        "8",
+        "--samples",
+        "100",
+    )
     assert said(invoke, *words)["exactness"] == "EXACT"
 
 
 def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
     quick = ("--prompts", "2", "--context", "12", "--max-new-tokens", "16", "--repeats", "1", "--warm-up", "1")
-    words = ("bench", padded, "--workload", f"x={prompts}", "--arm", "draft", "--arm", "lookup", "--draft", "lookup+exit:3")
-    found = said(invoke, *words, *quick, "--no-plots", "--no-peaks", "--temperature", "0", "--quality", "--to", str(tmp_path))
+    words = (
+        "bench",
+        padded,
+        "--workload",
+        f"x={prompts}",
+        "--arm",
+        "draft",
+        "--arm",
+        "lookup",
+        "--draft",
+        "lookup+exit:3",
+    )
+    found = said(
+        invoke, *words, *quick, "--no-plots", "--no-peaks", "--temperature", "0", "--quality", "--to", str(tmp_path)
+    )
     arms = found["cells"][0]["arms"]
     assert all(arm["absence"] is None for arm in arms)
 
@@ -128,7 +151,19 @@ STUDY = ("--texts", "2", "--prompt-tokens", "12", "--max-new-tokens", "8", "--pr
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_ablate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path, temperature: str) -> None:
     to = str(tmp_path / "study")
-    words = ("ablate", "--model", padded, "--draft", "exit:3", "--confirm", "1", "--temperature", temperature, "--to", to)
+    words = (
+        "ablate",
+        "--model",
+        padded,
+        "--draft",
+        "exit:3",
+        "--confirm",
+        "1",
+        "--temperature",
+        temperature,
+        "--to",
+        to,
+    )
     found = said(invoke, *words, "--workload", f"x={prompts}", *STUDY)
     assert found["failed"] == []
     confirmed = [row for row in found["best"] if row.get("measured_speedup")]
@@ -150,7 +185,9 @@ def test_calibrate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) ->
 def test_quantize(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
     file = str(tmp_path / "int4.safetensors")
     said(invoke, "quantize", padded, "--bits", "4", "--texts", "2", "--prompt-file", prompts, "--to", file)
-    found = said(invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"int4:{file}", "--max-new-tokens", str(NEW))
+    found = said(
+        invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"int4:{file}", "--max-new-tokens", str(NEW)
+    )
     assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
 
 
@@ -170,7 +207,9 @@ def test_export(invoke: Invoke, padded: str, tmp_path: Path) -> None:
     """It proves itself on random tokens, of which none pads."""
     to = str(tmp_path / "draft")
     said(invoke, "export", padded, "--draft", "exit:3", "--to", to)
-    found = said(invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"assistant:{to}", "--max-new-tokens", str(NEW))
+    found = said(
+        invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"assistant:{to}", "--max-new-tokens", str(NEW)
+    )
     assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
 
 
