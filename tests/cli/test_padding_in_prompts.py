@@ -55,6 +55,13 @@ def said(invoke: Invoke, *words: str, stdin: bytes = b"") -> dict[str, Any]:
     return found
 
 
+def text_of(prompts: str, folder: Path) -> str:
+    """The same texts as documents."""
+    file = folder / "documents.jsonl"
+    file.write_text(Path(prompts).read_text().replace('"prompt"', '"text"'))
+    return str(file)
+
+
 def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
     """The model's own text, all of the prompt being text."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -121,7 +128,7 @@ def test_verify(invoke: Invoke, padded: str, prompts: str) -> None:
         "--samples",
         "100",
     )
-    assert said(invoke, *words)["exactness"] == "EXACT"
+    assert said(invoke, *words)["verdict"] == "EXACT"
 
 
 def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
@@ -215,11 +222,11 @@ def test_export(invoke: Invoke, padded: str, tmp_path: Path) -> None:
 
 def test_index(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
     corpus = str(tmp_path / "corpus")
-    said(invoke, "index", padded, prompts, "--to", corpus)
+    said(invoke, "index", padded, "--text", text_of(prompts, tmp_path), "--to", corpus)
     words = ("generate", padded, "--prompt", TEXTS[0], "--draft", f"suffix:{corpus}", "--max-new-tokens", str(NEW))
     found = said(invoke, *words)
     assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
 
 
 def test_inspect(invoke: Invoke, padded: str) -> None:
-    assert said(invoke, "inspect", padded, "--draft", "exit:3")
+    assert said(invoke, "inspect", padded)

@@ -21,12 +21,13 @@ def test_every_call_with_a_prompt_has_a_mask() -> None:
 def _calls(file: Path) -> list[ast.Call]:
     if file.relative_to(ROOT) in HANDS_ON:
         return []
-    found: list[ast.Call] = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
-            found.append(node)
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    methods = [
+        (node, node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
     # Another engine's prompts are texts, and a stream of a device is none of tokens.
-    return [call for call in found if ast.unparse(call.func) not in ("torch.cuda.stream", "engine.generate")]
+    others = ("torch.cuda.stream", "engine.generate")
+    return [call for call, method in methods if method.attr in CALLS and ast.unparse(method) not in others]
 
 
 def _has_mask(call: ast.Call) -> bool:

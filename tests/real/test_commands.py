@@ -53,7 +53,7 @@ def test_verify(said: Said, real: Callable[[str], Real], tmp_path: Path, model: 
     prompts.write_text("The capital of France is\nOne, two, three,\n")
     words = ("verify", real(model).folder, "--dtype", "float32", "--prompt-file", str(prompts), "--samples", "100")
     words = (*words, "--draft", "int8", "--max-new-tokens", "8", "--accept", "token", "--accept", "coupled", *ON_CPU)
-    assert said(*words)["exactness"] == "EXACT"
+    assert said(*words)["verdict"] == "EXACT"
 
 
 def test_chat(said: Said, smollm2: Real) -> None:
@@ -152,9 +152,11 @@ def test_export(said: Said, smollm2: Real, tmp_path: Path) -> None:
     drafts_exactly(smollm2, f"assistant:{to}")
 
 
-def test_index(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
+def test_index(said: Said, smollm2: Real, tmp_path: Path) -> None:
     corpus = str(tmp_path / "corpus")
-    said("index", smollm2.folder, workload, "--to", corpus)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(line["prompt"] for line in read_prompts()))
+    said("index", smollm2.folder, "--text", str(text), "--to", corpus)
     ids = smollm2.ids("Name the planets.")
     out = smollm2.drafting(f"suffix:{corpus}").generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
@@ -170,4 +172,4 @@ def test_streamed(said: Said, real: Callable[[str], Real], model: str, memory: s
 
 
 def test_inspect(said: Said, smollm2: Real) -> None:
-    assert said("inspect", smollm2.folder, "--draft", "int8")
+    assert said("inspect", smollm2.folder)
