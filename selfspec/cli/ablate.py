@@ -88,8 +88,9 @@ def ablate(
 
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_folder
-    from selfspec.tools.studies.drafts import named_drafts
+    from selfspec.tools.studies.drafts import draft_kind, named_drafts
     from selfspec.tools.studies.models import check_inputs, load
+    from selfspec.tools.studies.prices import MOST_TIMED
     from selfspec.tools.studies.report.page import write_report
     from selfspec.tools.studies.report.panels import panels
     from selfspec.tools.studies.run import work_on
@@ -105,9 +106,10 @@ def ablate(
     check_inputs(found)
     first, *_ = found.models
     loaded = {first: load(first, found, machine.device)}
-    drafts = len(named_drafts(found.drafts, loaded[first].model, loaded[first].adapter, found.seeds[0]))
+    drafts = named_drafts(found.drafts, loaded[first].model, loaded[first].adapter, found.seeds[0])
+    exits = sum(draft_kind(name) == "exit" for name in drafts)
     free = {name: size for name, size in sizes_of(found).items() if name not in said}
-    fitted = fit_study(found, free, drafts, loaded[first], minutes, folder)
+    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, folder, min(exits, MOST_TIMED))
     announce("studying", fitted, minutes)
     found = resize(found, fitted.sizes)
     with counting_bar("studying") as count:

@@ -17,8 +17,8 @@ from selfspec.tools.studies.study import Study
 
 _FILE = "sizes.json"
 # A draft step runs this much of the network, by and large; a confirmed token takes so many plain ones, the plain one
-# beside it and the warm-up included; costs take so many passes.
-_OF_A_PATH, _CONFIRMED, _TIMED = 0.7, 2.5, 400
+# beside it and the warm-up included. Timing takes so many for each draft, and for the paths that tell sublayers apart.
+_OF_A_PATH, _CONFIRMED, _TIMED, _TELLING = 0.7, 2.5, 150, 5
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def sizes_of(study: Study) -> dict[str, Size]:
     return {name: Size(getattr(study, name), min(few, getattr(study, name))) for name, few in fewest.items()}
 
 
-def work(study: Study, drafts: int, sizes: Mapping[str, int]) -> Work:
-    """Count the tokens of a study of so many drafts of each of its models."""
+def work(study: Study, drafts: int, sizes: Mapping[str, int], timed: int = 0) -> Work:
+    """Count the tokens of a study of so many drafts of each of its models, some of which are timed by themselves."""
     resized = resize(study, sizes)
     grid = len(study.workloads) * len(study.temperatures) * len(study.seeds)
     new, texts = resized.max_new_tokens, study.texts
@@ -50,8 +50,8 @@ def work(study: Study, drafts: int, sizes: Mapping[str, int]) -> Work:
     judged = Work(read=(study.prompt_tokens + new) * texts * (2 + drafts * reach * _OF_A_PATH))
     rules = len(study.accept) * (1 + len(study.nodes) * len(study.draft_lengths))
     confirmed = Work(new * texts * _CONFIRMED).times(min(resized.confirm, drafts) * rules)
-    timed = Work(_TIMED if study.pricing == "measured" else 0)
-    return ((written + judged + confirmed).times(grid) + timed).times(len(study.models))
+    priced = Work(_TIMED * (_TELLING + timed) if study.pricing == "measured" else 0)
+    return ((written + judged + confirmed).times(grid) + priced).times(len(study.models))
 
 
 def resize(study: Study, sizes: Mapping[str, int]) -> Study:
@@ -66,6 +66,7 @@ def fit_study(
     studied: StudiedModel,
     minutes: float,
     place: Path | None,
+    timed: int = 0,
 ) -> FittedWork:
     """Choose the sizes of a study; where its folder was begun with some, these stay, so that it can be continued.
 
@@ -76,6 +77,7 @@ def fit_study(
         studied: the model that is timed.
         minutes: the most it may take.
         place: folder of the study; None: it is kept nowhere.
+        timed: drafts that are timed by themselves.
 
     Raises:
         StorageError: the folder cannot be used.
@@ -83,7 +85,7 @@ def fit_study(
     times = TokenTimes.measured(studied.model)
 
     def of(sizes: Mapping[str, int]) -> Work:
-        return work(study, sizes.get("evaluations", drafts), sizes)
+        return work(study, sizes.get("evaluations", drafts), sizes, timed)
 
     if place is None:
         return fit(free, of, times, minutes)

@@ -19,13 +19,13 @@ pytest.importorskip("pandas")
 TIMES = TokenTimes(step=11, read=1)
 
 
-@pytest.mark.parametrize("confirm", [0, 2])
-def test_it_is_of_the_right_size(tmp_path: Path, confirm: int) -> None:
+@pytest.mark.parametrize(("confirm", "pricing"), [(0, "weights"), (2, "weights"), (0, "measured")])
+def test_it_is_of_the_right_size(tmp_path: Path, confirm: int, pricing: str) -> None:
     load = stories_loader()
-    study = declared(drafts=["exits"], confirm=confirm, max_new_tokens=24)
+    study = declared(drafts=["exits"], confirm=confirm, pricing=pricing, max_new_tokens=24)
     with counted(load("stories").model) as found:
         work_on(study, load, tmp_path)
-    expected = TIMES.seconds(work(study, 4, {}))
+    expected = TIMES.seconds(work(study, 4, {}, timed=4))
     assert 0.4 < expected / found.seconds < 2.5
 
 
