@@ -103,10 +103,10 @@ def test_serve(server: dict[str, Any], smollm2: Real) -> None:
 
 def test_calibrate(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    words = ("calibrate", smollm2.folder, "--dtype", "float32", "--draft", "int8", "--max-new-tokens", "8", *ON_CPU)
+    words = ("calibrate", smollm2.folder, "--dtype", "float32", "--draft", "exit:24", "--max-new-tokens", "8", *ON_CPU)
     quick = ("--repeats", "1", "--longest-draft", "2", "--nodes", "0", "--prompts", "1", "--prompt-file", workload)
     found = said(*words, *quick, "--to", str(file))
-    assert found["greedy"]["draft"] in ("none", "lookup", "int8", "lookup+int8")
+    assert found["greedy"]["draft"] in ("none", "lookup", "exit:24", "lookup+exit:24")
 
 
 def test_bench(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
