@@ -41,7 +41,7 @@ def test_ablate(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     study = said(invoke, "studying", *words, "--minutes", "0")["study"]
     assert (study["max_new_tokens"], study["reach"], study["confirm"]) == (20, 1, 2)
     # It is continued as it was begun.
-    again = said(invoke, "studying", *words)
+    again = said(invoke, "studying", *words, "--minutes", "0")
     assert again["study"] == study
 
 

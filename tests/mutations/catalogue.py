@@ -2283,7 +2283,7 @@ CATALOGUE = (
     Mutation(
         "a study that is continued has other sizes than it began with",
         "fit_study",
-        "begun.declared == declared",
+        "file.exists()",
         "False",
         ("test_a_study_goes_on_with_the_sizes_it_began_with",),
     ),

@@ -23,14 +23,9 @@ _OF_A_PATH, _CONFIRMED, _TIMED, _TELLING = 0.7, 2.5, 150, 5
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a study that was begun.
+    """The sizes that a folder was begun with, by name, and the minutes that they were chosen for."""
 
-    Attributes:
-        declared: what it was declared as, so that another study in the same folder has sizes of its own.
-        sizes: by name.
-    """
-
-    declared: str
+    minutes: float
     sizes: dict[str, int]
 
 
@@ -68,7 +63,7 @@ def fit_study(
     place: Path | None,
     timed: int = 0,
 ) -> FittedWork:
-    """Choose the sizes of a study; where its folder was begun with some, these stay, so that it can be continued.
+    """Choose the sizes of a study; where its folder was begun with some, these stay, so that what is known is used.
 
     Args:
         study: as declared.
@@ -89,17 +84,16 @@ def fit_study(
 
     if place is None:
         return fit(free, of, times, minutes)
-    declared, file = repr((asdict(study), sorted(free))), place / _FILE
+    file = place / _FILE
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(file.with_suffix(".lock"))
         # Of several workers that begin at once, one chooses.
-        with lock:
+        with FileLock(file.with_suffix(".lock")):
+            begun = {}
             if file.exists():
-                begun = read_json(file, _Sizes, StorageError, "delete it, and sizes are chosen again")
-                if begun.declared == declared:
-                    shrunk = {name: size for name, size in begun.sizes.items() if size < free[name].usual}
-                    return FittedWork(begun.sizes, shrunk, times.seconds(of(begun.sizes)), times)
-            fitted = fit(free, of, times, minutes)
-            write_json(file, asdict(_Sizes(declared, dict(fitted.sizes))))
-            return fitted
+                kept = read_json(file, _Sizes, StorageError, "delete it, and sizes are chosen again")
+                begun = {name: Size(size, size) for name, size in kept.sizes.items() if kept.minutes == minutes}
+            fitted = fit({**free, **{name: size for name, size in begun.items() if name in free}}, of, times, minutes)
+            write_json(file, asdict(_Sizes(minutes, dict(fitted.sizes))))
+    shrunk = {name: size for name, size in fitted.sizes.items() if size < free[name].usual}
+    return replace(fitted, shrunk=shrunk)

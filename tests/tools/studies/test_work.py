@@ -32,15 +32,16 @@ def test_it_is_of_the_right_size(tmp_path: Path, confirm: int, pricing: str) -> 
 def test_a_study_goes_on_with_the_sizes_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     studied, study = stories_loader()("stories"), declared(max_new_tokens=64, confirm=6, reach=2)
 
-    def fitted(seconds: float, place: Path | None = tmp_path) -> dict[str, int]:
+    def fitted(seconds: float, place: Path | None = tmp_path, minutes: float = 1) -> dict[str, int]:
         monkeypatch.setattr(counting.TokenTimes, "measured", lambda model: TokenTimes(seconds, seconds))
-        return dict(fit_study(study, sizes_of(study), 14, studied, 1, place).sizes)
+        return dict(fit_study(study, sizes_of(study), 14, studied, minutes, place).sizes)
 
     begun = fitted(1.0)
     assert begun["max_new_tokens"] == 16
     assert fitted(1e-6) == begun
     assert fitted(1e-6, None) == {"max_new_tokens": 64, "confirm": 6, "reach": 2}
     assert resize(study, begun).max_new_tokens == 16
-    # Another study in the same folder has its own.
-    study = replace(study, texts=2)
-    assert fitted(1e-6)["max_new_tokens"] == 64
+    # With more texts it goes on from what is known; with more time it is another.
+    study = replace(study, texts=9)
+    assert fitted(1e-6) == begun
+    assert fitted(1e-6, minutes=2)["max_new_tokens"] == 64
