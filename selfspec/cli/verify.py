@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -111,7 +111,8 @@ def verify(
     counted = partial(work, settings, prompts, len(drafters))
     fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
     announce("verifying", fitted, minutes)
-    settings = replace(settings, **fitted.sizes)
+    sizes: dict[str, Any] = dict(fitted.sizes)
+    settings = replace(settings, **sizes)
     started = time.perf_counter()
     with progress_bar("verifying") as progress:
         report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))

@@ -52,8 +52,8 @@ def test_verify(said: Said, real: Callable[[str], Real], tmp_path: Path, model: 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The capital of France is\nOne, two, three,\n")
     words = ("verify", real(model).folder, "--dtype", "float32", "--prompt-file", str(prompts), "--samples", "100")
-    words = (*words, "--draft", "int8", "--max-new-tokens", "8", "--accept", "token", "--accept", "coupled", *ON_CPU)
-    assert said(*words)["verdict"] == "EXACT"
+    few = ("--draft", "int8", "--max-new-tokens", "8", "--accept", "token", "--accept", "coupled", *ON_CPU)
+    assert said(*words, *few)["verdict"] == "EXACT"
 
 
 def test_chat(said: Said, smollm2: Real) -> None:

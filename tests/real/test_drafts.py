@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ IN_TURNS = (
 DEPTHS = {"smollm2": 30, "gemma3": 18}
 
 
-def cases() -> list[object]:
-    found = []
+def cases() -> list[Any]:
+    found: list[Any] = []
     for model, depth in DEPTHS.items():
         turns = cycle(IN_TURNS)
         for number, line in enumerate(read_prompts()):
@@ -61,7 +62,13 @@ def test_a_text_is_that_of_generate(real: Callable[[str], Real], model: str, pro
 def test_a_seed_gives_the_same_text_with_every_draft(real: Callable[[str], Real], draft: str) -> None:
     checkpoint = real("smollm2")
     ids = checkpoint.ids("Name three rivers.")
-    drawn = {"do_sample": True, "temperature": 0.8, "seed": 3, "accept": "coupled", "max_new_tokens": NEW}
+    drawn: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "seed": 3,
+        "accept": "coupled",
+        "max_new_tokens": NEW,
+    }
     expected, found = (
         checkpoint.drafting(name).generate(ids, torch.ones_like(ids), **drawn).sequences for name in ("none", draft)
     )

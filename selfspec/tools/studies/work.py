@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -51,7 +52,8 @@ def work(study: Study, drafts: int, sizes: Mapping[str, int], timed: int = 0) ->
 
 def resize(study: Study, sizes: Mapping[str, int]) -> Study:
     """Return the study with other sizes; those that are none of its own are left."""
-    return replace(study, **{name: size for name, size in sizes.items() if hasattr(study, name)})
+    own: dict[str, Any] = {name: size for name, size in sizes.items() if hasattr(study, name)}
+    return replace(study, **own)
 
 
 def fit_study(

@@ -10,7 +10,6 @@ import pytest
 from helpers.counted_work import counted
 from helpers.studies import declared, stories_loader
 from selfspec.measure.expected_time import TokenTimes
-from selfspec.tools.studies import work as counting
 from selfspec.tools.studies.run import work_on
 from selfspec.tools.studies.work import fit_study, resize, sizes_of, work
 
@@ -33,7 +32,7 @@ def test_a_study_goes_on_with_the_sizes_it_began_with(tmp_path: Path, monkeypatc
     studied, study = stories_loader()("stories"), declared(max_new_tokens=64, confirm=6, reach=2)
 
     def fitted(seconds: float, place: Path | None = tmp_path, minutes: float = 1) -> dict[str, int]:
-        monkeypatch.setattr(counting.TokenTimes, "measured", lambda model: TokenTimes(seconds, seconds))
+        monkeypatch.setattr(TokenTimes, "measured", lambda model: TokenTimes(seconds, seconds))
         return dict(fit_study(study, sizes_of(study), 14, studied, minutes, place).sizes)
 
     begun = fitted(1.0)
