@@ -164,7 +164,7 @@ def test_index(said: Said, smollm2: Real, tmp_path: Path) -> None:
     assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
 
 
-@pytest.mark.parametrize(("model", "memory"), [("smollm2", "800MiB"), ("gemma3", "1.3GiB")])
+@pytest.mark.parametrize(("model", "memory"), [("smollm2", "800MiB"), ("gemma3", "1600MiB")])
 def test_streamed(real: Callable[[str], Real], model: str, memory: str) -> None:
     """In a process of its own, whose size counts."""
     prompt, checkpoint = "The capital of France is", real(model)
