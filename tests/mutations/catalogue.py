@@ -2618,4 +2618,25 @@ CATALOGUE = (
         "False",
         ("test_branches_of_models_with_states[bamba]",),
     ),
+    Mutation(
+        "a study confirms drafts on prompts that begin after their padding token",
+        "measure",
+        "each.generate(prompt, mask, seed=_1, **options)",
+        "each.generate(prompt, seed=_1, **options)",
+        ("test_padding_in_prompts.py", "-k", "ablate and first"),
+    ),
+    Mutation(
+        "recycling learns from prompts that begin after their padding token",
+        "with_candidates",
+        "spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=_1, do_sample=False, eos_token_id=None)",
+        "spec.generate(prompt, max_new_tokens=_1, do_sample=False, eos_token_id=None)",
+        ("test_a_prompt_that_begins_with_the_padding_token_is_read_whole",),
+    ),
+    Mutation(
+        "a study that is continued has other sizes than it began with",
+        "fit_study",
+        "file.exists()",
+        "False",
+        ("test_a_study_goes_on_with_the_sizes_it_began_with",),
+    ),
 )
