@@ -1,5 +1,9 @@
 """The gptj architecture: attention and MLP in parallel."""
 
+from selfspec.compat import RENAMED_CACHE
 from selfspec.model.adapter import Adapter
 
-ADAPTER = Adapter(model_types=("gptj", "codegen"), layers="transformer.h", attention="attn", layer_returns=2)
+# Rewritten in 5.24, its layers return the bare tensor.
+_RETURNS = 1 if RENAMED_CACHE else 2
+
+ADAPTER = Adapter(model_types=("gptj", "codegen"), layers="transformer.h", attention="attn", layer_returns=_RETURNS)

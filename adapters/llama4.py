@@ -2,4 +2,4 @@
 
 from selfspec.model.adapter import Adapter
 
-ADAPTER = Adapter(model_types=("llama4", "llama4_text"), mlp="feed_forward", mlp_returns=2)
+ADAPTER = Adapter(model_types=("llama4_text",), mlp="feed_forward", mlp_returns=2)

@@ -4,9 +4,8 @@ from selfspec.model.adapter import Adapter
 
 ADAPTER = Adapter(
     model_types=(
+        "lara_mini",
         "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",

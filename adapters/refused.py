@@ -1,8 +1,8 @@
 """Architectures that selfspec refuses, each with the reason."""
 
 _WITH_STATES = """
-bailing_hybrid qwen4_exp qwen4_exp_text inkling2_text inkling_text lfm3 minimax recurrent_gemma rwkv xlstm
-zamba zamba2 zaya
+bailing_hybrid qwen4_exp qwen4_exp_text inkling2_loop_text inkling2_text inkling_text lfm3 minimax
+recurrent_gemma rwkv xlstm zamba zamba2 zaya
 """
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
@@ -10,20 +10,29 @@ _INDEXED = "its sparse attention keeps an index beside keys and values, which th
 REFUSED: dict[str, str] = {
     **dict.fromkeys(_WITH_STATES.split(), _RECURRENT),
     **dict.fromkeys(
-        ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        [
+            "axk2",
+            "deepseek_v32",
+            "deepseek_v4",
+            "dots3_note",
+            "dots3_note_text",
+            "glm5_next_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "mistral_large4_text",
+        ],
         _INDEXED,
     ),
     **dict.fromkeys(("kimi_linear", "nemotron_h"), "its layers of several kinds go by one name"),
     "blt": "it reads bytes and runs a local encoder and decoder around patches of varying length",
     "cpmant": "it puts its own prompt before every text, which the cache does not hold",
     "dbrx": "the residual stream is kept inside its attention, so that a sublayer cannot be left out",
-    "gemma3n": "it is a model of images, sound and text; load its language model, Gemma3nForCausalLM",
     "gpt_neox_japanese": "its attention hands its bias to the layer apart from its output",
-    "moss_transcribe_diarize": "it transcribes sound; its language model is a qwen3, which works alone",
     "musicgen": "it writes several streams of sound codes at once",
     "musicgen_melody": "it writes several streams of sound codes at once",
     "gemma4_assistant": "it drafts for another model and cannot generate alone",
     "gemma4_unified_assistant": "it drafts for another model and cannot generate alone",
+    "dory": "it runs some of its layers several times for each token",
     "hrm_text": "it runs its two stacks of layers several times for each token",
     "longcat_flash": "each of its layers holds two attentions and two MLPs",
     "mllama": "it mixes text with images in cross-attention layers",
@@ -31,6 +40,7 @@ REFUSED: dict[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "prophetnet": "it predicts several streams of tokens at once",
     "reformer": "it has no key-value cache: its attention hashes all tokens anew",
+    "unlimited_ocr_text": "its windows always show the prompt, which the masks of the shared cache do not",
     "xlm": "it does not take a shared key-value cache",
     "xmod": "its MLP takes the language of each row, and adapts to it",
     "xlnet": "it has no key-value cache: it predicts in permuted order",

@@ -246,9 +246,9 @@ def _generate(
     spec: selfspec.SelfSpeculative, ids: Tensor, temperature: float, count: int, seed: int
 ) -> selfspec.GenerateOutput:
     if temperature == 0:
-        return spec.generate(ids, max_new_tokens=count, do_sample=False)
+        return spec.generate(ids, torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    return spec.generate(ids, max_new_tokens=count, seed=seed, accept="token", **options)
+    return spec.generate(ids, torch.ones_like(ids), max_new_tokens=count, seed=seed, accept="token", **options)
 
 
 def _prompts(checkpoint: Checkpoint, texts: Sequence[str], count: int) -> list[tuple[int, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
@@ -53,7 +54,7 @@ def assisted(model: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, length
     draft.generation_config.assistant_confidence_threshold = 0
     AssistedCandidateGenerator.update_candidate_strategy = counted
     try:
-        out = model.generate(ids, assistant_model=draft, **options)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
     finally:
         AssistedCandidateGenerator.update_candidate_strategy = stock
     return AssistedText(out, rounds)

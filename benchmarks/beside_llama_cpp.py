@@ -209,8 +209,9 @@ class _Own:
         self._spec, self._tokens = spec, tokens
 
     def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
+        prompt, options = torch.tensor([ids]), _sampling(temperature)
         chunks = self._spec.stream(
-            torch.tensor([ids]), max_new_tokens=self._tokens, eos_token_id=None, seed=seed, **_sampling(temperature)
+            prompt, torch.ones_like(prompt), max_new_tokens=self._tokens, eos_token_id=None, seed=seed, **options
         )
         text: list[int] = []
         times: list[tuple[float, int]] = []

@@ -195,7 +195,8 @@ def _rounds(arm: Arm, case: Case, prompt: Tensor, seed: int, tokens: int) -> Ite
     sampling: dict[str, Any] = {"do_sample": False}
     if case.temperature > 0:
         sampling = {"do_sample": True, "temperature": case.temperature, "top_k": 0}
-    for chunk in arm.spec.stream(prompt, max_new_tokens=tokens, eos_token_id=None, seed=seed, **sampling):
+    mask = torch.ones_like(prompt)
+    for chunk in arm.spec.stream(prompt, mask, max_new_tokens=tokens, eos_token_id=None, seed=seed, **sampling):
         yield len(chunk.rows[0].draft)
 
 

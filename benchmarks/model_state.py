@@ -33,7 +33,7 @@ def main() -> None:
     spec = selfspec.wrap(model)
 
     def generate() -> None:
-        spec.generate(prompt, max_new_tokens=options.new_tokens, do_sample=False)
+        spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=options.new_tokens, do_sample=False)
 
     for _ in range(_WARM_UPS):
         generate()

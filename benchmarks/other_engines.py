@@ -65,12 +65,19 @@ def main() -> None:
     checkpoint = load_checkpoint(str(options.model), "float32", "cpu")
     workload = parse_workloads(f"code={options.held_out}#kind=code")[0]
     prompts = workload.prompts(checkpoint.tokenizer, options.prompts, 1, options.context)
-    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    plain = [_new(selfspec.wrap(checkpoint.model).generate(ids, **settings).sequences, ids) for ids in prompts]
+    settings: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    # Prompts of one length, all of them text.
+    mask = torch.ones_like(prompts[0])
+    plain = [_new(selfspec.wrap(checkpoint.model).generate(ids, mask, **settings).sequences, ids) for ids in prompts]
     counts: dict[str, Count] = {}
     for name in (options.draft, "lookup"):
         spec = selfspec.wrap(checkpoint.model, name, draft_length=options.draft_length)
-        outs = [spec.generate(ids, **settings) for ids in prompts]
+        outs = [spec.generate(ids, mask, **settings) for ids in prompts]
         equal = [_new(out.sequences, ids) for out, ids in zip(outs, prompts, strict=True)] == plain
         # Rounds in which a look-up finds nothing have no draft.
         rounds = sum((out.stats.judged_per_depth or [0])[0] for out in outs)

@@ -79,7 +79,7 @@ def measure(model: PreTrainedModel, name: str, prompts: list[Tensor], arm: str, 
 
 def counted(spec: selfspec.SelfSpeculative, prompt: Tensor, new: int) -> list[int]:
     """Tokens and passes of one text, and the same of rounds that begin outside of loops."""
-    stream = spec.stream(prompt, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    stream = spec.stream(prompt, torch.ones_like(prompt), max_new_tokens=new, do_sample=False, eos_token_id=None)
     rounds = [committed.tokens for committed in stream]
     loops, place, tokens, passes = in_cycles([token for each in rounds for token in each]), 0, 0, 0
     for each in rounds:

@@ -51,7 +51,8 @@ checkpoint = load_checkpoint(place, "float32", "cpu")
 spec = selfspec.wrap(bare(checkpoint.model), draft)
 tokens, begun = 0, None
 for turn in range(10**6):
-    out = spec.generate(checkpoint.encode(prompts[turn % len(prompts)]), max_new_tokens=new, **chosen)
+    ids = checkpoint.encode(prompts[turn % len(prompts)])
+    out = spec.generate(ids, torch.ones_like(ids), max_new_tokens=new, **chosen)
     if turn == 1:
         begun = time.perf_counter()
     elif turn > 1:

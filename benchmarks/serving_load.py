@@ -98,7 +98,8 @@ def expected_texts(
                 drawn: dict[str, Any] = (
                     {} if seed is None else {"temperature": 0.8, "top_k": 0, "seed": seed, "accept": "coupled"}
                 )
-                out = spec.generate(ids, max_new_tokens=length, do_sample=seed is not None, **drawn)
+                mask = torch.ones_like(ids)
+                out = spec.generate(ids, mask, max_new_tokens=length, do_sample=seed is not None, **drawn)
                 new = out.sequences[0, ids.shape[1] :].tolist()
                 texts[index, length, seed] = continuation(checkpoint.tokenizer, known, new)
     return texts

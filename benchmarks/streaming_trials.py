@@ -177,7 +177,8 @@ class _Trials:
 
     def long_prompt(self) -> str:
         """A prompt of 2,000 tokens."""
-        output = self._spec.generate(torch.tensor([self._prompts[4]]), max_new_tokens=_AFTER_LONG, **_GREEDY)
+        ids = torch.tensor([self._prompts[4]])
+        output = self._spec.generate(ids, torch.ones_like(ids), max_new_tokens=_AFTER_LONG, **_GREEDY)
         _check("the text", output.sequences[0, _LONG:], self._wanted[4])
         return f"{_AFTER_LONG} tokens are the model's; {output.stats.seconds['prefill']:.0f} s for the prompt"
 
@@ -227,7 +228,8 @@ class _Trials:
     def _alone(self, number: int) -> None:
         """Check what one prompt gives."""
         prompt = self._prompts[number]
-        output = self._spec.generate(torch.tensor([prompt]), max_new_tokens=_NEW, **_GREEDY)
+        ids = torch.tensor([prompt])
+        output = self._spec.generate(ids, torch.ones_like(ids), max_new_tokens=_NEW, **_GREEDY)
         _check(f"prompt {number}", output.sequences[0, len(prompt) :], self._wanted[number])
 
     def _in_the_second_pass(self, act: Callable[[], None]) -> None:

@@ -82,7 +82,7 @@ def main() -> None:
             placement = placement_of(spec.model)
             assert placement is not None
             plan, text = placement.plan, []
-            generation = spec.stream(prompt, seed=0, **options)
+            generation = spec.stream(prompt, torch.ones_like(prompt), seed=0, **options)
             rounds, steps = -1, 0
             for chunk in generation:
                 text += chunk.rows[0].tokens

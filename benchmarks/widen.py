@@ -212,7 +212,8 @@ def _unlikely(small: LlamaForCausalLM, generator: torch.Generator) -> Tensor:
 
 
 def _greedy(model: LlamaForCausalLM, prompt: Tensor, tokens: int) -> list[int]:
-    text: list[int] = model.generate(prompt, do_sample=False, max_new_tokens=tokens, eos_token_id=None)[0].tolist()
+    options = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": None}
+    text: list[int] = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
     return text
 
 

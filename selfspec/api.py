@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from dataclasses import replace
 from inspect import currentframe
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from selfspec.accept import Rule, default_rule, find_rule
-from selfspec.arguments import check_kind, check_weights, shown
+from selfspec.arguments import check_kind, check_methods, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs
@@ -51,7 +52,7 @@ from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.vocabulary import Vocabulary, vocabulary_size
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
@@ -61,6 +62,7 @@ from selfspec.placement.weight_stream import check_in_memory
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
+from selfspec.values import checked_path
 
 _OF_THE_MODEL = frozenset(
     {
@@ -125,7 +127,7 @@ def load(
     memory: str | int,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     draft: Drafter | str | bool = True,
     context: int | None = None,
     cache: str | None = None,
@@ -141,7 +143,7 @@ def load(
         path: a folder with safetensors files.
         memory: the most that the process may take on the CPU, or torch on a GPU: "6GiB", or a number of bytes.
         device: that computes: "cpu", "cuda", "cuda:1"; None: a CUDA GPU if there is one, else the CPU.
-        dtype: of the weights; None: the checkpoint's own.
+        dtype: of the weights: torch.float64, float32, bfloat16 or float16, or its name; None: the checkpoint's own.
         draft: what drafts: a drafter or its name, as in `wrap`. In fewer bits, copies are made of the layers that are
             streamed; those that stay draft as they are. True: look-ups and such copies, in the bits that promise most,
             if anything is streamed; False: plain decoding, without copies.
@@ -160,7 +162,7 @@ def load(
         StorageError: the disk does not give what it should.
     """
     named = _named(draft)
-    source = source_for(find_device("auto" if device is None else str(device)))
+    source = source_for(find_device("auto" if device is None else device))
     planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache)
     if isinstance(named, Drafter):
         named.check(len(planned.survey.layers) - 1)
@@ -221,6 +223,7 @@ class SelfSpeculative:
         adapter.check(model)
         check_decodable(self.model)
         self._prepare()
+        self._vocabulary = vocabulary_size(self.model)
         ranks = ranks_of(model)
         if ranks is not None:
             ranks.check_computes_alike()
@@ -252,13 +255,13 @@ class SelfSpeculative:
         """Move the model itself to a device, and return this wrapper.
 
         Raises:
-            UnsupportedOptionError: the runtime cannot run passes there.
+            UnsupportedOptionError: there is no such device, or the runtime cannot run passes there.
             UnsupportedModelError: weights are streamed.
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
         check_in_memory(self.model, "moved")
-        self.model.to(device)
+        self.model.to(find_device(device))
         self._prepare()
         return self
 
@@ -338,7 +341,14 @@ class SelfSpeculative:
         check_not_dropped(currentframe())
         # The mask comes in model_kwargs: transformers would pass it twice to a parameter of that name.
         request = prepared_request(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+            model,
+            self.adapter,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            text_alone=self.limits is not None,
+            **model_kwargs,
         )
         return self._begin(request, seed, draft_length, accept).answer()
 
@@ -352,14 +362,15 @@ class SelfSpeculative:
         Raises:
             UnsupportedModelError: adapters of PEFT are part of the model, or weights are streamed.
             DraftConfigError: the drafter has no name to save it by.
-            UnsupportedOptionError: the rule has none.
+            UnsupportedOptionError: the rule has none, or an argument has the wrong type.
             StorageError: the folder cannot be written to, or the disk is full.
         """
         self._check_open()
         check_in_memory(self.model, "saved")
         recipe = Recipe.of(self.draft, self.control, self.rule)
         check_saved_whole(self.model)
-        place = Path(folder)
+        place = checked_path("folder", folder)
+        check_methods("tokenizer", tokenizer, ("save_pretrained",), "pass the model's own, as AutoTokenizer loads it")
         check_output_folder(place)
         with writing(place):
             self.model.save_pretrained(folder)
@@ -378,16 +389,21 @@ class SelfSpeculative:
     def save_candidates(self, file: str | Path) -> None:
         """Write the table that `Recycling` has by now, bound to the model's tokenizer, for `Recycling.from_file`.
 
+        Folders that are missing on the way to the file are made.
+
         Raises:
             DraftConfigError: nothing was recycled yet.
+            UnsupportedOptionError: the file is no path.
             StorageError: the file cannot be written.
         """
         self._check_open()
+        place = checked_path("file", file)
+        self._follow_vocabulary()
         memories = (memory for memory in self._memories.values() if isinstance(memory, RecyclingMemory))
         memory = next(memories, None)
         if memory is None:
             raise DraftConfigError("nothing was recycled yet; wrap with draft='recycle', and generate first")
-        memory.save(file, Vocabulary.of(self.model))
+        memory.save(place, Vocabulary.of(self.model))
 
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
@@ -418,6 +434,7 @@ class SelfSpeculative:
         """
         self._check_open()
         check_decodable(self.model)
+        self._follow_vocabulary()
         self._check_rows_differ()
         if self.rule is not None and not self.rule.lossless:
             raise UnsupportedOptionError(
@@ -433,6 +450,7 @@ class SelfSpeculative:
             self.substitutes,
             self._memories,
             self.limits,
+            self._follow_vocabulary,
         )
 
     def _drafting_by_load(self, choice: DraftChoice) -> Drafting:
@@ -478,7 +496,13 @@ class SelfSpeculative:
         if input_ids is not None and inputs is not None:
             raise PromptError("pass the prompt once: as input_ids or as inputs")
         return read_request(
-            self.model, inputs if input_ids is None else input_ids, attention_mask, generation_config, options
+            self.model,
+            self.adapter,
+            inputs if input_ids is None else input_ids,
+            attention_mask,
+            generation_config,
+            options,
+            text_alone=self.limits is not None,
         )
 
     def _begin(
@@ -486,18 +510,21 @@ class SelfSpeculative:
     ) -> Generation:
         self._check_open()
         check_decodable(self.model)
+        self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if request.input_ids.shape[0] > 1:
             self._check_rows_differ()
+        widths = (request.prefill_width, self.limits and self.limits.prefill_width(len(request.lengths)))
+        request = replace(request, prefill_width=min(filter(None, widths), default=None))
         check_rotary(
             self.model.config.get_text_config(decoder=True),
             request.lengths,
             request.stopping.max_new_tokens,
             min(request.known),
-            None if self.limits is None else self.limits.prefill_width(len(request.lengths)),
+            request.prefill_width,
         )
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         return Generation(
@@ -522,6 +549,25 @@ class SelfSpeculative:
             self._choices = {greedy: self._checked(self.draft.choose_draft(greedy)) for greedy in (True, False)}
         else:
             self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
+
+    def _follow_vocabulary(self) -> None:
+        """Where the model has another number of tokens by now, drop what is known of texts and check the draft anew.
+
+        Raises:
+            SelfSpecError: the draft does not fit the model any more.
+        """
+        found = vocabulary_size(self.model)
+        if found == self._vocabulary:
+            return
+        if any(isinstance(memory, Memory) for memory in self._memories.values()):
+            warnings.warn(
+                f"the model has {found} tokens, and had {self._vocabulary} when its drafts learnt from texts: what "
+                "they learnt is dropped, and they begin anew",
+                stacklevel=4,
+            )
+        self.forget()
+        self._prepare()
+        self._vocabulary = found
 
     def _check_open(self) -> None:
         if self._closed:

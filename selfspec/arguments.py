@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from reprlib import Repr
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
-
-
-def shown(value: object) -> str:
-    """How a value is written in a message: as Python writes it, but not at any length."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"<integer of {value.bit_length()} bits>"
-    writer = Repr()
-    writer.maxstring = writer.maxother = 200
-    return writer.repr(value)
+from selfspec.values import shown as shown
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
@@ -25,6 +16,12 @@ def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
     # A class itself may have all that a protocol asks for.
     if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
         raise UnsupportedOptionError(f"{name} must be an object of {kind.__name__}, got {shown(value)}; {remedy}")
+
+
+def check_module(model: object) -> None:
+    """Refuse what is handed in as a model and is none."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"a model is a torch module, as from_pretrained loads it; got {shown(model)}")
 
 
 def check_methods(name: str, value: object, methods: Sequence[str], remedy: str) -> None:

@@ -1,6 +1,7 @@
 """What differs between the supported versions of `transformers`, each difference in one place.
 
-Since 5.24 every `forward` calls its cache `cache`; before, `past_key_values`, and `cache_params` in Mamba's models.
+Since 5.24 every `forward` calls its cache `cache`; before, it was `past_key_values`, and `cache_params` in models of
+states alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch import nn
 from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+NEWEST_TESTED = {"torch": "2.14", "transformers": "5.24"}
+"""The newest minor release of each that the tests have run on; one more is accepted, and `doctor` says so."""
+
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that arguments of stock models have for the cache."""
 
@@ -26,6 +30,10 @@ def cache_name(names: Iterable[str]) -> str | None:
 
 OUTPUT_CACHE = cache_name(field.name for field in fields(GenerateDecoderOnlyOutput))
 """What `model.generate` calls the cache that it returns."""
+
+
+RENAMED_CACHE = OUTPUT_CACHE == "cache"
+"""Whether this is 5.24 or newer."""
 
 
 def cache_argument(model: nn.Module) -> str:

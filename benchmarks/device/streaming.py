@@ -147,7 +147,7 @@ def _decoded(
     rates, moved, accepted = [], [], []
     # The first text prepares programs.
     for seed in range(1 + (1 if miniature else _REPEATS)):
-        generation = spec.stream(prompt, seed=seed, **options)
+        generation = spec.stream(prompt, torch.ones_like(prompt), seed=seed, **options)
         first = len(next(generation).rows[0].tokens)
         _finish(prompt.device)
         begun, sent, made, rounds = time.perf_counter(), stream.bytes_moved, 0, 0
@@ -173,7 +173,8 @@ def _compared(spec: selfspec.SelfSpeculative, prompt: Tensor, arm: _Arm, miniatu
     """How far the greedy text is that of plain decoding by the same weights and cache."""
     tokens = 4 if miniature else 8
     options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "do_sample": False}
-    texts = [each.generate(prompt, **options).sequences[0].tolist() for each in (spec, spec.drafting(None))]
+    mask, arms = torch.ones_like(prompt), (spec, spec.drafting(None))
+    texts = [each.generate(prompt, mask, **options).sequences[0].tolist() for each in arms]
     alike = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=True)))) - prompt.shape[1]
     lossless = "" if arm.cache != "int8" else ", of a cache that is not lossless"
     return Figure(f"{alike} of {tokens} tokens are plain decoding's{lossless}")

@@ -63,6 +63,9 @@ def _with_thresholds(name: str, written: str) -> Rule:
     for part in written.split(","):
         field, _, value = part.partition("=")
         try:
+            # Python reads digits of any script, and grouped ones.
+            if field in given or not value.isascii() or "_" in value:
+                raise ValueError(value)
             given[field] = known[field](value)
         except (KeyError, ValueError):
             example = ",".join(f"{each}={getattr(rule, each)}" for each in known)

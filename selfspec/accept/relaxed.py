@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from selfspec.accept.tree_paths import at_parents, longest_path
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
+from selfspec.errors import UnsupportedOptionError
+from selfspec.values import is_finite, is_whole, shown
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Typical(_Relaxed):
     epsilon: float = 0.3
     delta: float = 0.09
 
+    def __post_init__(self) -> None:
+        if not is_finite(self.epsilon) or not 0 <= self.epsilon <= 1:
+            raise UnsupportedOptionError(f"epsilon is a chance in 0..1, got {shown(self.epsilon)}")
+        if not is_finite(self.delta) or self.delta < 0:
+            raise UnsupportedOptionError(f"delta must be at least 0 and finite, got {shown(self.delta)}")
+
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         """1 where a draft token is typical, else 0, `[rows, nodes]`."""
         judged = at_parents(p, draft.tree)
@@ -69,6 +78,12 @@ class TopKTolerance(_Relaxed):
 
     top_k: int = 3
     tolerance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.top_k) or self.top_k < 1:
+            raise UnsupportedOptionError(f"top_k must be an integer of at least 1, got {shown(self.top_k)}")
+        if self.tolerance != math.inf and not (is_finite(self.tolerance) and self.tolerance >= 0):
+            raise UnsupportedOptionError(f"tolerance must be a number of at least 0, got {shown(self.tolerance)}")
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         """1 where a draft token is tolerable, else 0, `[rows, nodes]`."""

@@ -23,6 +23,7 @@ class Cursors:
 
     Attributes:
         seq_lens: cursor of each row, in slots: how many of its tokens have their keys and values.
+        offsets: of each row, how much larger position ids are than the number of a token in the text.
         tree: the parents of the open block's nodes; None: each is the child of the one before it.
         first: first node of the pass that runs.
         read: how many tokens of the block some pass has read.
@@ -38,6 +39,7 @@ class Cursors:
         self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"], bucket: int
     ) -> None:
         self.seq_lens = [0] * batch
+        self.offsets = [0] * batch
         self.held = batch
         self.tree: Tree | None = None
         self.first = -1
@@ -105,6 +107,18 @@ class Cursors:
             start = self.seq_lens[0] + first + 1
             return torch.arange(start, start + width, device=self.device)[None]
         return self._starts(first + 1) + torch.arange(width, device=self.device)
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        """Position ids of tokens at some places of the text, `[batch or 1, width]`."""
+        if not any(self.offsets):
+            return positions
+        offsets = self.offsets[:1] if self.shifted_alike else self.offsets
+        return positions + torch.tensor(offsets, device=self.device)[:, None]
+
+    @property
+    def shifted_alike(self) -> bool:
+        """Whether all rows have the same offset."""
+        return len(set(self.offsets)) == 1
 
     def block(self, width: int, first: int) -> Block | None:
         """The open block, where a pass sees other slots of it than all before its own; else None."""

@@ -20,6 +20,9 @@ from selfspec.cache.block import Block
 Pattern = Callable[..., Tensor]
 """Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
 
+_WITH_KEYS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
+# Their layers read no keys: they have states, or are nothing but an MLP.
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "sparse", "dense"})
 # Models with recurrent layers ask for these, whatever their layer types are called.
 _ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
 
@@ -28,6 +31,11 @@ def smallest_window(config: PreTrainedConfig) -> int | None:
     """How many slots a token of some layer may at most look back over, itself included; None: over all of them."""
     spans = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return min((span for span in spans if span is not None), default=None)
+
+
+def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
+    """Types of layers for which no mask can be made, so that it is not known what their tokens see."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
 
 
 def needs_mask(config: PreTrainedConfig, slots: Tensor, block: Block | None, padded: bool) -> bool:

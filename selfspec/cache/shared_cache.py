@@ -213,6 +213,7 @@ class SharedCache(Cache):
             raise ValueError(f"storage for {self.held} rows of {self.room} tokens cannot take {list(other.seq_lens)}")
         before = self.seq_lens
         self._cursors.seq_lens = [*before, *other.seq_lens]
+        self._cursors.offsets += other._cursors.offsets
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
             own.join_slots(theirs, first)
         for states, others in zip(self._recurrent, other._recurrent, strict=True):
@@ -224,6 +225,7 @@ class SharedCache(Cache):
             0, len(rows), self._cursors.limit, self.slack, self.device, self._cursors.aligned, bucket=self.bucket
         )
         part._cursors.seq_lens, part._cursors.tree = [self.seq_lens[row] for row in rows], self.tree
+        part._cursors.offsets = [self._cursors.offsets[row] for row in rows]
         return part
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -236,6 +238,7 @@ class SharedCache(Cache):
         for layer in self._slotted:
             layer.move_slots(rows, lengths)
         self._cursors.seq_lens = lengths
+        self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
         for layer in self._slotted:
             layer.show()
         for stateful in self._recurrent:
@@ -340,6 +343,7 @@ class SharedCache(Cache):
         """Keep only some rows, in the order given. What the others hold is freed."""
         self._most_bytes = self.most_bytes
         self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
+        self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
         self._cursors.held = len(rows)
         for layer in self._slotted:
             layer.narrow_slots(rows)
@@ -367,8 +371,16 @@ class SharedCache(Cache):
             return _widths(longest, most or longest)
         return [*_widths(shortest, most or shortest), *_widths(longest - shortest, min(_STEPS, most or _STEPS))]
 
+    def shift(self, offsets: Sequence[int]) -> None:
+        """Make position ids of each row so much larger than the number of a token in the text."""
+        self._cursors.offsets = list(offsets)
+
+    def position_ids(self, width: int, first: int = -1) -> Tensor:
+        """Position ids of the nodes that a pass reads, `[batch or 1, width]`, as the model takes them."""
+        return self._cursors.position_ids(self.positions(width, first))
+
     def positions(self, width: int, first: int = -1) -> Tensor:
-        """Position ids of the nodes that a pass reads, `[batch or 1, width]`.
+        """Which token of the text each node is that a pass reads, `[batch or 1, width]`.
 
         Tokens past the limit are scrap of rows near their end; they are given the last position, since a table of
         learned positions has no more.
@@ -399,13 +411,13 @@ class SharedCache(Cache):
         where keys and values are kept otherwise than passes read them, and before every layer has seen tokens.
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
-        laid_out = laid_out and self._kept == "exact"
+        laid_out = laid_out and self._kept == "exact" and self._cursors.shifted_alike
         if not laid_out or any(layer.keys is None for layer in self._slotted):
             return None
         slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
         return Slots(
             slots,
-            self._positions(slots, block),
+            self._cursors.position_ids(self._positions(slots, block)),
             torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
             tuple(buffer for layer in self._slotted for buffer in layer.grown()),
             block,
@@ -491,7 +503,9 @@ class CacheReader:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """All that the pass may look at in a layer, its own tokens' slots as an earlier pass left them."""
         seen: tuple[Tensor, Tensor] = self._cache.layers[layer].seen(key_states.shape[2])
         return seen

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import DtypeOption, Output, WholeMachine, prepare_process
+from selfspec.cli.options import MINUTES, DtypeOption, Minutes, Output, WholeMachine, prepare_process
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import counting_bar
+from selfspec.cli.terminal import announce, counting_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
@@ -74,6 +74,7 @@ def ablate(
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")
     ] = None,
+    minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> None:
     """Study drafts of all kinds on models and texts, and write tables and pictures.
@@ -87,20 +88,35 @@ def ablate(
 
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_folder
+    from selfspec.tools.studies.drafts import draft_kind, named_drafts
     from selfspec.tools.studies.models import check_inputs, load
+    from selfspec.tools.studies.prices import MOST_TIMED
     from selfspec.tools.studies.report.page import write_report
     from selfspec.tools.studies.report.panels import panels
     from selfspec.tools.studies.run import work_on
-    from selfspec.tools.studies.study import Study, read_study, require_packages
+    from selfspec.tools.studies.study import Study, declared_in, read_study, require_packages
+    from selfspec.tools.studies.work import fit_study, resize, sizes_of
 
     prepare_quietly(machine.threads)
     require_packages()
+    said = set(declared) if study is None else declared.keys() | declared_in(study)
     found = Study.of(declared, "the command line") if study is None else read_study(study, declared)
     folder = to or Path(found.name)
     check_output_folder(folder)
     check_inputs(found)
+    first, *_ = found.models
+    loaded = {first: load(first, found, machine.device)}
+    drafts = named_drafts(found.drafts, loaded[first].model, loaded[first].adapter, found.seeds[0])
+    exits = sum(draft_kind(name) == "exit" for name in drafts)
+    free = {name: size for name, size in sizes_of(found).items() if name not in said}
+    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, folder, min(exits, MOST_TIMED))
+    announce("studying", fitted, minutes)
+    found = resize(found, fitted.sizes)
     with counting_bar("studying") as count:
-        finding = work_on(found, lambda name: load(name, found, machine.device), folder, count)
+        # One model is in memory at a time.
+        finding = work_on(
+            found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), folder, count
+        )
     files = write_report(finding, folder)
     if output == "json":
         print_json(

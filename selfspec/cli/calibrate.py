@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import Output, PromptFile, WholeModelOptions, read_draft
+from selfspec.cli.options import MINUTES, Given, Minutes, Output, PromptFile, WholeModelOptions, read_draft
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
+from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _WIDTHS = (1, 2, 4, 8)
 def calibrate(
     model: WholeModelOptions,
     measurements: Measurements,
+    given: Given,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,6 +51,7 @@ def calibrate(
     ] = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
+    minutes: Minutes = MINUTES,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -71,29 +74,36 @@ def calibrate(
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
+    from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.calibrate.kept_candidates import with_candidates
     from selfspec.tools.calibrate.run import calibrate as run
+    from selfspec.tools.calibrate.work import SIZES, work
 
     # The embedded model writes nothing but code.
     texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else BEGINNINGS
     if prompt_file is not None:
         texts = read_prompts(prompt_file, prompts)
     depth = model.prepare()
-    considered(depth, drafters)
+    paths = considered(depth, drafters)
     if to is None:
         check_output_folder(profile_place.folder())
     else:
         check_output_file(to)
     if candidates is not None:
         check_output_file(candidates)
-    given = None if corpus is None else str(corpus)
+    over = None if corpus is None else str(corpus)
     checkpoint = model.load()
+    ids = [checkpoint.encode(text) for text in texts]
+    free = {name: size for name, size in SIZES.items() if name not in given}
+    counted = partial(work, measurements, ids, len(paths))
+    fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
+    announce("calibrating", fitted, minutes)
+    measurements = replace(measurements, **fitted.sizes)
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
-        ids = [checkpoint.encode(text) for text in texts]
-        profile = run(checkpoint.model, ids, drafters, measurements, corpus=given, watch=StepBar(progress))
+        profile = run(checkpoint.model, ids, drafters, measurements, corpus=over, watch=StepBar(progress))
     if candidates is not None:
         profile = with_candidates(profile, checkpoint.model, ids, candidates)
     seconds = time.perf_counter() - started

@@ -176,6 +176,8 @@ def _about(spare: SpareCores, device: torch.device) -> str:
 
 def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], temperature: float, new: int) -> float:
     """Show a text as each arm decodes it with the same draws; return seconds of a plain pass."""
+    import torch
+
     from selfspec.decode.text_stream import TextStream
     from selfspec.measure.embedded import PROMPTS
 
@@ -185,6 +187,7 @@ def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], t
         stream = TextStream(checkpoint.tokenizer, ids[0].tolist())
         generation = arm.wrapped.stream(
             ids,
+            torch.ones_like(ids),
             seed=_SEED,
             accept="coupled",
             do_sample=True,

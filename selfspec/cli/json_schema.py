@@ -176,7 +176,7 @@ class Doctor(_Output):
 
     machine: dict[str, Any]
     packages: dict[str, Any] = Field(
-        description="`versions`, those that are `untested`, and what extras are `missing`."
+        description="`versions`, those that are `untested` or `newer` than tested, and what extras are `missing`."
     )
     products: dict[str, Any] = Field(description="How fast weights are read, and what four rows cost.")
     findings: list[str] = Field(description="What is slow here and why, with the remedy.")

@@ -59,10 +59,22 @@ Nodes = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeat every timing N times.")]
+MINUTES = 10.0
+"""What commands that measure take at most, as far as can be, where nobody says otherwise."""
+Minutes = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Take at most X minutes, as far as can be: sizes that are not given shrink until it fits."
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
     Path | None, typer.Option(help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in.")
 ]
+
+
+class Given(frozenset[str]):
+    """The names of the parameters that the command line gives; all others have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +186,6 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         budget: that has a size.
         draft: as `read_draft` gives it; True: what promises most for what is streamed.
     """
-    import torch
-
     from selfspec.api import load
     from selfspec.draft import Drafter
 
@@ -184,13 +194,12 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
     if model.packed:
         raise UnsupportedOptionError("--memory takes plain weights; drop --packed")
-    dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
     device = None if model.device == "auto" else model.device
     return load(
         model.place,
         budget.memory,
         device=device,
-        dtype=dtype,
+        dtype=model.dtype,
         draft=draft or False,
         context=budget.context,
         cache=budget.kv_cache,
@@ -246,16 +255,19 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring
     titles. The command gets the dataclasses. Its other parameters are annotated as typer's options and arguments. A
-    value that has no metavar is called by its type.
+    value that has no metavar is called by its type. A parameter of the type `Given` is no option.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[Any]] = {
         name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
     }
     parameters: list[Parameter] = []
+    about_words = next((name for name, hint in hints.items() if hint is Given), None)
     for parameter in signature(command).parameters.values():
         group = groups.get(parameter.name)
-        if group is None:
+        if parameter.name == about_words:
+            parameters.append(parameter.replace(annotation=typer.Context, kind=Parameter.KEYWORD_ONLY))
+        elif group is None:
             parameters.append(_option(parameter.name, hints[parameter.name], parameter.default, None))
         else:
             title = (group.__doc__ or "").partition("\n")[0].removesuffix(".")
@@ -264,6 +276,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        if about_words is not None:
+            source = given.pop(about_words).get_parameter_source
+            given[about_words] = Given(name for name in given if source(name).name != "DEFAULT")
         made = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
-from selfspec.cli.options import Model, Output, Seed, WholeMachine
+from selfspec.cli.options import MINUTES, Given, Minutes, Model, Output, Seed, WholeMachine
 from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import counting_bar
+from selfspec.cli.terminal import announce, counting_bar
 from selfspec.errors import DraftConfigError
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
@@ -23,6 +23,7 @@ def search(
     model: Model,
     texts: TextsAndCosts,
     machine: WholeMachine,
+    said: Given,
     to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
     evaluations: Annotated[int, typer.Option(min=1, help="Evaluate at most N skip sets.")] = 100,
     sublayers: Annotated[
@@ -38,6 +39,7 @@ def search(
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume or to share it.")
     ] = None,
+    minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> None:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
@@ -48,6 +50,7 @@ def search(
 
     from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
+    from selfspec.measure.expected_time import Size
     from selfspec.tools.studies.drafts import Space
     from selfspec.tools.studies.models import check_inputs, load
     from selfspec.tools.studies.study import Study, require_packages
@@ -56,6 +59,7 @@ def search(
     require_packages()
     from selfspec.tools.studies import search as searching
     from selfspec.tools.studies.table import pareto_front
+    from selfspec.tools.studies.work import fit_study, resize, sizes_of
 
     declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": reach}
     declared |= {**given(asdict(texts)), "draft_lengths": draft_lengths or _DRAFT_LENGTHS}
@@ -66,6 +70,14 @@ def search(
     check_inputs(study)
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
+    sizes = {
+        "max_new_tokens": sizes_of(study)["max_new_tokens"],
+        "evaluations": Size(evaluations, min(evaluations, 20)),
+    }
+    free = {name: size for name, size in sizes.items() if name not in said}
+    fitted = fit_study(replace(study, confirm=0), free, evaluations, studied, minutes, keep)
+    announce("searching", fitted, minutes)
+    study, evaluations = resize(study, fitted.sizes), fitted.sizes.get("evaluations", evaluations)
     with counting_bar("searching") as count:
         scores = searching.search(studied, study, space, evaluations, keep, count)
     best, front = max(scores, key=searching.speed), pareto_front(scores)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Column, Table
 
+    from selfspec.measure.expected_time import FittedWork
+
 
 def console(stderr: bool = False) -> Console:
     """Standard output or standard error, written to as given: no markup, no highlighting."""
@@ -67,6 +69,11 @@ def counting_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=known, description=f"{done} of {known}")
 
         yield count
+
+
+def announce(verb: str, fitted: FittedWork, minutes: float) -> None:
+    """Say on standard error how long work will take, before it starts, whether that is a terminal or not."""
+    console(stderr=True).print(f"{verb}: {fitted.sentence(minutes)}", style="dim", soft_wrap=True)
 
 
 def progress_bar(verb: str) -> Progress:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from selfspec.cli.options import (
+    MINUTES,
     Budget,
+    Given,
+    Minutes,
     ModelOptions,
     Output,
     PromptFile,
@@ -18,7 +23,7 @@ from selfspec.cli.options import (
     read_draft,
 )
 from selfspec.cli.outcome import FAILED, print_json
-from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
+from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.tools.verify.settings import Settings
 
@@ -44,6 +49,7 @@ def verify(
     model: ModelOptions,
     settings: Settings,
     budget: Budget,
+    given: Given,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,6 +59,7 @@ def verify(
         ),
     ] = None,
     prompt_file: PromptFile = None,
+    minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> None:
     """Check that self-speculation leaves the output of this model as it is: its tokens, and what it samples from.
@@ -71,11 +78,13 @@ def verify(
 
     from selfspec.draft import Drafter
     from selfspec.environment import versions
+    from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
     from selfspec.placement.drafts import placement_of
     from selfspec.tools.verify.run import default_drafts
     from selfspec.tools.verify.run import verify as run
+    from selfspec.tools.verify.work import SIZES, work
 
     if budget.kv_cache == "int8":
         raise UnsupportedOptionError("--kv-cache int8 is not lossless, so there is nothing to verify; drop it")
@@ -97,9 +106,15 @@ def verify(
         if named is None and isinstance(spec.draft, Drafter):
             drafts = [spec.draft, *drafts]
     drafters = _drafters(checkpoint, drafts)
+    prompts = [checkpoint.encode(text) for text in texts]
+    free = {name: size for name, size in SIZES.items() if name not in given}
+    counted = partial(work, settings, prompts, len(drafters))
+    fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
+    announce("verifying", fitted, minutes)
+    sizes: dict[str, Any] = dict(fitted.sizes)
+    settings = replace(settings, **sizes)
     started = time.perf_counter()
     with progress_bar("verifying") as progress:
-        prompts = [checkpoint.encode(text) for text in texts]
         report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))
     seconds = time.perf_counter() - started
     if output == "json":

@@ -44,12 +44,18 @@ class Controller:
     Attributes:
         most: the largest budget that it gives; the cache keeps slots for its nodes. A depth of 0: decoding is plain.
         judges_prompt: whether it learns from the draft's acceptance on the prompt.
+        rows_apart: whether nothing that it decides depends on the rows beside a row, so that drafts need not either.
+
+    Args:
+        most: see the attribute.
+        rows_apart: see the attribute.
     """
 
     judges_prompt = False
 
-    def __init__(self, most: Budget) -> None:
+    def __init__(self, most: Budget, rows_apart: bool = False) -> None:
         self.most = most
+        self.rows_apart = rows_apart
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         """Choose what the draft of the next round may take.

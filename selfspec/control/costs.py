@@ -11,6 +11,7 @@ import torch
 
 from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
+from selfspec.values import is_whole
 
 # Every round takes some time; where differences of measured times say otherwise, it is noise.
 _LEAST_ROUND = 0.01
@@ -56,6 +57,8 @@ class Costs:
         for name, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
                 raise DraftConfigError(f"costs must be finite numbers, got {name}={number!r}")
+            if name == "rows" and not is_whole(number):
+                raise DraftConfigError(f"costs are of a whole number of rows, got rows={number!r}")
             least = 1 if name in ("rows", "out_of_step") else 0
             # What is left of a round beside its passes is measured as a difference, and may be negative.
             if name != "overhead" and number < least:
@@ -133,6 +136,8 @@ class BatchCosts:
     measured: tuple[Costs, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.measured, list | tuple):
+            raise DraftConfigError(f"the measured costs are a tuple of Costs, got {self.measured!r}")
         for costs in self.measured:
             check_kind("each of the measured costs", costs, Costs, "write BatchCosts((Costs(draft=0.3),))")
         sizes = [costs.rows for costs in self.measured]

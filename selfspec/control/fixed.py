@@ -13,6 +13,10 @@ from selfspec.draft.draft import Budget
 class FixedLength(Control):
     """The same draft length every round.
 
+    Where tokens are drawn, chains of a row depend on that row alone, and on what the wrapper knew before the call, so
+    that a seed gives it the same tokens whatever rows are beside it. Trees have one shape for all rows, which depends
+    on all of them.
+
     Attributes:
         length: tokens to draft, at least 1; of a tree, levels.
         nodes: tokens to draft in all, siblings included, at least `length`: more make a tree, shaped by how often
@@ -28,4 +32,5 @@ class FixedLength(Control):
             check_nodes(self.nodes, self.length)
 
     def begin(self, costs: CostsByRows) -> Controller:
-        return Controller(Budget(self.length, self.nodes or self.length))
+        most = Budget(self.length, self.nodes or self.length)
+        return Controller(most, rows_apart=most.nodes == most.depth)

@@ -19,8 +19,9 @@ from selfspec.control.setting import Setting
 from selfspec.draft.named import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import write_json
+from selfspec.files.writing import write_sealed
 from selfspec.model.adapter import Adapter
+from selfspec.values import checked_path
 
 _WHAT_DIFFERS = {
     "fingerprint": "weights",
@@ -98,6 +99,7 @@ class Profile(DraftPolicy):
         Raises:
             ProfileError: it is missing, truncated, corrupt, foreign or of another format.
         """
+        checked_path("file", file, ProfileError)
         remedy = f"write it with selfspec calibrate MODEL --to {file}"
         content = read_json(file, _Content, ProfileError, remedy)
         raw = from_json(Path(file).read_bytes())
@@ -116,13 +118,15 @@ class Profile(DraftPolicy):
                 raise ProfileError(f"{file} is incomplete ({name}.costs); {remedy}")
         return cls(content.setting, content.greedy, content.sampled, content.report, source=str(file))
 
-    def save(self, file: Path) -> None:
+    def save(self, file: str | Path) -> None:
         """Write it: the whole file or none of it.
 
         Raises:
+            ProfileError: it is no path.
             StorageError: it cannot be written there.
         """
-        write_json(file, asdict(_Content(6, self.setting, self.greedy, self.sampled, self.report)))
+        place = checked_path("file", file, ProfileError)
+        write_sealed(place, asdict(_Content(6, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
         chosen = self.greedy if greedy else self.sampled

@@ -15,7 +15,7 @@ from selfspec.decode.sampling import Sampling, proper
 from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.decode.stopping import Stopping
-from selfspec.draft.draft import Draft
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.draft_state import DraftState
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
@@ -114,6 +114,31 @@ class Batch:
         """Numbers of the rows whose progress decides how fast the batch is: its slowest ones, which end last."""
         slowest = min(len(self.committed[row]) for row in self.unfinished)
         return {row for row in self.unfinished if len(self.committed[row]) == slowest}
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether drafts of a row must be those that it would have alone: its tokens are drawn, and depend on them.
+
+        The same all through a generation. Tokens that are decided do not depend on drafts.
+        """
+        return self.controller.rows_apart and not self.sampling.decided
+
+    def budget_of(self, row: int, budget: Budget) -> Budget:
+        """The part of a round's budget that a row may use: where rows are apart, what it would be given alone."""
+        return budget.within(self.remaining(row) - 1) if self.rows_apart else budget
+
+    def row_lengths(self, draft: Draft) -> list[int]:
+        """The depth up to which a draft is judged in each running row.
+
+        All of it where tokens are decided, since these do not depend on the draft.
+        """
+        whole = [draft.tree.depth] * len(self.running)
+        if self.sampling.decided:
+            return whole
+        # One token of every round is the target's own.
+        left = [self.remaining(row) - 1 for row in self.running]
+        each = zip(self.running, draft.row_lengths or whole, left, strict=True)
+        return [min(length, rest) if row in self.unfinished else draft.tree.depth for row, length, rest in each]
 
     def no_draft(self) -> Draft:
         """Return a draft of no tokens."""

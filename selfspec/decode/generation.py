@@ -72,6 +72,8 @@ class Generation(Iterator[Round]):
             bucket=1 if programs is None else programs.bucket,
             kept="exact" if limits is None else limits.cache,
         )
+        if request.offsets is not None:
+            cache.shift(request.offsets)
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         ranks = ranks_of(model)
@@ -99,10 +101,10 @@ class Generation(Iterator[Round]):
             ),
             past=_past_to_fill(request, cache),
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
-            needs_lockstep=request.sampling.in_order or request.stopping.stateful,
+            needs_lockstep=request.sampling.in_order or request.stopping.needs_lockstep,
             memories={} if memories is None else memories,
             programs=programs,
-            prefill_width=None if limits is None else limits.prefill_width(rows),
+            prefill_width=request.prefill_width,
         )
         if draft is not None:
             draft.state(batch)
@@ -110,6 +112,7 @@ class Generation(Iterator[Round]):
         self._committed, self._failed = batch.committed, batch.failed
         self._records = batch.records
         self._unfinished, self._past = batch.unfinished, batch.past
+        self._text_ends = batch.sequences.text_ends
         self._rounds = _rounds(batch, request, draft, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
@@ -166,9 +169,10 @@ class Generation(Iterator[Round]):
         prompts = self._request.input_ids
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
+        text = tuple(self._text_ends.get(row, length) for row, length in enumerate(lengths))
         return GenerateOutput(
             sequences=torch.cat([prompts, new], 1),
-            lengths=lengths,
+            lengths=text,
             stats=self.stats,
             lossless=self.lossless,
             scores=None if self._records.scores is None else self._records.scores.padded(lengths),
@@ -200,7 +204,8 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
         check_kinds(request.past, cache)
     if request.past is None or not is_callers(request.past):
         return DynamicCache() if request.whole else None
-    apart = len(request.lengths) > 1 and bool(request.stopping.eos or request.stopping.criteria)
+    stopping = request.stopping
+    apart = len(request.lengths) > 1 and bool(stopping.eos or stopping.criteria) and not stopping.fills
     if apart and not cache.rolls_back_by_cursor:
         raise UnsupportedOptionError(
             "a cache is not supported for several rows of a recurrent model that may end at different places, "

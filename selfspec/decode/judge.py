@@ -16,7 +16,7 @@ from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import effective
 from selfspec.decode.lockstep import lockstep_limit
-from selfspec.decode.row_lengths import ended, row_lengths, within
+from selfspec.decode.row_lengths import ended, within
 from selfspec.decode.sequences import Prefixes
 from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
@@ -31,7 +31,7 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         logits: the target's own, `[rows, nodes + 1, vocab]`.
         rule: accepts or rejects draft tokens.
     """
-    lengths = row_lengths(batch, draft)
+    lengths = batch.row_lengths(draft)
     accepted = _accept(batch, draft, lengths, logits, rule) if draft.length else _next(batch, draft, logits)
     judged = _on_host(batch, draft, accepted)
     limit = lockstep_limit(batch, draft, [row.run for row in judged.values()])

@@ -140,8 +140,9 @@ def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -
         row.ended = batch.stopping.ends(starts[number] + 1, row.tokens[-1])
     if batch.stopping.criteria and grown:
         verdicts = batch.stopping.criteria(batch.sequences.followed_by(_runs(batch, rows)), kept).tolist()
-        for number, row in grown.items():
-            row.ended = row.ended or bool(verdicts[number])
+        count = max(starts[number] for number in grown) + 1
+        for number in batch.stopping.ended(batch.sequences, [each for each in grown if verdicts[each]], count):
+            rows[number].ended = True
 
 
 def _runs(batch: Batch, rows: dict[int, _Row]) -> list[list[int]]:

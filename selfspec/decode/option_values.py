@@ -2,15 +2,15 @@
 
 `transformers` checks some of them, some only after a pass, and others never. A value that looks odd and means something
 there means the same here: `top_p=1.0`, `top_k=0`, `min_p=0.0` and cutoffs of 0 or 1 filter nothing, `max_time=0` stops
-after one token, `max_time=inf` never, a negative `eos_token_id` never ends a row, and a negative `pad_token_id` is
-allowed where nothing is padded.
+after one token, `max_time=inf` never, an `eos_token_id` outside the vocabulary never ends a row, such a `pad_token_id`
+is allowed where nothing is padded, and such `suppress_tokens` suppress nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,7 +26,12 @@ from selfspec.errors import UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Scope:
-    """The sizes that the values of a call have to fit: token ids of the model, and rows of the batch."""
+    """What the values of a call have to fit.
+
+    Attributes:
+        vocabulary: token ids of the model.
+        rows: of the batch that may end one before another.
+    """
 
     vocabulary: int
     rows: int
@@ -91,9 +96,14 @@ def _one_or_more(value: object) -> list[Any]:
     return [value] if listed is None else listed
 
 
-def _are_tokens(value: object, scope: Scope) -> bool:
+def _is_id(value: Any) -> bool:
+    """Whether a value is an id, of a token or of none: one that never comes."""
+    return _is_integer(value) and -(2**63) <= int(value) < 2**63
+
+
+def _are_ids(value: object, _: Scope) -> bool:
     listed = _listed(value)
-    return listed is not None and all(_is_token(token, scope) for token in listed)
+    return listed is not None and all(map(_is_id, listed))
 
 
 def _are_forced(value: object, scope: Scope) -> bool:
@@ -101,16 +111,16 @@ def _are_forced(value: object, scope: Scope) -> bool:
     return bool(tokens) and all(_is_token(token, scope) for token in tokens)
 
 
-def _are_ends(value: object, scope: Scope) -> bool:
+def _are_ends(value: object, _: Scope) -> bool:
     tokens = _one_or_more(value)
-    return bool(tokens) and all(_is_integer(token) and token < scope.vocabulary for token in tokens)
+    return bool(tokens) and all(map(_is_id, tokens))
 
 
 def _is_padding(value: object, scope: Scope) -> bool:
     tokens = _one_or_more(value)
     if len(tokens) != 1 or isinstance(value, list | tuple | set):
         return False
-    nothing_to_fill = scope.rows == 1 and _is_integer(tokens[0]) and tokens[0] < 0
+    nothing_to_fill = scope.rows == 1 and _is_id(tokens[0])
     return nothing_to_fill or _is_token(tokens[0], scope)
 
 
@@ -160,6 +170,7 @@ _CHECKS = (
     _Check(("do_sample", "renormalize_logits", "remove_invalid_values"), "True or False", _is_flag),
     _Check(("return_dict_in_generate", "output_scores", "output_logits"), "True or False", _is_flag),
     _Check(("max_new_tokens", "max_length"), "a positive integer", _is_whole(1)),
+    _Check(("prefill_chunk_size",), "an integer of at least 1, the tokens that one pass reads", _is_whole(1)),
     _Check(("num_beams",), "1: selfspec samples or decodes greedily; use model.generate for beam search", _is_whole(1)),
     _Check(("num_return_sequences",), "an integer of at least 1, the rows to return for each prompt", _is_whole(1)),
     _Check(("min_length", "min_new_tokens"), "an integer of at least 0; 0 asks for no least length", _is_whole(0)),
@@ -182,7 +193,7 @@ _CHECKS = (
     _Check(("stop_strings",), "a string that is not empty, or a list of such; None stops nowhere", _are_strings),
     _Check(
         ("eos_token_id",),
-        f"{_ID}, or a list of such ids (is it the model's own tokenizer?); None or -1 ends no row",
+        "a token id, or a list of them; None, or an id outside the vocabulary, ends no row",
         _are_ends,
     ),
     _Check(("pad_token_id",), f"{_ID}: it fills rows that end early; 0 will do where there is none", _is_padding),
@@ -194,7 +205,7 @@ _CHECKS = (
     ),
     _Check(("forced_bos_token_id",), _ID, _is_token),
     _Check(("forced_eos_token_id",), f"{_ID}, or a list of such ids", _are_forced),
-    _Check(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids of the model's vocabulary", _are_tokens),
+    _Check(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids", _are_ids),
     _Check(("bad_words_ids",), "a list of lists of token ids of the model's vocabulary, none empty", _are_words),
     _Check(
         ("sequence_bias",),
@@ -219,10 +230,12 @@ CHECKED = frozenset(name for check in (*_CHECKS, *_SAMPLING_CHECKS) for name in 
 
 def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
     """Refuse values that are not valid."""
-    _refuse(_CHECKS, value_of, scope)
-    if value_of("exponential_decay_length_penalty") is not None and value_of("eos_token_id") is None:
+    ends = value_of("eos_token_id")
+    _refuse(_CHECKS, value_of, replace(scope, rows=1) if ends is None else scope)
+    known = ends is not None and all(0 <= int(token) < scope.vocabulary for token in _one_or_more(ends))
+    if value_of("exponential_decay_length_penalty") is not None and not known:
         raise UnsupportedOptionError(
-            "exponential_decay_length_penalty makes the end likelier: pass eos_token_id as well"
+            "exponential_decay_length_penalty makes the end likelier: pass eos_token_id, of the vocabulary, as well"
         )
     if value_of("do_sample"):
         _refuse(_SAMPLING_CHECKS, value_of, scope)

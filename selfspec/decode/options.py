@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
+from inspect import signature
 from types import FrameType, MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from selfspec.arguments import check_callables
@@ -22,6 +23,7 @@ from selfspec.errors import UnsupportedOptionError
 _HONOURED = (CHECKED - {"num_beams"}) | {
     "use_cache",
     "guidance_scale",
+    "prefill_chunk_size",
     # Read by other decoding methods alone, or by transformers before it calls selfspec.
     "early_stopping",
     "length_penalty",
@@ -45,8 +47,12 @@ _HONOURED = (CHECKED - {"num_beams"}) | {
     "continuous_batching_config",
 }
 
+# Values that ask for what is done anyway.
+_NOTHING_ELSE: Mapping[str, object] = MappingProxyType({"cache_implementation": "dynamic"})
 # Inputs of the model that a call may contain.
 _MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHE_NAMES})
+# Parameters of a model's `forward` that say nothing of a prompt.
+_NO_INPUTS = frozenset({"self", "args", "kwargs", "input_ids", "labels", "cache_position", "return_dict"})
 # Not computed unless the whole output is returned.
 _ONLY_RETURNED = frozenset({"output_attentions", "output_hidden_states"})
 
@@ -100,9 +106,11 @@ def check_not_dropped(frame: FrameType | None) -> None:
             )
 
 
-def check_keywords(generation_config: GenerationConfig | None, options: Mapping[str, Any]) -> None:
+def check_keywords(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
+) -> None:
     """Refuse keywords that `transformers` would drop for a `custom_generate`, or fail on without naming selfspec."""
-    fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS
+    fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS | _further_inputs(model)
     if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
         fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
     if options.get("use_cache") is False:
@@ -115,8 +123,13 @@ def check_keywords(generation_config: GenerationConfig | None, options: Mapping[
     allowed = options.get("prefix_allowed_tokens_fn")
     check_callables("prefix_allowed_tokens_fn", None if allowed is None else [allowed])
     cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
-    if cache is not None:
+    if cache not in (None, _NOTHING_ELSE["cache_implementation"]):
         raise unsupported("cache_implementation", cache)
+
+
+def _further_inputs(model: PreTrainedModel) -> set[str]:
+    """Inputs of the model that come beside a prompt, such as images, and what tokenizers and processors hand over."""
+    return set(signature(type(model).forward).parameters) - _NO_INPUTS
 
 
 @cache
@@ -137,6 +150,8 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
         value = given.get(name, default)
         if name.startswith("_") or name in _HONOURED | inert or value in (None, False, default):
             continue
+        if value == _NOTHING_ELSE.get(name):
+            continue
         raise unsupported(name, value)
     # A checkpoint may say so by itself; then this call did not ask for it.
     if generation_config.use_cache is False and model.generation_config.use_cache is not False:
@@ -146,22 +161,21 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
 def check_model_inputs(
     config: PreTrainedConfig, inputs: Mapping[str, Any], width: int, generation_config: GenerationConfig
 ) -> None:
-    """Refuse inputs of the model that selfspec does not pass to it.
+    """Refuse inputs of text that selfspec does not pass to the model.
 
     `transformers` adds caches and default positions; only what differs from these was asked for. The mask of all
     columns is among the inputs, and the prefill reads `width` of them.
     """
-    read = {"input_ids", "inputs_embeds", "attention_mask", "use_cache", "logits_to_keep"}
-    if not generation_config.return_dict_in_generate:
-        read |= _ONLY_RETURNED
-    for name, value in inputs.items():
-        # For models that read images, `transformers` adds an empty mapping for the outputs of their encoders.
-        nothing = value is None or (isinstance(value, Mapping) and not value)
-        if nothing or name in read or isinstance(value, Cache):
-            continue
-        if name == "position_ids" and _follow_from(value, inputs["attention_mask"], width):
-            continue
-        raise unsupported(name)
+    if generation_config.return_dict_in_generate:
+        for name in _ONLY_RETURNED & inputs.keys():
+            if inputs[name] is not None:
+                raise unsupported(name)
+    positions, kept = inputs.get("position_ids"), inputs.get("logits_to_keep")
+    if positions is not None and not _follow_from(positions, inputs["attention_mask"], width):
+        raise unsupported("position_ids")
+    # Of any number of last tokens, the last one's are among them.
+    if kept is not None and not (type(kept) is int and kept >= 0):
+        raise unsupported("logits_to_keep", kept)
     # `transformers` counts such padding as tokens in windows, and where there are no position_ids.
     counts = inputs.get("position_ids") is None or smallest_window(config) is not None
     if counts and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
@@ -172,12 +186,15 @@ def check_model_inputs(
 
 
 def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
-    """Whether positions, of all columns or of the last `width`, count the tokens of a mask."""
-    if position_ids.ndim != 2 or position_ids.shape[1] not in (width, mask.shape[1]):
+    """Whether positions, of all columns or of the last `width`, count the tokens of a mask.
+
+    Models that read images have several for each token, `[sections, rows, columns]`: here all must be equal.
+    """
+    if position_ids.ndim not in (2, 3) or position_ids.shape[-1] not in (width, mask.shape[1]):
         return False
-    if len(position_ids) not in (1, len(mask)):
+    if position_ids.shape[-2] not in (1, len(mask)):
         return False
-    columns = slice(-position_ids.shape[1], None)
+    columns = slice(-position_ids.shape[-1], None)
     expected = (mask.cumsum(-1) - 1)[:, columns]
     return bool(((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all())
 

@@ -94,7 +94,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     that code which iterates over an output finds what it knows.
 
     Attributes:
-        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
+        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right. Where
+            there is no end token, rows that a stopping criterion has ended go on until all have, as in
+            `transformers`.
         scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
             unless `return_dict_in_generate` and `output_scores` ask for them. After the end of a row, 0 for the padding
             token and -inf for others.
@@ -102,7 +104,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
         cache: keys and values of all tokens but each row's last, for the next turn: the caller's cache, or a new
             one for `return_dict_in_generate`. None otherwise, and before the generation has finished. Items call it
             as `transformers` does: `past_key_values` before 5.24.
-        lengths: number of new tokens of each row.
+        lengths: number of new tokens of each row, up to where it ended.
         stats: counts and times.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """

@@ -21,13 +21,15 @@ from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStri
 from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.compat import CACHE_NAMES, cache_argument
+from selfspec.decode.beside_text import beside_text, change_nothing, read_by_stock
 from selfspec.decode.option_values import Scope, check_values, value_in_call
 from selfspec.decode.options import check_keywords, check_model_inputs, check_options
 from selfspec.decode.processors import read_processing
 from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
-from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.adapter import Adapter
 from selfspec.model.rope import is_outgrown
 
 
@@ -50,6 +52,9 @@ class Request:
         logits: whether the target's logits are.
         streamer: receives the prompt and then each committed token; None: there is none.
         past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
+        offsets: of each row, how much larger position ids of its further tokens are than their number in the text,
+            where the stock model has read the prompts with images or the like; None: it has not.
+        prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
         anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
     """
 
@@ -65,6 +70,8 @@ class Request:
     logits: bool
     streamer: BaseStreamer | None = None
     past: Cache | None = None
+    offsets: tuple[int, ...] | None = None
+    prefill_width: int | None = None
     anew: bool = False
 
     @property
@@ -87,20 +94,25 @@ class Request:
 
 def read_request(
     model: PreTrainedModel,
+    adapter: Adapter,
     inputs: Tensor | None,
     attention_mask: Tensor | None,
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
+    *,
+    text_alone: bool = False,
 ) -> Request:
     """Check a call of `generate` and return it in one form.
 
     Args:
         model: the model that will run.
+        adapter: where its layers are.
         inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
         attention_mask: 1 for tokens and 0 for padding, of the same shape; None: padding is where `transformers`
             finds the padding token.
         generation_config: as in `model.generate`.
         options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
+        text_alone: whether images and the like are refused.
 
     Raises:
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
@@ -120,11 +132,23 @@ def read_request(
     masks = {} if attention_mask is None else {"attention_mask": checked_mask(attention_mask, read, past)}
     # transformers does not pass these two to a callable.
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
-    check_keywords(generation_config, options)
+    # Read where code of a folder is to generate, and here none is.
+    options.pop("trust_remote_code", None)
+    if options.get("custom_generate") is None:
+        options.pop("custom_generate", None)
+    check_keywords(model, generation_config, options)
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, read))
+    heals = bool(value_of("token_healing"))
+    if heals:
+        _check_tokenizer("token_healing", tokenizer)
+        if input_ids is None or value_of("encoder_repetition_penalty") or value_of("encoder_no_repeat_ngram_size"):
+            raise UnsupportedOptionError(
+                "token_healing is for prompts of token ids, and without penalties that read them as they were; drop it"
+            )
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
+    call = call.without("token_healing") if heals else call
     prepared: dict[str, Any] = {}
 
     def receive(_model: PreTrainedModel, input_ids: Tensor, **others: Any) -> None:
@@ -142,10 +166,23 @@ def read_request(
         )
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
+    if heals:
+        ids, mask = prepared["input_ids"], prepared.get("attention_mask")
+        mask = torch.ones_like(ids) if mask is None else mask
+        healed = _healed(call.model, ids, mask, tokenizer)
+        others = {"streamer": streamer, "tokenizer": tokenizer, "token_healing": False, "num_return_sequences": 1}
+        mask = mask[:, -healed.shape[1] :]
+        again = {**options, **others}
+        return read_request(model, adapter, healed, mask, generation_config, again, text_alone=text_alone)
     # num_return_sequences repeats rows; their masks have to follow.
     for name, mask in masks.items():
         prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)
-    request = prepared_request(model, **prepared)
+    if "input_ids" not in prepared:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a generate of its own, which does not hand over to others; wrap the causal LM "
+            "inside it"
+        )
+    request = prepared_request(model, adapter, text_alone=text_alone, **prepared)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -180,35 +217,71 @@ class _Call:
         strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
         if strings is None:
             return self
-        if tokenizer is None:
-            raise UnsupportedOptionError("stop_strings need the model's tokenizer: pass tokenizer=... as well")
-        check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
+        _check_tokenizer("stop_strings", tokenizer)
+        try:
+            criterion = StopStringCriteria(tokenizer, strings)
+        # It cannot look into the tokens of every kind of vocabulary.
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise UnsupportedOptionError(
+                f"transformers cannot look for stop_strings in the tokens of {type(tokenizer).__name__} ({error}); end "
+                "rows by a criterion of your own: stopping_criteria=[...]"
+            ) from error
+        criteria = [*(self.options.get("stopping_criteria") or ()), criterion]
+        call = self.without("stop_strings")
+        return replace(call, options={**call.options, "stopping_criteria": StoppingCriteriaList(criteria)})
+
+    def without(self, name: str) -> _Call:
+        """Leave out an option, wherever it is from."""
         # A copy: the model's own defaults are read in any case, and must not change.
         model = copy(self.model)
-        model.generation_config = _without_stop_strings(self.model.generation_config)
-        criteria = [*(self.options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-        return _Call(
-            model,
-            None if self.generation_config is None else _without_stop_strings(self.generation_config),
-            {**self.options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)},
-        )
+        model.generation_config = _config_without(name, self.model.generation_config)
+        given = self.generation_config
+        return _Call(model, None if given is None else _config_without(name, given), {**self.options, name: None})
 
 
-def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+def _config_without(name: str, config: GenerationConfig) -> GenerationConfig:
     config = deepcopy(config)
-    config.stop_strings = None
+    setattr(config, name, None)
     return config
+
+
+def _check_tokenizer(option: str, tokenizer: object) -> None:
+    if tokenizer is None:
+        raise UnsupportedOptionError(f"{option} needs the model's tokenizer: pass tokenizer=... as well")
+    check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
+
+
+def _healed(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Let the model choose the last token of each prompt anew, as `transformers` does where it has the tokenizer."""
+    try:
+        healed: Tensor = model.heal_tokens(ids, tokenizer)
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        raise UnsupportedOptionError(f"token_healing: transformers cannot heal these prompts ({error})") from error
+    # transformers keeps the mask and the positions of the prompts as they were; other positions alone change nothing
+    # where only differences of them count.
+    rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
+    shifted = healed.shape[1] < ids.shape[1] and rotary and bool(mask.all())
+    if healed.shape != ids.shape and not (shifted and healed.numel()):
+        raise UnsupportedOptionError(
+            f"token_healing makes {healed.shape[1]} tokens of the prompts' {ids.shape[1]}, which their mask and "
+            "positions do not fit; heal them before, by model.heal_tokens(input_ids, tokenizer), and pass that with a "
+            "mask of its own"
+        )
+    return healed
 
 
 def prepared_request(
     model: PreTrainedModel,
+    adapter: Adapter,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    *,
+    text_alone: bool = False,
     **model_kwargs: Any,
 ) -> Request:
-    """Check what `transformers` passes to a `custom_generate` callable."""
+    """Check what `transformers` passes to a `custom_generate` callable, and read what is beside the text."""
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
@@ -230,6 +303,17 @@ def prepared_request(
         mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
     mask = checked_mask(mask, read, past)
     config = model.config.get_text_config(decoder=True)
+    reading = None
+    if beside_text(inputs) and not change_nothing(model, adapter, inputs, mask):
+        if text_alone:
+            raise UnsupportedOptionError(
+                f"{', '.join(beside_text(inputs))}: rows that come and go, and models loaded within a budget, read "
+                "text alone; call generate of a model that is loaded whole"
+            )
+        reading = read_by_stock(model, adapter, inputs, mask)
+        past = reading.past
+        # The stock model has used them; those of further tokens were compared with its own.
+        inputs = {**inputs, "position_ids": None}
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
     # transformers has chosen the padding token.
     pad = generation_config._pad_token_tensor
@@ -246,10 +330,10 @@ def prepared_request(
             f"{context}; {remedy}"
         )
     held = mask[:, : 0 if past is None else past_length(past)].sum(1).tolist()
-    anew = past is not None and is_outgrown(config, held, lengths)
+    anew = past is not None and reading is None and is_outgrown(config, held, lengths)
     if anew and read.shape[1] < mask.shape[1]:
         raise UnsupportedOptionError(
-            f"past_key_values hold {max(held)} tokens that were rotated by other tables than this text of "
+            f"the cache holds {max(held)} tokens that were rotated by other tables than this text of "
             f"{max(lengths)}, so they must be read again; pass the whole conversation as input_ids"
         )
     return Request(
@@ -262,14 +346,21 @@ def prepared_request(
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
-        # It may be negative if no token ends a row; then nothing is padded.
-        pad=0 if pad is None else max(int(pad.flatten()[0]), 0),
+        pad=_padding(pad, model),
         whole=whole,
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
         past=past,
+        offsets=None if reading is None else reading.offsets,
+        prefill_width=generation_config.prefill_chunk_size,
         anew=anew,
     )
+
+
+def _padding(pad: Tensor | None, model: PreTrainedModel) -> int:
+    # It may be no token where nothing is padded; what processors are shown is one all the same.
+    token = 0 if pad is None else int(pad.flatten()[0])
+    return token if 0 <= token < model.get_input_embeddings().weight.shape[0] else 0
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:

@@ -1,8 +1,8 @@
 """Draft lengths of single rows: how much of a draft, whose length rows share, is judged in each of them.
 
-Towards the end of a text the draft is as long as the row with most left to generate can use, and a look-up is made for
-all rows where one has a match. Where tokens are drawn, each row takes no more of that than it would alone: then it
-draws the same tokens as alone, for the same noise goes to the same places.
+Towards the end of a text the draft is as long as the row with most left to generate can use, and what is found without
+a model is drafted for all rows where something is for one. Where tokens are drawn, each row takes no more of that than
+it would alone (`Batch.row_lengths`): then it draws the same tokens as alone, for places have the same noise.
 
 To any rule a draft ends at a place where q is 0: max(p - 0, 0) is p, and what is judged after it is not accepted. The
 length depends on committed tokens alone, so the output stays exact.
@@ -17,22 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept.tree_paths import tree_tables
-from selfspec.decode.batch import Batch
 from selfspec.draft import Draft
-
-
-def row_lengths(batch: Batch, draft: Draft) -> list[int]:
-    """The depth up to which the draft of a round is judged in each running row.
-
-    All of them where tokens are decided, since these do not depend on the draft.
-    """
-    whole = [draft.tree.depth] * len(batch.running)
-    if batch.sampling.decided:
-        return whole
-    # One token of every round is the target's own.
-    left = [batch.remaining(row) - 1 for row in batch.running]
-    each = zip(batch.running, draft.row_lengths or whole, left, strict=True)
-    return [min(length, rest) if row in batch.unfinished else draft.tree.depth for row, length, rest in each]
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:

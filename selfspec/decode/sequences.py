@@ -19,13 +19,15 @@ class Sequences:
     Args:
         prompts: as given, left-padded, `[batch, prompt]`. All ids are returned on their device.
         pad: fills rows that are shorter than others.
-        mask: which columns of the prompts are text, bool; None: passes read something else than these ids.
+        mask: which columns of the prompts are text, bool; None: passes read something else than these ids, and all
+            columns count as text.
 
     Attributes:
         committed: the new tokens of each row, final. Append to them; change nothing else.
         unfinished: numbers of the rows that have not ended.
         running: numbers of the rows that passes run, in the order in which tensors hold them. All unfinished rows are
             among them; a finished row is until it is dropped.
+        text_ends: after how many new tokens a row has ended whose other tokens only fill it up, by row.
         width: length of the prompts, padding included.
         pad: fills rows that are shorter than others.
     """
@@ -35,6 +37,7 @@ class Sequences:
         self.committed: list[list[int]] = [[] for _ in rows]
         self.unfinished = set(rows)
         self.running = list(rows)
+        self.text_ends: dict[int, int] = {}
         self.width = prompts.shape[1]
         self.pad = pad
         self._prompts = prompts
@@ -75,8 +78,7 @@ class Sequences:
 
     @property
     def _text_columns(self) -> Tensor:
-        assert self._mask is not None
-        return self._mask
+        return torch.ones_like(self._prompts, dtype=torch.bool) if self._mask is None else self._mask
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
         """Return the ids of all rows with a run of tokens after each, padded right to the longest, `[batch, length]`.

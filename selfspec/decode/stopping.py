@@ -30,16 +30,22 @@ class Stopping:
         criteria: all others. They see what they would see in `transformers`: the whole batch, token by token as each
             row grows. Where rows differ in length, a stateless criterion sees the others cut or padded to the length of
             the call, and what it answers for them is not used.
+        fills: whether a row that a criterion has ended is filled up with tokens of its own until all have ended.
+            `transformers` pads such rows only where there is an end-of-sequence token.
     """
 
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    fills: bool = False
 
     @property
-    def stateful(self) -> bool:
-        """Whether a criterion may have memory. It then needs rows in lockstep, as in plain decoding."""
-        return any(not is_stateless(criterion) for criterion in self.criteria)
+    def needs_lockstep(self) -> bool:
+        """Whether rows must be at one length in every round, as in plain decoding.
+
+        A criterion that may have memory is called with all rows at one length; and rows that are filled up end at one.
+        """
+        return self.fills or any(not is_stateless(criterion) for criterion in self.criteria)
 
     def ends(self, count: int, last: int) -> bool:
         """Whether a row ends with its `count`-th new token `last`, criteria aside."""
@@ -89,11 +95,24 @@ class Stopping:
                 continue
             so_far = None if scores is None else scores[: length - sequences.width]
             verdicts = self.criteria(ids[:, :length].contiguous(), so_far).tolist()
-            for row in rows:
-                if verdicts[row]:
-                    ends[row] = length - starts[row]
-                    ids[row, length:] = sequences.pad
+            for row in self.ended(sequences, [row for row in rows if verdicts[row]], length - sequences.width):
+                ends[row] = length - starts[row]
+                ids[row, length:] = sequences.pad
         return ends
+
+    def ended(self, sequences: Sequences, rows: Sequence[int], count: int) -> Sequence[int]:
+        """Return the rows that end where a criterion has ended some: these, or where rows are filled up none or all.
+
+        Args:
+            sequences: notes where the text of each row that is filled up has ended.
+            rows: that the criterion has ended.
+            count: their new tokens.
+        """
+        if not self.fills:
+            return rows
+        for row in rows:
+            sequences.text_ends.setdefault(row, count)
+        return sorted(sequences.unfinished) if sequences.text_ends.keys() >= sequences.unfinished else ()
 
 
 def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -> Stopping:
@@ -121,6 +140,8 @@ def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -
         max_new_tokens=max(min(longest, default=max_length) - width, 1),
         eos=frozenset(token for tokens in ends for token in tokens.flatten().tolist()),
         criteria=StoppingCriteriaList(others),
+        # As `transformers` asks whether to pad.
+        fills=bool(others) and not any(hasattr(criterion, "eos_token_id") for criterion in criteria),
     )
 
 

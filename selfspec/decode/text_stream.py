@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,16 +17,22 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextStream:
-    """Text of the tokens after a prompt, as they come. Special tokens are left out.
+    """Text of the tokens after a prompt, as they come.
 
     A piece is given out once no later token can change it: characters of several tokens come with their last token.
     Each step decodes the latest tokens alone, with those before them for context, because many tokenizers drop the
     space at the beginning of a text.
+
+    Args:
+        tokenizer: the model's.
+        prompt: tokens before.
+        special: whether special tokens are written out; else they are left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], special: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = special
+        self._left_out = frozenset(() if special else tokenizer.all_special_ids)
         self._ids = list(prompt)
         self._context = 0
         self._given = len(self._ids)
@@ -33,14 +40,30 @@ class TextStream:
     def push(self, tokens: Sequence[int]) -> str:
         """Take tokens; return the text that is now certain, which may be empty."""
         self._ids += tokens
-        if self._within_a_character():
-            return ""
         fresh = self._fresh()
-        return "" if fresh.endswith(_REPLACEMENT) else self._give(fresh)
+        return self._give(fresh) if self._certain(fresh) else ""
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
         return self._give(self._fresh())
+
+    def push_apart(self, tokens: Sequence[int]) -> list[str]:
+        """Take tokens; return the text of each token whose text is now certain, in order.
+
+        Together they are what `push` returns. A character belongs to its last token.
+        """
+        self._ids += tokens
+        fresh = self._fresh()
+        return self._give_apart(fresh) if fresh and self._certain(fresh) else []
+
+    def finish_apart(self) -> list[str]:
+        """The text of each token that is left, when no more tokens come."""
+        return self._give_apart(self._fresh())
+
+    @property
+    def whole_characters(self) -> str:
+        """What is not given out yet, as it would be if no more tokens came; without a character that is unfinished."""
+        return self._fresh().rstrip(_REPLACEMENT) if self._given < len(self._ids) else ""
 
     def foresee(self, tokens: Sequence[int]) -> str:
         """The text that `tokens` would have added if they had come and been the last."""
@@ -48,8 +71,11 @@ class TextStream:
         other._ids = [*self._ids, *tokens]
         return other._fresh().removeprefix(self._fresh())
 
-    def _fresh(self) -> str:
-        return continuation(self._tokenizer, self._ids[self._context : self._given], self._ids[self._given :])
+    def _fresh(self, count: int | None = None) -> str:
+        """The text of so many of the tokens that are not given out yet; None: of all of them."""
+        until = None if count is None else self._given + count
+        before, new = self._ids[self._context : self._given], self._ids[self._given : until]
+        return continuation(self._tokenizer, before, new, self._special)
 
     def _give(self, fresh: str) -> str:
         # Without any text the old context stays: it alone tells that a text has begun.
@@ -57,19 +83,38 @@ class TextStream:
             self._context, self._given = self._given, len(self._ids)
         return fresh
 
-    def _within_a_character(self) -> bool:
-        latest = next((token for token in reversed(self._ids) if token not in self._special), None)
+    def _give_apart(self, fresh: str) -> list[str]:
+        ends = [0]
+        for count in range(1, len(self._ids) - self._given):
+            # What the tokens up to this one say by themselves, as far as it stays.
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._fresh(count), fresh, strict=False))
+            ends.append(max(ends[-1], sum(1 for _ in alike)))
+        texts = [fresh[start:end] for start, end in pairwise([*ends, len(fresh)])]
+        if self._given == len(self._ids):
+            return []
+        self._give(fresh)
+        return texts
+
+    def _certain(self, fresh: str) -> bool:
+        """Whether no later token can change the text."""
+        latest = next((token for token in reversed(self._ids) if token not in self._left_out), None)
         name = "" if latest is None else self._tokenizer.convert_ids_to_tokens(latest)
-        return isinstance(name, str) and _BYTE_TOKEN.fullmatch(name) is not None
+        within_bytes = isinstance(name, str) and _BYTE_TOKEN.fullmatch(name) is not None
+        return not within_bytes and not fresh.endswith(_REPLACEMENT)
 
 
-def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text of `new` after `prompt`, without special tokens.
+def continuation(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], special: bool = False
+) -> str:
+    """The text of `new` after `prompt`, with or without special tokens.
 
-    It is cut from the whole, since a text decoded alone may lose its first space.
+    It is cut from the whole, since a text decoded alone may lose its first space. A character that the prompt leaves
+    unfinished, and the new tokens finish, is theirs.
     """
     known, whole = (
-        str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        str(tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
         for ids in (prompt, [*prompt, *new])
     )
+    if not whole.startswith(known):
+        known = known.rstrip(_REPLACEMENT)
     return whole[len(known) :]

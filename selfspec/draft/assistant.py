@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.arguments import check_weights, shown
+from selfspec.arguments import check_kind, check_weights, shown
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.draft import Budget, Draft
@@ -22,7 +22,7 @@ from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.unwrap import stock_model
-from selfspec.model.vocabulary import tokens_by_id
+from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
@@ -67,6 +67,7 @@ class Assistant(GrowingDrafter):
         own = stock_model(model if isinstance(model, nn.Module) else load_checkpoint(str(model), device="cpu").model)
         check_causal(own)
         check_weights(own)
+        check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
         adapter = adapter or find_adapter(own)
         adapter.check(own)
         for name, value in {"model": own, "adapter": adapter, "source": source}.items():
@@ -77,6 +78,12 @@ class Assistant(GrowingDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_decodable(self.model)
+        own = {id(weight) for weight in self.model.parameters()}
+        if own.issuperset(map(id, model.parameters())):
+            raise DraftConfigError(
+                "the assistant is the model itself, so that drafting takes as long as decoding; give a smaller model, "
+                "or draft with an exit, skipped layers or fewer bits"
+            )
         _check_same_tokens(self.model, model)
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
@@ -165,7 +172,7 @@ def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> No
     Raises:
         DraftConfigError: naming a token that differs.
     """
-    sizes = [each.get_output_embeddings().weight.shape[0] for each in (assistant, model)]
+    sizes = [vocabulary_size(each) for each in (assistant, model)]
     theirs, own = tokens_by_id(assistant), tokens_by_id(model)
     if not theirs or not own:
         if sizes[0] != sizes[1]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from selfspec.errors import DraftConfigError
-from selfspec.files.described_tensors import DescribedTensors
-from selfspec.files.writing import whole
+from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.model.vocabulary import Vocabulary
 
 _ABOUT = "candidates"
@@ -33,7 +30,7 @@ class About:
         most_bytes: of the table.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     vocabulary: Vocabulary
     candidates: int
     longest: int
@@ -51,7 +48,7 @@ class CandidateFile:
         about: what it says of itself.
 
     Raises:
-        DraftConfigError: it is missing, truncated, foreign or of another format.
+        DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -64,6 +61,7 @@ class CandidateFile:
         Raises:
             DraftConfigError: the file has others, or numbers that no table has.
         """
+        self._tensors.check_names(like)
         found = {}
         for name, values in like.items():
             array = self._tensors.read_like(name, values)
@@ -84,5 +82,4 @@ def write_candidates(file: str | Path, about: About, tables: Mapping[str, NDArra
     Raises:
         StorageError: it cannot be written.
     """
-    with whole(Path(file)) as draft:
-        save_file(dict(tables), draft, {_ABOUT: json.dumps(asdict(about))})
+    write_described(Path(file), _ABOUT, asdict(about), tables)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfspec.cache.tree import Tree
+
 NONE = -1
 """In place of a candidate where none is known, and of a token before the beginning of a text."""
 
@@ -41,10 +43,12 @@ class CandidateTable:
         kept: candidates kept for each context, at least 1.
         longest: tokens of the longest context, at least 1.
         nbytes: the most that it takes.
+        under: what is known where this table knows less; it is not changed. None: nothing.
     """
 
-    def __init__(self, kept: int, longest: int, nbytes: int) -> None:
+    def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
         places = max(nbytes // (longest * (8 + 4 * kept)), 1)
+        self._under = under
         # Memory is taken as places are written to.
         self._keys: NDArray[np.uint64] = np.zeros((longest, places), dtype=np.uint64)
         self._rows: NDArray[np.int32] = np.zeros((longest, places, kept), dtype=np.int32)
@@ -81,6 +85,10 @@ class CandidateTable:
         found = np.where(known, lengths + 1, 0).max(1)
         rows = self._rows[found - 1, places[np.arange(len(keys)), found - 1]]
         rows[found == 0] = NONE
+        if self._under is not None:
+            below = self._under.find(contexts.reshape(-1, self.longest))
+            rows = np.where((below.lengths > found)[:, None], below.candidates, rows)
+            found = np.maximum(below.lengths, found)
         return Found(rows.reshape(*contexts.shape[:-1], self.kept), found.reshape(contexts.shape[:-1]))
 
     def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
@@ -112,10 +120,45 @@ class CandidateTable:
                 chosen = order[again == turn]
                 self._put_first(length, keys[chosen], followers[chosen])
 
+    def grown(self, contexts: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
+        """Return the token of each node, `[rows, nodes]`.
+
+        Args:
+            contexts: the last tokens of each row, `[rows, longest]`.
+            tree: siblings are the likeliest candidates of their place, in order.
+        """
+        tokens = np.empty((len(contexts), len(tree)), dtype=np.int64)
+        ends, known = {-1: contexts}, {}
+        for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+            if parent not in known:
+                known[parent] = self.find(ends[parent]).candidates
+            found = known[parent][:, rank]
+            # Any guess is as exact as another.
+            tokens[:, node] = np.where(found == NONE, ends[parent][:, -1], found)
+            ends[node] = np.column_stack([ends[parent][:, 1:], tokens[:, node]])
+        return tokens
+
+    def take(self, other: CandidateTable) -> None:
+        """Take over all that another table knows of itself; it keeps as many candidates of contexts as long."""
+        for length, keys in enumerate(other._keys):
+            held = np.flatnonzero(keys)
+            places = self._places(keys[held])
+            self._keys[length, places], self._rows[length, places] = keys[held], other._rows[length, held]
+
+    def keep_below(self, vocabulary: int) -> None:
+        """Drop the candidates that are no tokens of a vocabulary."""
+        self._rows[self._rows >= vocabulary] = NONE
+
+    def _held(self, length: int, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
+        """The candidates of contexts, `[n, kept]`, `NONE` of those that are not known."""
+        places = self._places(keys)
+        below = NONE if self._under is None else self._under._held(length, keys)
+        return np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], below)
+
     def _put_first(self, length: int, keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> None:
         """Put a token before the other candidates of each of some contexts, all different."""
         places = self._places(keys)
-        rows = np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], NONE)
+        rows = self._held(length, keys)
         same = rows == tokens[:, None]
         last = np.where(same.any(1), same.argmax(1), self.kept - 1)
         rows = np.where(np.arange(self.kept) <= last[:, None], np.roll(rows, 1, axis=1), rows)

@@ -13,6 +13,7 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, Exit
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import CANDIDATES, Recycling
+from selfspec.draft.rows_apart import filled_up
 from selfspec.draft.suffixes import Suffixes
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
@@ -35,7 +36,8 @@ class Cascade(Drafter):
     """Takes the draft of a source without a model where it has one that promises more than the sources behind it.
 
     Which of them a round takes is the control's choice: by what rounds with so long a match, with recycled candidates,
-    and with drafts of a model have lately committed for what they cost. All of them learn from every round.
+    and with drafts of a model have lately committed for what they cost. All of them learn from every round. Where rows
+    are apart (see `FixedLength`) each row takes the first that has one for it.
 
     Attributes:
         first: looks up, draws suffix trees, or recycles.
@@ -91,6 +93,8 @@ class Cascade(Drafter):
 
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         found, control = self.first.look_up(batch, budget), batch.controller
+        if batch.rows_apart:
+            return filled_up(batch, found, lambda: self.then.propose(batch, budget))
         behind = [CANDIDATES if isinstance(source, Recycling) else 0 for source in self.sources[1:]]
         if found.length and control.prefers(found.match_length, behind) and control.tries(found.match_length):
             return found

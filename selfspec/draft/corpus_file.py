@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.draft.text_places import NONE, SortedCorpus, Tokens, sorted_ends
 from selfspec.errors import DraftConfigError
-from selfspec.files.described_tensors import DescribedTensors
-from selfspec.files.writing import whole
+from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.model.vocabulary import Vocabulary
 
 _ABOUT = "corpus"
@@ -29,7 +26,7 @@ LONGEST = 16
 class _About:
     """What a file says of itself."""
 
-    format: Literal[1]
+    format: Literal[2]
     vocabulary: Vocabulary
 
 
@@ -45,16 +42,19 @@ class CorpusFile:
         corpus: what is searched.
 
     Raises:
-        DraftConfigError: it is missing, truncated, foreign or of another format.
+        DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
         found = DescribedTensors(file, "a corpus", _ABOUT, _About, "pt", _REWRITE)
         self.source, self.vocabulary = found.source, found.about.vocabulary
+        found.check_names(("tokens", "ends"))
         tokens, ends = found.read("tokens"), found.read("ends")
-        if not (_is_within(tokens, NONE, self.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))):
+        within = _is_within(tokens, NONE, self.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))
+        if not within or len(ends) != len(tokens):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
+        self._largest = int(tokens.max())
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Refuse the corpus for a model with other tokens.
@@ -65,6 +65,11 @@ class CorpusFile:
         if not self.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
+            )
+        if self._largest >= vocabulary.size:
+            raise DraftConfigError(
+                f"{self.source} holds token {self._largest}, and the model has {vocabulary.size}; {_REWRITE} MODEL "
+                "with this model"
             )
 
 
@@ -96,7 +101,6 @@ def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: V
     if len(tokens) == len(parts) // 2:
         raise DraftConfigError("a corpus needs texts with tokens; give others")
     ends = sorted_ends(tokens, LONGEST)
-    about = json.dumps(asdict(_About(1, vocabulary)))
-    with whole(Path(file)) as draft:
-        save_file({"tokens": torch.from_numpy(tokens), "ends": torch.from_numpy(ends)}, draft, {_ABOUT: about})
+    parts_of_it = {"tokens": torch.from_numpy(tokens), "ends": torch.from_numpy(ends)}
+    write_described(Path(file), _ABOUT, asdict(_About(2, vocabulary)), parts_of_it)
     return len(tokens) - len(parts) // 2

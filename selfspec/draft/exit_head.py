@@ -23,6 +23,7 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.values import checked_path
 
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"
@@ -101,7 +102,7 @@ class ExitHead(LayerPathDrafter):
         Raises:
             ExitHeadError: the side-car is missing, truncated, corrupt, of another format, or lacks the exit.
         """
-        place = Path(folder)
+        place = checked_path("folder", folder, ExitHeadError)
         config = read_json(place / CONFIG, _Config, ExitHeadError, _COPY)
         tensors = _read_weights(place / WEIGHTS, config.sha256)
         chosen = config.default if layer is None else layer

@@ -77,7 +77,7 @@ def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
     """Return a list of layer numbers that somebody gave under some name.
 
     Raises:
-        DraftConfigError: it is no list of integers, or lists more layers than any model has.
+        DraftConfigError: it is no list of integers, names one twice, or lists more layers than any model has.
     """
     if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")
@@ -89,4 +89,6 @@ def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
             raise DraftConfigError(
                 f"{name}={list(listed)!r}: {number!r} is not an integer layer number; give a list of layer numbers"
             )
+    if len(set(listed)) < len(listed):
+        raise DraftConfigError(f"{name}={list(listed)!r} lists a layer more than once; name each once")
     return listed

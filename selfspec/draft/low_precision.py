@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.arguments import check_module
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
@@ -27,6 +29,7 @@ from selfspec.model.substitutes import (
     substituted_weights,
     weights_of,
 )
+from selfspec.values import checked_path, shown
 
 _GROUPS = (32, 64, 128, 256)
 # What siblings of each rank are held to be accepted at.
@@ -84,6 +87,8 @@ class LowPrecision(LayerPathDrafter):
             raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
         if type(group_size) is not int or group_size not in _GROUPS:
             raise DraftConfigError(f"group_size={group_size!r}: choose one of {', '.join(map(str, _GROUPS))}")
+        if bits == 8 and group_size != _GROUPS[0]:
+            raise DraftConfigError(f"group_size={group_size}: 8 bits have one scale for each output; leave it out")
 
     @classmethod
     def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
@@ -96,7 +101,7 @@ class LowPrecision(LayerPathDrafter):
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
         """
-        about = SubstituteFile(file).about
+        about = SubstituteFile(checked_path("file", file, DraftConfigError)).about
         draft = cls(about.bits, about.group_size, about.layers, exit, about.head)
         object.__setattr__(draft, "saved", str(file))
         return draft
@@ -120,28 +125,32 @@ class LowPrecision(LayerPathDrafter):
             progress: is called with how many weights are rounded, and how many there are.
 
         Raises:
-            DraftConfigError: the draft does not fit the model, none of its layers has a substitute, or there are texts
-                for 8 bits.
+            DraftConfigError: the draft does not fit the model, none of its layers has a substitute, or texts are for 8
+                bits or no token ids of the model.
+            UnsupportedModelError, UnsupportedOptionError: an argument has the wrong type.
             StorageError: the file cannot be written.
         """
+        place = checked_path("file", file)
+        check_module(model)
         if texts and self.bits == 8:
             raise DraftConfigError("texts serve 4 bits alone: weights in 8 bits are rounded to nearest; leave them out")
         adapter = adapter or find_adapter(model)
         self.check_model(model, adapter)
+        _check_texts(texts, model)
         precision = Precision(self.bits, self.group_size)
         weights = weights_of(model, adapter, self.path(len(adapter.decoder_layers(model))))
         if texts:
             rounded = compensated_weights(model, weights, precision, texts)
         else:
             rounded = ((name, round_weight(weight, precision)) for name, weight in weights)
-        about = About(1, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
+        about = About(2, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
 
         def counted() -> Iterator[tuple[str, RoundedWeight]]:
             for done, each in enumerate(rounded, 1):
                 progress(done, len(weights))
                 yield each
 
-        write_substitutes(file, about, counted())
+        write_substitutes(place, about, counted())
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         if self.saved is not None:
@@ -168,11 +177,6 @@ class LowPrecision(LayerPathDrafter):
         return path.with_substitutes(self._precision, substituted, head=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        if getattr(model.config, "quantization_config", None) is not None:
-            raise DraftConfigError(
-                f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
-                "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
-            )
         if model.device.type not in KERNEL_DEVICES:
             raise DraftConfigError(
                 f"there are no kernels for low-precision drafts on {model.device.type}; use "
@@ -193,5 +197,25 @@ class LowPrecision(LayerPathDrafter):
                 'draft step would fetch them; load it with selfspec.load(path, memory="6GiB"), which makes copies, or '
                 "draft with PromptLookup()"
             )
-        if not any(True for module in modules for _ in substituted_weights(module, path.precision)):
-            raise no_substitutes(model, path.precision)
+        if any(True for module in modules for _ in substituted_weights(module, path.precision)):
+            return
+        # What was read from a quantised file may be computed in floating point all the same.
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise DraftConfigError(
+                f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
+                "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
+            )
+        raise no_substitutes(model, path.precision)
+
+
+def _check_texts(texts: object, model: PreTrainedModel) -> None:
+    """Refuse texts that are no token ids of a model."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    for text in texts if isinstance(texts, list | tuple) else (texts,):
+        is_ids = isinstance(text, Tensor) and text.dtype in (torch.int64, torch.int32)
+        if not is_ids or text.ndim != 2 or not text.numel():
+            raise DraftConfigError(
+                f"texts must be a list of token ids, each a LongTensor of shape [rows, tokens]; got {shown(texts)}"
+            )
+        if int(text.min()) < 0 or int(text.max()) >= rows:
+            raise DraftConfigError(f"texts hold ids outside the vocabulary 0..{rows - 1}: are they of this model?")

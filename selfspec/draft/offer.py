@@ -99,6 +99,24 @@ class Outcome:
             yield before, children, None if accepted is None or accepted < self.first else self.tokens[accepted]
 
 
+def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
+    """Return the likeliest token after the text, the likeliest after that, and so on.
+
+    Args:
+        reach: the chance of each path, as `Trust.reach` gives them.
+        depth: the most tokens.
+    """
+    best: dict[Path, Path] = {}
+    for path, chance in reach.items():
+        before = path[:-1]
+        if before not in best or chance > reach[best[before]]:
+            best[before] = path
+    found: Path = ()
+    while found in best and len(found) < depth:
+        found = best[found]
+    return found
+
+
 @dataclass(frozen=True)
 class Merged:
     """Nodes of what was offered to some rows, the same for all.

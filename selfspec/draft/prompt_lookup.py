@@ -65,7 +65,7 @@ class PromptLookup(Drafter):
         behind: list[int] = []
         for row in batch.running:
             index = state.indexes[row]
-            index.extend(batch.sequences.tokens_from(row, len(index)))
+            index.extend(batch.sequences.text_from(row, len(index)))
             match = index.find() if row in batch.unfinished else None
             if row in pacing:
                 behind.append(0 if match is None else match.length)

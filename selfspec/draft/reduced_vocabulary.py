@@ -16,6 +16,7 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.values import checked_path, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +40,13 @@ class ReducedVocabulary(LayerPathDrafter):
     def __post_init__(self) -> None:
         if not isinstance(self.draft_with, LayerPathDrafter):
             raise DraftConfigError(f"a reduced vocabulary needs a drafter along a path, got {self.draft_with!r}")
-        whole = all(type(token) is int and 0 <= token < 2**63 for token in self.tokens)
-        if not self.tokens or not whole or len(set(self.tokens)) != len(self.tokens):
-            raise DraftConfigError("a reduced vocabulary must list token ids, at least one and none twice")
+        listed = self.tokens if isinstance(self.tokens, list | tuple | range) else ()
+        whole = all(type(token) is int and 0 <= token < 2**63 for token in listed)
+        if not listed or not whole or len(set(listed)) != len(listed):
+            raise DraftConfigError(
+                f"a reduced vocabulary must list token ids, at least one and none twice; got {shown(self.tokens)}"
+            )
+        object.__setattr__(self, "tokens", tuple(listed))
         tokens = torch.tensor(self.tokens)
         object.__setattr__(self, "_head", replace(self.draft_with.head or DraftHead(), tokens=tokens))
 
@@ -53,7 +58,8 @@ class ReducedVocabulary(LayerPathDrafter):
             DraftConfigError: the file cannot be read or lists no tokens.
         """
         remedy = "write a vocabulary with selfspec train vocabulary: it lists token ids under tokens"
-        return cls(draft_with, read_json(file, _Vocabulary, DraftConfigError, remedy).tokens, str(file))
+        place = checked_path("file", file, DraftConfigError)
+        return cls(draft_with, read_json(place, _Vocabulary, DraftConfigError, remedy).tokens, str(file))
 
     @property
     def head(self) -> DraftHead:

@@ -13,10 +13,11 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import write_json
+from selfspec.files.writing import write_sealed
 from selfspec.model.adapter import Adapter
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath
+from selfspec.values import checked_path
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class SkipFile(LayerPathDrafter):
             DraftConfigError: the file is missing, unreadable, or something else.
         """
         remedy = "give a skip set that selfspec search wrote, or write the set itself, as in skip:attn=3,5;mlp=4"
-        found = read_json(file, _Content, DraftConfigError, remedy)
+        found = read_json(checked_path("file", file, DraftConfigError), _Content, DraftConfigError, remedy)
         return cls(LayerSkip(found.attention, found.mlp, found.layers), found.base, str(file))
 
     def path(self, depth: int) -> LayerPath:
@@ -80,4 +81,4 @@ def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, 
         StorageError: it cannot be written.
     """
     found = _Content(1, base, list(skip.attention), list(skip.mlp), list(skip.layers))
-    write_json(file, {**asdict(found), **about})
+    write_sealed(file, {**asdict(found), **about})

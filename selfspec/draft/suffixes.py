@@ -43,7 +43,8 @@ class Suffixes(MergingDrafter):
     one-hot at each node.
 
     Earlier texts are the wrapper's, prompts included. Under greedy decoding and under `coupled` they change speed
-    alone; sampled otherwise, a seed repeats its tokens with a new wrapper.
+    alone; sampled otherwise, a seed repeats its tokens with a new wrapper. Where rows are apart (see `FixedLength`) a
+    row has a chain, and draws nothing from texts that end during the call.
 
     Attributes:
         corpus: a file of `selfspec index`; None: no corpus.
@@ -72,12 +73,12 @@ class Suffixes(MergingDrafter):
     def begin(self, batch: Batch) -> SuffixState:
         memory = batch.memories.setdefault(self, TextMemory(self.most_bytes))
         assert isinstance(memory, TextMemory)
-        return SuffixState(memory, [OwnText() for _ in range(batch.size)])
+        return SuffixState(memory, [OwnText() for _ in range(batch.size)], batch.rows_apart)
 
     def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
         state = self.state(batch)
         assert isinstance(state, SuffixState)
-        return [(self._offer(state, batch, row, budget.depth),) for row in batch.running]
+        return [(self._offer(state, batch, row, batch.budget_of(row, budget).depth),) for row in batch.running]
 
     def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         super().learn(batch, draft, logits, verdict)
@@ -85,15 +86,15 @@ class Suffixes(MergingDrafter):
         assert isinstance(state, SuffixState)
         for row, found in verdict.rows.items():
             if found.ended and self.most_bytes:
-                state.memory.add([*batch.sequences.tokens_from(row, 0), *found.tokens])
+                state.memory.add([*batch.sequences.text_from(row, 0), *found.tokens])
 
     def _offer(self, state: SuffixState, batch: Batch, row: int, depth: int) -> Offer:
         own = state.texts[row]
-        own.extend(batch.sequences.tokens_from(row, own.length))
+        own.extend(batch.sequences.text_from(row, own.length))
         context: list[int] = own.tokens[-LONGEST:].tolist()
         # Of a loop that reaches the end of the text, what follows is its beginning.
         found = [_Found(own.tokens, places_in(own.tokens, context, LONGEST), goes_round=True)]
-        found.append(_Found(state.memory.tokens, state.memory.places(context, LONGEST)))
+        found.append(_Found(state.earlier, places_in(state.earlier, context, LONGEST)))
         if self._opened is not None:
             corpus = self._opened.corpus
             found.append(_Found(corpus.tokens, corpus.places(context, LONGEST)))
@@ -174,12 +175,19 @@ class SuffixState(MergingState):
     Args:
         memory: earlier texts of the wrapper.
         texts: of each row.
+        rows_apart: see `Batch`.
     """
 
-    def __init__(self, memory: TextMemory, texts: list[OwnText]) -> None:
-        super().__init__()
+    def __init__(self, memory: TextMemory, texts: list[OwnText], rows_apart: bool) -> None:
+        super().__init__(rows_apart)
         self.memory = memory
         self.texts = texts
+        self._at_first = memory.tokens
+
+    @property
+    def earlier(self) -> Tokens:
+        """Earlier texts: where rows are apart those before this generation, else also rows of it that have ended."""
+        return self._at_first if self.rows_apart else self.memory.tokens
 
     @property
     def nbytes(self) -> int:

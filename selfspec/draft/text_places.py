@@ -46,6 +46,9 @@ def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDAr
 class TextMemory(Memory):
     """Texts one after another, the latest that its bytes have room for. Each search reads through all of them.
 
+    Attributes:
+        tokens: of the texts, with `NONE` after each; another array once there is one more.
+
     Args:
         nbytes: the most that it takes.
     """
@@ -58,10 +61,6 @@ class TextMemory(Memory):
         """Take in a text, and drop of the oldest what there is no room for."""
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
         self.tokens = kept[max(len(kept) - self._most, 0) :]
-
-    def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-        """As `places_in`."""
-        return places_in(self.tokens, context, longest)
 
 
 class SortedCorpus:

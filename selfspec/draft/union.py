@@ -17,6 +17,7 @@ from selfspec.draft.growing import GrowingDrafter
 from selfspec.draft.merging import MergingDrafter, MergingState, filled
 from selfspec.draft.offer import Offer, Outcome, Path, merged
 from selfspec.draft.recycling import Recycling
+from selfspec.draft.rows_apart import filled_up
 from selfspec.draft.suffixes import Suffixes
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
@@ -41,6 +42,9 @@ class Union(MergingDrafter):
     not drawn, so their q is one-hot, whatever the model drew before them; the rules are exact for such siblings.
 
     How often the nodes of each source are accepted is learnt apart, and apart beside a model.
+
+    Where rows are apart (see `FixedLength`) each has a chain: of the sources without a model if they know of one, else
+    the model's.
 
     Attributes:
         free: sources without a model: suffix trees, recycling, or both.
@@ -104,7 +108,7 @@ class Union(MergingDrafter):
     def begin(self, batch: Batch) -> UnionState:
         for source in self.sources:
             source.state(batch)
-        return UnionState()
+        return UnionState(batch.rows_apart)
 
     def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
         each = [source.offers(batch, budget) for source in self.free]
@@ -113,10 +117,12 @@ class Union(MergingDrafter):
     def propose(self, batch: Batch, budget: Budget) -> Draft:
         if self.then is None:
             return super().propose(batch, budget)
-        found, control = self.look_up(batch, budget), batch.controller
+        found, control, then = self.look_up(batch, budget), batch.controller, self.then
+        if batch.rows_apart:
+            return filled_up(batch, found, lambda: then.propose(batch, Budget.chain(budget.depth)))
         if found.length and control.prefers(found.match_length, [0]) and control.tries(found.match_length):
             return found
-        drawn = self.then.propose(batch, Budget.chain(budget.depth))
+        drawn = then.propose(batch, Budget.chain(budget.depth))
         # Logits processors with memory judge chains alone.
         return drawn if batch.sampling.in_order or not drawn.length else self._beside(batch, budget, drawn)
 
@@ -132,13 +138,13 @@ class Union(MergingDrafter):
             for number, offers in zip(verdict.running, state.offered, strict=True):
                 if number in verdict.rows:
                     row = verdict.rows[number]
-                    state.trust.count(offers, Outcome(draft.tree, row.drafted, row.path, state.drawn), _BESIDE)
+                    state.trust(number).count(offers, Outcome(draft.tree, row.drafted, row.path, state.drawn), _BESIDE)
 
     def _beside(self, batch: Batch, budget: Budget, drawn: Draft) -> Draft:
         """Put what the other sources offer beside a draft."""
         state, nodes = self._union_state(batch), len(drawn.tree)
         going = [index for index, row in enumerate(batch.running) if row in batch.unfinished]
-        reach = [state.trust.reach(state.offered[index], _BESIDE) for index in going]
+        reach = [state.trust(batch.running[index]).reach(state.offered[index], _BESIDE) for index in going]
         tokens = drawn.tokens.tolist()
 
         def path_of(row: int, node: int) -> Path:
@@ -170,14 +176,17 @@ class Union(MergingDrafter):
 class UnionState(MergingState):
     """What the drafter keeps during a generation.
 
+    Args:
+        rows_apart: see `Batch`.
+
     Attributes:
         length: tokens that rounds with the model's draft commit, a mean over recent ones.
         joined: the last draft of a model that others were put beside.
         drawn: how many of its nodes are the model's.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rows_apart: bool) -> None:
+        super().__init__(rows_apart)
         self.length = _COMMITS
         self.joined: Draft | None = None
         self.drawn = 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +17,8 @@ from selfspec.errors import SelfSpecError
 _Content = TypeVar("_Content")
 # Longer integers fit no float.
 _MOST_DIGITS = 300
-_LONG_INTEGER = re.compile(rf"\d{{{_MOST_DIGITS + 1},}}")
+_LONG_INTEGER = re.compile(rf"\d{{{_MOST_DIGITS + 1},}}", re.ASCII)
+_CHECKSUM = "checksum"
 
 
 def parse_json(text: str) -> Any:
@@ -60,12 +64,30 @@ def parsed(text: str | bytes, kind: type[_Content]) -> _Content:
     """Return the dataclass that a JSON text holds, as `read_json` does.
 
     Raises:
-        ValueError: naming the first field that is wrong, and how.
+        ValueError: naming the first field that is wrong, and how; or the text is not what was written.
     """
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        found = TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as wrong:
         raise ValueError(first_error(wrong)) from None
+    content = json.loads(text)
+    # People may write such files by themselves; these have none.
+    if isinstance(content, dict) and _CHECKSUM in content and content != sealed(content):
+        raise ValueError(f"its {_CHECKSUM} does not fit: it is damaged, or was changed (then remove the {_CHECKSUM})")
+    return found
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a JSON file is to hold, with a checksum by which `parsed` sees that it is what was written.
+
+    Raises:
+        ValueError: it holds a number that JSON has not.
+    """
+    kept = {name: value for name, value in content.items() if name != _CHECKSUM}
+    # As it will be read: JSON has other types than Python.
+    read = json.loads(json.dumps(kept, allow_nan=False))
+    text = json.dumps(read, sort_keys=True)
+    return {**read, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def first_error(wrong: ValidationError) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from selfspec.errors import SelfSpecError, StorageError
+from selfspec.files.json_text import sealed
 
 # What torch says where its file could not be written, as a bare RuntimeError.
 _TORCH_WORDS = ("PytorchStreamWriter", "inline_container", "iostream error")
@@ -142,6 +143,13 @@ def write_json(file: Path, content: Mapping[str, Any], kept: str = "") -> None:
     """Write an object as JSON: the whole file or none of it. Arguments and errors are those of `whole`."""
     with whole(file, kept) as draft:
         draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_sealed(file: Path, content: Mapping[str, Any], kept: str = "") -> None:
+    """Write JSON that is read again, with a checksum by which `read_json` sees damage. Else as `write_json`."""
+    with writing(file, kept):
+        whole_content = sealed(content)
+    write_json(file, whole_content, kept)
 
 
 def _exists(place: Path) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from selfspec.compat import over_cache
+from selfspec.model.stock_passes import block_logits
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,18 @@ def read_reference(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) 
 def stepwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
     """Logits of each of the new tokens, `[new tokens, vocab]`, by a pass over the prompt and then passes over one."""
     following = torch.tensor([list(tokens)], device=prompt.device)
-    return _logits_of_passes(model, [prompt, *following[:, :-1].split(1, 1)])[-len(tokens) :]
+    blocks = [prompt, *following[:, :-1].split(1, 1)][: len(tokens)]
+    return torch.cat(list(block_logits(model, blocks)))[-len(tokens) :]
 
 
 @torch.no_grad()
 def blockwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int], width: int) -> Tensor:
     """Logits of each of the new tokens, `[new tokens, vocab]`, by passes over `width` tokens each.
 
-    As in speculative decoding, the first pass is over the prompt less its last token.
+    As in speculative decoding, the first pass is over the prompt less its last token. A model that cannot go on in such
+    passes reads the whole text in one.
     """
     following = torch.tensor([list(tokens)], device=prompt.device)
     read = torch.cat([prompt[:, -1:], following[:, :-1]], 1)
     before = [prompt[:, :-1]] if prompt.shape[1] > 1 else []
-    return _logits_of_passes(model, [*before, *read.split(width, 1)])[-len(tokens) :]
-
-
-def _logits_of_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Tensor:
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return torch.cat([model(block, **over_cache(model, cache)).logits[0] for block in blocks if block.numel()])
+    return torch.cat(list(block_logits(model, [*before, *read.split(width, 1)])))[-len(tokens) :]

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import Part
+
+_RAGGED, _WITHOUT = ("mask", "padding", "none"), ("zeros", "input", "residual")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,23 @@ class Adapter:
     ragged: Literal["mask", "padding", "none"] = "mask"
     requires: tuple[tuple[str, object], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp", "recurrent"):
+            given = getattr(self, name)
+            listed = (given,) if isinstance(given, str) else given
+            if not isinstance(listed, tuple) or not all(isinstance(each, str) and each for each in listed):
+                raise UnsupportedModelError(f"an adapter's {name} is an attribute or a tuple of them, got {given!r}")
+        if not isinstance(self.layers, str) or not self.layers:
+            raise UnsupportedModelError(f"an adapter's layers are the path of an attribute, got {self.layers!r}")
+        if not self.attention:
+            raise UnsupportedModelError("an adapter names what lets tokens see those before them: attention=...")
+        for name in ("layer_returns", "attention_returns", "mlp_returns"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise UnsupportedModelError(f"an adapter's {name} is at least 1, got {getattr(self, name)!r}")
+        for name, known in (("ragged", _RAGGED), ("without_attention", _WITHOUT), ("without_mlp", _WITHOUT)):
+            if getattr(self, name) not in known:
+                raise UnsupportedModelError(f"an adapter's {name} is one of {known}, got {getattr(self, name)!r}")
+
     def modules(self, part: Part) -> tuple[str, ...]:
         """Every attribute of a decoder layer that may hold one of its sublayers, or a part of it."""
         names = self.attention if part is Part.ATTENTION else self.mlp
@@ -67,8 +87,17 @@ class Adapter:
         return 1 if attention in self.recurrent else self.attention_returns
 
     def path(self, model: nn.Module) -> list[str]:
-        """The attributes that lead from the causal LM to its decoder layers; the first holds all but the head."""
+        """The attributes that lead from the causal LM to its decoder layers."""
         return self.layers.format(base=getattr(model, "base_model_prefix", "")).split(".")
+
+    def base(self, model: PreTrainedModel) -> str:
+        """The attribute path to the part of a causal LM that holds its layers and all else but the head."""
+        head, path = model.get_output_embeddings(), self.path(model)
+        places = (".".join(path[:length]) for length in range(1, len(path)))
+        # A language model may be inside with its head.
+        return next(
+            place for place in places if all(module is not head for module in model.get_submodule(place).modules())
+        )
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that does not have what this adapter names.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -21,10 +21,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.model.hub import check_on_hub
-from selfspec.model.registry import adapter_for
+from selfspec.model.registry import adapter_for, auto_class, check_type
+from selfspec.values import shown
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 """What weights are computed in; "auto" is the checkpoint's own choice."""
@@ -32,6 +33,7 @@ DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
+_DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json")
@@ -71,29 +73,32 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
     folder = local_folder(name)
     if folder is not None:
         _check_tokenizer_files(folder)
-        _check_weights(folder)
+        _check_weights(weight_files(folder, config))
     tokenizer = load_tokenizer(name)
-    return Checkpoint(_load_model(name, config, dtype).to(place), tokenizer)
+    return Checkpoint(load_model(name, config, dtype).to(place), tokenizer)
 
 
-def find_device(device: str) -> torch.device:
-    """The device of that name; "auto" is the first CUDA GPU where there is one, else the CPU.
+def find_device(device: torch.device | str | int) -> torch.device:
+    """The device of that name or number; "auto" is the first CUDA GPU where there is one, else the CPU.
 
     Raises:
         UnsupportedOptionError: there is none of that name here.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    named = isinstance(device, torch.device) or type(device) in (str, int)
     try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise UnsupportedOptionError(f"{device!r} is no device; choose cpu, cuda, cuda:1, ... or auto") from error
+        found = torch.device(device) if named else None
+    except RuntimeError:
+        found = None
+    if found is None:
+        raise UnsupportedOptionError(f"{shown(device)} is no device; choose cpu, cuda, cuda:1, ... or auto")
     try:
         torch.empty(0, device=found)
     # An absent device is an AssertionError or a RuntimeError, by backend.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UnsupportedOptionError(
-            f"device {device!r} is not available here ({_one_line(error)}); choose cpu or auto"
+            f"device {str(device)!r} is not available here ({_one_line(error)}); choose cpu or auto"
         ) from error
     if found.type == "meta":
         raise UnsupportedOptionError("device 'meta' computes nothing; choose cpu or auto")
@@ -125,7 +130,7 @@ def read_config(name: str) -> PreTrainedConfig:
         ) from error
     if not isinstance(model_type, str):
         raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
-    adapter_for(model_type)
+    check_type(model_type)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
     # Field validation raises other types.
@@ -133,6 +138,7 @@ def read_config(name: str) -> PreTrainedConfig:
         raise CheckpointError(
             f"the config.json of {name!r} cannot be used ({_one_line(error)}); copy it from the original again"
         ) from error
+    adapter_for(config)
     return config
 
 
@@ -153,26 +159,57 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_model(name: str, config: PreTrainedConfig, dtype: DtypeName) -> PreTrainedModel:
+def load_model(
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | DtypeName,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> PreTrainedModel:
+    """Load a model with the loader of `transformers`, which renames, casts, joins and splits what the files hold.
+
+    Args:
+        name: of the checkpoint.
+        config: of the checkpoint.
+        dtype: see `DtypeName`.
+        tensors: what the files hold, by the files' names; None: they are read.
+
+    Raises:
+        CheckpointError: the loader refuses, or weights are missing or of another shape.
+    """
+    options = {
+        "dtype": dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
     try:
-        with _quiet_if_small(local_folder(name)):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                _source(name),
-                config=config,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        if tensors is None:
+            with _quiet_if_small(local_folder(name), config):
+                model, report = auto_class(config).from_pretrained(
+                    _source(name), config=config, use_safetensors=True, trust_remote_code=False, **options
+                )
+        else:
+            # Of a composite configuration it may be the text model's own.
+            kind, config = _causal_kind(config)
+            with without_progress_bar():
+                model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **options)
+    except SelfSpecError:
+        raise
+    # Quantised checkpoints raise what their libraries do, or the lack of these.
+    except Exception as error:
         raise CheckpointError(f"the weights of {name!r} cannot be loaded: {_one_line(error)}") from error
-    check_complete(name, model, report)
+    _check_complete(name, model, report)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+def _causal_kind(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class of the model that a configuration describes, and the configuration that this class takes."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(copy.deepcopy(config))
+    return type(model), config if type(model.config) is type(config) else model.config
+
+
+def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     """Refuse a model that a checkpoint does not fill.
 
     Args:
@@ -230,9 +267,9 @@ def _check_tokenizer_files(folder: Path) -> None:
         )
 
 
-def _check_weights(folder: Path) -> None:
-    """Check that every weight file is there and as long as its header says. Reads headers alone."""
-    for file in weight_files(folder):
+def _check_weights(files: Sequence[Path]) -> None:
+    """Check that every weight file is as long as its header says. Reads headers alone."""
+    for file in files:
         if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
             raise CheckpointError(f"{file} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder")
         try:
@@ -242,32 +279,62 @@ def _check_weights(folder: Path) -> None:
             raise CheckpointError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
+    """The safetensors files of a checkpoint, those that `transformers` would read.
 
     Raises:
         CheckpointError: there are none, or some are missing.
     """
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    if (folder / _WEIGHTS_INDEX).is_file():
-        weight_map = _read_json_object(folder / _WEIGHTS_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{folder / _WEIGHTS_INDEX} names no weights; copy it from the original again")
-        shards = [folder / shard for shard in sorted(set(weight_map.values()))]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{folder} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}; copy them too"
-            )
-        return shards
+    chosen = getattr(config, "transformers_weights", None)
+    names = (_WEIGHTS, _WEIGHTS_INDEX) if chosen is None else (str(chosen),)
+    if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):
+        raise CheckpointError(
+            f"the config.json of {folder} names weights that are not in it ({chosen}); copy both again"
+        )
+    if next(folder.glob(_DISTRIBUTED), None) is not None:
+        raise CheckpointError(
+            f"{folder} has its weights as a distributed checkpoint ({_DISTRIBUTED}); load it once with transformers "
+            "and save it whole: save_pretrained(another folder)"
+        )
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is not None:
+        # A class of configurations may name files of parts of a model.
+        parts = [folder / name for name in getattr(type(config), "extra_files", ())]
+        return [*(_shards(found) if found.suffix == ".json" else [found]), *filter(Path.is_file, parts)]
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles:
         raise CheckpointError(
             f"{folder} has its weights as pickles only ({pickles[0]}), which can run any code when loaded; convert "
             "them once, if you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
         )
-    raise CheckpointError(f"{folder} has no weights (model.safetensors); copy them from the original")
+    raise CheckpointError(f"{folder} has no weights ({names[0]}); copy them from the original")
+
+
+def dtype_of_index(folder: Path, config: PreTrainedConfig) -> torch.dtype | None:
+    """The dtype that an index of shards names, which counts where the configuration names none; None: neither does."""
+    index = folder / str(getattr(config, "transformers_weights", None) or _WEIGHTS_INDEX)
+    if config.dtype is not None or (folder / _WEIGHTS).is_file() or index.suffix != ".json" or not index.is_file():
+        return None
+    metadata = _read_json_object(index).get("metadata")
+    named = getattr(torch, str(metadata.get("dtype")), None) if isinstance(metadata, dict) else None
+    return named if isinstance(named, torch.dtype) else None
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = _read_json_object(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(each, str) for each in weight_map.values())
+    ):
+        raise CheckpointError(f"{index} names no weights; copy it from the original again")
+    shards = [index.parent / shard for shard in sorted(set(weight_map.values()))]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}; copy them too"
+        )
+    return shards
 
 
 def _one_line(error: Exception) -> str:
@@ -296,7 +363,7 @@ def without_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _quiet_if_small(folder: Path | None) -> AbstractContextManager[None]:
+def _quiet_if_small(folder: Path | None, config: PreTrainedConfig) -> AbstractContextManager[None]:
     """Without a progress bar while a small folder loads; downloads and large folders keep it."""
-    small = folder is not None and sum(file.stat().st_size for file in weight_files(folder)) < _BAR_FROM_BYTES
+    small = folder is not None and sum(file.stat().st_size for file in weight_files(folder, config)) < _BAR_FROM_BYTES
     return without_progress_bar() if small else nullcontext()

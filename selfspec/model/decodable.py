@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from selfspec.cache.masks import unknown_layer_types
 from selfspec.errors import UnsupportedModelError
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
@@ -25,10 +26,22 @@ def check_decodable(model: PreTrainedModel) -> None:
     """
     _check_modules(model)
     _check_one_device(model)
-    kernel = model.config._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    kernel = config._attn_implementation
     if kernel not in _ATTENTION_KERNELS:
         raise UnsupportedModelError(
             f"attention kernel {kernel!r} is not supported; load the model with attn_implementation='sdpa'"
+        )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads a prompt in both directions (use_bidirectional_attention), so that keys and "
+            "values of a token depend on those after it; use model.generate"
+        )
+    unknown = unknown_layer_types(config)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of type {unknown[0]!r}, whose tokens see others than the masks of the "
+            "shared cache say; use model.generate"
         )
     if model.training and any(_differs_in_training(module) for module in model.modules()):
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.model.view import view_with
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class DraftHead:
             holder._modules[name] = _Adapted(layer, _like(self.adapter, next(layer.parameters())))
         if self.tokens is not None:
             name = head_name(model)
-            view._modules[name] = _Rows(model.get_submodule(name), self.tokens)
+            set_head(view, name, _Rows(model.get_submodule(name), self.tokens))
 
     def adapted(self, states: Tensor) -> Tensor:
         """States at the exit as the model's norm gets them, `[..., hidden]` both."""
@@ -129,16 +130,27 @@ class _Rows(nn.Module):
 
 
 def plain_head(model: PreTrainedModel) -> str | None:
-    """The name of the attribute that holds the language-model head; None: it is no separate plain linear layer."""
+    """The attribute path to the language-model head; None: it is no separate plain linear layer."""
     head = model.get_output_embeddings()
     # A subclass may compute more than a product with the weights.
     if type(head) is not nn.Linear:
         return None
-    return next((name for name, child in model.named_children() if child is head), None)
+    return next((name for name, child in model.named_modules() if child is head), None)
+
+
+def set_head(view: nn.Module, name: str, head: nn.Module) -> None:
+    """Put another head into a view of a model, at the attribute path that `plain_head` gives."""
+    holder, _, rest = name.partition(".")
+    if not rest:
+        view._modules[name] = head
+        return
+    # The view may share what holds the head with the model.
+    view._modules[holder] = inside = view_with(view.get_submodule(holder), {})
+    set_head(inside, rest, head)
 
 
 def head_name(model: PreTrainedModel) -> str:
-    """Return the name of the attribute that holds the language-model head.
+    """Return the attribute path to the language-model head.
 
     Raises:
         UnsupportedModelError: the head is no separate plain linear layer.

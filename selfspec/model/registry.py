@@ -1,8 +1,19 @@
-"""Find the declared adapter of a model's architecture."""
+"""Find the declared adapter of a model's architecture, or of the language model inside it."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.errors import UnsupportedModelError
@@ -12,11 +23,32 @@ from selfspec.model.adapter import Adapter
 def find_adapter(model: PreTrainedModel) -> Adapter:
     """The declared adapter of a model's architecture.
 
+    A model of text and more, say images, needs no declaration of its own: that of its language model is used, with
+    the place where the model keeps it.
+
     Raises:
         UnsupportedModelError: there is none, or the model is not a decoder-only causal LM.
     """
     check_causal(model)
-    return adapter_for(model.config.model_type)
+    adapter = adapter_for(model.config)
+    if _holds_layers(model, adapter.path(model)):
+        return adapter
+    decoder = model.get_decoder()
+    place = next((name for name, module in model.named_modules() if module is decoder), "")
+    own = adapter.path(decoder)
+    # A language model may be inside with its head or without it.
+    inside = ([*filter(None, place.split(".")), *own[left_out:]] for left_out in range(len(own)))
+    path = next((path for path in inside if _holds_layers(model, path)), None)
+    # What has not the layers that its declaration says is refused where adapters are checked.
+    return adapter if path is None else replace(adapter, layers=".".join(path))
+
+
+def auto_class(config: PreTrainedConfig) -> type[Any]:
+    """The class of `transformers` that makes the causal LM of a configuration, or the model of text and more."""
+    made: type[Any] = AutoModelForMultimodalLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        made = AutoModelForCausalLM
+    return made
 
 
 def check_causal(model: PreTrainedModel) -> None:
@@ -33,17 +65,47 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
-def adapter_for(model_type: str) -> Adapter:
-    """The declared adapter of an architecture.
+def check_type(model_type: str) -> None:
+    """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read.
+
+    Raises:
+        UnsupportedModelError: naming it.
+    """
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
+    if model_type not in ADAPTERS and model_type not in CONFIG_MAPPING:
+        raise _unknown(model_type)
+
+
+def adapter_for(config: PreTrainedConfig) -> Adapter:
+    """The declared adapter of the architecture that a configuration describes, or of its text part.
 
     Raises:
         UnsupportedModelError: there is none.
     """
-    if model_type in REFUSED:
-        raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
-    if model_type not in ADAPTERS:
-        raise UnsupportedModelError(
-            f"no adapter for architecture {model_type!r}; declare one: selfspec.wrap(model, "
-            "adapter=selfspec.Adapter(...)), as docs/your_own_adapter.md shows"
-        )
-    return ADAPTERS[model_type]
+    try:
+        text = config.get_text_config(decoder=True).model_type
+    # Of some, `transformers` cannot tell which part writes the text.
+    except ValueError as error:
+        raise UnsupportedModelError(f"{type(config).__name__} has several language models: {error}") from error
+    for model_type in (config.model_type, text):
+        if model_type in REFUSED:
+            raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
+    for model_type in (config.model_type, text):
+        if model_type in ADAPTERS:
+            return ADAPTERS[model_type]
+    raise _unknown(config.model_type)
+
+
+def _unknown(model_type: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"no adapter for architecture {model_type!r}; declare one: selfspec.wrap(model, "
+        "adapter=selfspec.Adapter(...)), as docs/your_own_adapter.md shows"
+    )
+
+
+def _holds_layers(model: nn.Module, path: list[str]) -> bool:
+    try:
+        return isinstance(model.get_submodule(".".join(path)), nn.ModuleList)
+    except AttributeError:
+        return False

@@ -49,9 +49,9 @@ def check_rotary(
             )
         if width is not None and known + width <= boundary:
             raise UnsupportedOptionError(
-                f"rotary tables of type 'longrope' change at {boundary} tokens, and within this memory budget prompts "
-                f"are read {width} tokens at a time, first by other tables than later; raise memory, or shorten prompt "
-                f"and max_new_tokens to {boundary} tokens together"
+                f"rotary tables of type 'longrope' change at {boundary} tokens, and prompts "
+                f"are read {width} tokens at a time, first by other tables than later; read more at once, or shorten "
+                f"prompt and max_new_tokens to {boundary} tokens together"
             )
 
 
@@ -64,6 +64,17 @@ def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequenc
         prompts: length of each prompt.
     """
     return any(min(known) <= boundary < max(prompts) - 1 for boundary in boundaries(config))
+
+
+def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
+    """Whether passes over a text, one after the other, would rotate otherwise than one over the whole.
+
+    Args:
+        config: as above.
+        first: tokens of the first pass.
+        total: tokens of the text.
+    """
+    return any(first <= boundary < total for boundary in boundaries(config))
 
 
 def _tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.errors import DraftConfigError
-from selfspec.files.described_tensors import DescribedTensors
-from selfspec.files.writing import whole
+from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.fingerprint import fingerprint
 
@@ -36,7 +33,7 @@ class About:
         head: whether the language-model head has one.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     base: str
     bits: Literal[8, 4]
     group_size: int
@@ -55,12 +52,14 @@ class SubstituteFile:
         about: what it says of itself.
 
     Raises:
-        DraftConfigError: it is missing, truncated, foreign or of another format.
+        DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
         self._tensors = DescribedTensors(file, "substitutes", _ABOUT, About, "pt", REWRITE)
         self.source, self.about = self._tensors.source, self._tensors.about
+        parts = ("levels", "scales") if self.about.bits == 8 else ("levels", "scales", "zeros")
+        self._tensors.check_names(f"{weight}.{part}" for weight in self.weights for part in parts)
 
     @property
     def weights(self) -> set[str]:
@@ -123,5 +122,4 @@ def write_substitutes(file: str | Path, about: About, weights: Iterable[tuple[st
         StorageError: it cannot be written.
     """
     tensors = {f"{name}.{part}": values for name, weight in weights for part, values in weight.parts.items()}
-    with whole(Path(file)) as draft:
-        save_file(tensors, draft, {_ABOUT: json.dumps(asdict(about))})
+    write_described(Path(file), _ABOUT, asdict(about), tensors)

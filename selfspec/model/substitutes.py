@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -135,8 +136,8 @@ class Substitutes:
 
     Each is made when a path first asks for it. If the weight has changed in place since, so does the substitute, which
     recordings read where it is; if there is another weight, another substitute is made. What has none runs exactly:
-    layers that are no plain `nn.Linear` or `Conv1D`, experts that are not of `transformers`' common kind, quantised
-    weights, and sizes that no kernel takes.
+    layers that do not compute what `nn.Linear` or `Conv1D` does, experts that are not of `transformers`' common kind,
+    quantised weights, and sizes that no kernel takes.
     """
 
     def __init__(self) -> None:
@@ -338,13 +339,45 @@ class _Kind:
 
 def _kind(module: nn.Module) -> _Kind:
     """How a module keeps the weights that can be exchanged; without names: it has none."""
-    if type(module) in (nn.Linear, Conv1D):
+    if type(module) is Conv1D or _is_linear(module):
         return _Kind((("weight", "bias"),), type(module) is Conv1D)
     # What `use_experts_implementation` of transformers gives every module that keeps all experts in one weight.
     if vars(module).get("_is_expert_parallel") is False and not module.has_post_expert_norm:
         up = "gate_up_proj" if module.has_gate else "up_proj"
         return _Kind(((up, f"{up}_bias"), ("down_proj", "down_proj_bias")), bool(module.is_transposed))
     return _Kind()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Linear`, or of a class of the model's own that computes the same."""
+    if type(module) is nn.Linear:
+        return True
+    kind: Any = type(module)
+    return isinstance(module, nn.Linear) and "forward" not in vars(module) and _multiplies(kind)
+
+
+@cache
+@torch.inference_mode(False)
+@torch.no_grad()
+def _multiplies(kind: Any) -> bool:
+    """Whether the `forward` of a class of linear layers multiplies by the weight, adds the bias and reads no more."""
+    states, weight, bias = (torch.linspace(-1, 2, size, dtype=torch.float64).sin() for size in (10, 15, 3))
+    states, weight = states.view(1, 2, 5), weight.view(3, 5)
+    for added in (None, bias):
+        layer = kind.__new__(kind)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = 5, 3
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.register_parameter("bias", None if added is None else nn.Parameter(added, requires_grad=False))
+        try:
+            found = layer(states)
+        # What it reads beside these is not there.
+        except Exception:
+            return False
+        wanted = nn.functional.linear(states, weight, added)
+        if type(found) is not Tensor or found.shape != wanted.shape or not torch.allclose(found, wanted):
+            return False
+    return True
 
 
 def _products(module: nn.Module) -> tuple[_Product, ...]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part
-from selfspec.model.registry import find_adapter
+from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import bytes_of_substitutes
 from selfspec.model.weights_read import weights_outside
 
@@ -205,7 +205,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
 def describe_config(config: PreTrainedConfig) -> ModelSummary:
     """Describe the model that a configuration describes, from the configuration alone: no weights are loaded."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+        model = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
     return describe(model)
 
 

@@ -29,7 +29,7 @@ class Vocabulary:
         """The vocabulary of a model."""
         tokens = sorted(tokens_by_id(model).items())
         return cls(
-            model.get_output_embeddings().weight.shape[0],
+            vocabulary_size(model),
             hashlib.sha256(repr(tokens).encode()).hexdigest() if tokens else "",
         )
 
@@ -39,6 +39,14 @@ class Vocabulary:
         Models of one family may pad their vocabularies to different sizes.
         """
         return self.digest == other.digest if self.digest and other.digest else self.size == other.size
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return how many ids the head of a model knows: how many logits each token has."""
+    head = model.get_output_embeddings()
+    # Quantised layers may keep their weight in a function.
+    size: int = getattr(head, "out_features", None) or head.weight.shape[0]
+    return size
 
 
 def tokens_by_id(model: PreTrainedModel) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from selfspec.arguments import shown
@@ -10,7 +11,7 @@ from selfspec.errors import UnsupportedOptionError
 _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))} | {
     unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def parse_bytes(name: str, size: str | int) -> int:
@@ -18,16 +19,16 @@ def parse_bytes(name: str, size: str | int) -> int:
 
     Args:
         name: of the argument, for messages.
-        size: more than 0.
+        size: at least 1.
 
     Raises:
-        UnsupportedOptionError: it is no size, has no unit, or is not more than 0.
+        UnsupportedOptionError: it is no size, has no unit, or is less than a byte.
     """
     if type(size) is int and size > 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = None if match is None else {each.lower(): each for each in _UNITS}.get(match[2].lower())
-    if match is None or unit is None or float(match[1]) == 0:
+    if match is None or unit is None or not 1 <= float(match[1]) * _UNITS[unit] < math.inf:
         raise UnsupportedOptionError(f"{name}={shown(size)} is no size; write a number and a unit, such as '6GiB'")
     return int(float(match[1]) * _UNITS[unit])
 

@@ -16,7 +16,6 @@ from selfspec.placement.drafts import Placement
 from selfspec.placement.plan import GROUP_SIZE, Plan
 from selfspec.placement.skeleton import names_by_weight, set_weight
 from selfspec.placement.survey import StreamableModule, Survey
-from selfspec.placement.weight_files import ReadBuffer
 from selfspec.placement.weight_source import FromDisk
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
@@ -34,10 +33,9 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     streamed = [module for layer in surveyed.layers[plan.resident :] for module in layer]
     away = {f"{module.name}.{weight}" for module in streamed for weight in module.weights}
     for names in names_by_weight(made.model).values():
-        stored = next((made.stored[name] for name in names if name in made.stored), None)
-        if stored is not None and not away.intersection(names):
-            read = ReadBuffer(stored.nbytes).read(surveyed.files, stored).to(surveyed.dtype)
-            set_weight(made.model, names, nn.Parameter(read.to(surveyed.source.device), requires_grad=False))
+        if names[0] in made.deferred and not away.intersection(names):
+            weight = made.deferred[names[0]].values().to(surveyed.source.device)
+            set_weight(made.model, names, nn.Parameter(weight, requires_grad=False))
     _move_what_is_there(made.model, surveyed.source.device)
     substitutes = Substitutes()
     stream = _stream(surveyed, streamed, plan.bits, substitutes) if streamed else None
@@ -64,7 +62,7 @@ def default_draft(plan: Plan) -> Drafter | None:
 
 
 def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers, and weights that `transformers` joined, to the device."""
+    """Move buffers, and weights that the loader of `transformers` made itself, to the device."""
     for names in names_by_weight(model).values():
         weight = model.get_parameter(names[0])
         if not weight.is_meta and weight.device != device:

@@ -16,6 +16,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
+from selfspec.placement.skeleton import DTYPES
 from selfspec.placement.survey import Survey, survey
 from selfspec.placement.weight_source import WeightSource
 
@@ -39,7 +40,7 @@ class PlannedCheckpoint:
 def plan_checkpoint(
     path: str,
     memory: str | int,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     draft: bool | Drafter,
     context: int | None,
     source: WeightSource,
@@ -50,13 +51,14 @@ def plan_checkpoint(
     Arguments and errors are those of `selfspec.load`, but for `source`, where streamed weights come from.
     """
     budget = parse_bytes("memory", memory)
+    named_dtype = _dtype(dtype)
     if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
     named = _cache_kind(cache)
     beside = bits_of(draft) if isinstance(draft, Drafter) else None
     bits = [8, 4] if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
-    surveyed = survey(path, dtype, contexts[0], source)
+    surveyed = survey(path, named_dtype, contexts[0], source)
     bandwidth = surveyed.bandwidth()
 
     # On the host they are exact as well, and slower.
@@ -85,6 +87,16 @@ def _first_that_fits(
         with suppress(UnsupportedOptionError):
             return planned(size, kept)
     return planned(*choices[-1])
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    for each in DTYPES:
+        if dtype is each or (isinstance(dtype, str) and f"torch.{dtype}" == str(each)):
+            return each
+    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {names}, or auto, the checkpoint's own")
 
 
 def _cache_kind(cache: str | None) -> CacheKind | None:

@@ -1,17 +1,23 @@
-"""A model without its weights, and where in the files each of them is."""
+"""A model without its weights, and how each of them comes about from what is in the files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from selfspec.model.checkpoint import check_complete, without_progress_bar
-from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
+from selfspec.errors import CheckpointError, SelfSpecError
+from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
+from selfspec.placement.deferred import DeferredTensor
+from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What weights may be computed in, and streamed from files in."""
 
 
 @dataclass(frozen=True)
@@ -19,74 +25,61 @@ class Skeleton:
     """A model whose weights take no memory yet.
 
     Attributes:
-        model: in evaluation mode; its floating-point weights are on the meta device, but for those that a file keeps in
-            another form, which are there.
-        stored: where weights are that a file keeps as they are, by the parameter's name.
+        model: in evaluation mode; its weights are on the meta device, but for those that depend on values in the files.
+        deferred: how weights come about, by the parameter's name; tied ones under the first name alone.
+        stored: where weights are that a file keeps as they are, but for a cast to the model's dtype, by every name.
     """
 
     model: PreTrainedModel
+    deferred: dict[str, DeferredTensor]
     stored: dict[str, StoredWeight]
 
-
-class _Unread:
-    """A weight that `transformers` may place in a model, and which takes the memory of one number."""
-
-    def __init__(self, weight: StoredWeight, dtype: torch.dtype) -> None:
-        self._shape, self.number = weight.shape, torch.zeros(1, dtype=dtype)
-
-    def __getitem__(self, _: object) -> Tensor:
-        return self.number.expand(self._shape)
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
+    @property
+    def nbytes_beside(self) -> int:
+        """The most bytes that making a weight takes, besides the weight."""
+        return max((weight.nbytes_beside for weight in self.deferred.values()), default=0)
 
 
-class _Read:
-    """A weight that is read when `transformers` asks for it."""
-
-    def __init__(self, weight: StoredWeight, files: WeightFiles) -> None:
-        self._weight, self._files = weight, files
-
-    def __getitem__(self, index: object) -> Tensor:
-        read = ReadBuffer(self._weight.nbytes).read(self._files, self._weight)
-        return read[index].clone()  # type: ignore[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self._weight.shape)
-
-
-def skeleton(
-    folder: Path, config: PreTrainedConfig, weights: dict[str, StoredWeight], dtype: torch.dtype, files: WeightFiles
-) -> Skeleton:
-    """Make the model that a checkpoint describes, without reading the weights that a file keeps as they are.
+def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
+    """Make the model that a checkpoint describes, by the loader of `transformers`, without reading its weights.
 
     Args:
         folder: of the checkpoint.
         config: of the checkpoint.
-        weights: of the checkpoint, by the file's names.
-        dtype: of the model.
+        dtype: of the model; None: the checkpoint's own.
         files: to read from.
 
     Raises:
-        CheckpointError: weights are missing or of another shape.
+        CheckpointError: weights are missing, or of another shape, or the loader refuses.
     """
-    unread: dict[str, _Unread | _Read] = {name: _Unread(weight, dtype) for name, weight in weights.items()}
-    numbers = {each.number.data_ptr(): name for name, each in unread.items() if isinstance(each, _Unread)}
-    model = _placed(folder, config, unread, dtype)
-    keys = _keys(model, numbers)
-    converted = set(weights) - set(keys.values())
-    if converted:
-        # `transformers` joins or splits these, say the experts of a mixture: it gets the real ones.
-        del model
-        model = _placed(folder, config, unread | {name: _Read(weights[name], files) for name in converted}, dtype)
-        keys = _keys(model, numbers)
-    for names in names_by_weight(model).values():
-        if names[0] in keys:
-            empty = torch.empty_like(model.get_parameter(names[0]), device="meta")
-            set_weight(model, names, nn.Parameter(empty, requires_grad=False))
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has an adapter (adapter_config.json), which a memory budget would leave out; merge it into the "
+            "weights (merge_and_unload of peft, save_pretrained), or load the checkpoint without a budget"
+        )
+    model = _loaded(folder, config, dtype, stored_weights(weight_files(folder, config)), files)
+    model.config.name_or_path = str(folder)
+    # As the loader does where it is given a folder.
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return Skeleton(model.eval(), {name: weights[key] for name, key in keys.items()})
+    else:
+        model.generation_config = GenerationConfig.from_pretrained(folder, "config.json", _from_model_config=True)
+    deferred: dict[str, DeferredTensor] = {}
+    stored: dict[str, StoredWeight] = {}
+    for names in names_by_weight(model).values():
+        weight = model.get_parameter(names[0])
+        if isinstance(weight, DeferredTensor):
+            deferred[names[0]] = weight
+            where = weight.stored
+            if where is not None and where.dtype in DTYPES and weight.dtype == model.config.dtype:
+                stored |= dict.fromkeys(names, where)
+            empty = torch.empty_like(weight, device="meta")
+            set_weight(model, names, nn.Parameter(empty, requires_grad=False))
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if isinstance(buffer, DeferredTensor):
+                module._buffers[key] = buffer.values()
+    return Skeleton(model.eval(), deferred, stored)
 
 
 def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
@@ -104,21 +97,25 @@ def set_weight(model: PreTrainedModel, names: Sequence[str], weight: nn.Paramete
         model.get_submodule(holder)._parameters[leaf] = weight
 
 
-def _keys(model: PreTrainedModel, numbers: dict[int, str]) -> dict[str, str]:
-    """What the files call the parameters that are kept there as they are, by the model's names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: numbers[weight.data_ptr()] for name, weight in named if weight.data_ptr() in numbers}
-
-
-def _placed(
-    folder: Path, config: PreTrainedConfig, weights: dict[str, _Unread | _Read], dtype: torch.dtype
+def _loaded(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    weights: Mapping[str, StoredWeight],
+    files: WeightFiles,
 ) -> PreTrainedModel:
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
-    with without_progress_bar():
-        model, report = kind.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    check_complete(str(folder), model, report)
-    placed: PreTrainedModel = model
-    return placed
+    """The model with deferred weights, but for those that its class changes in place once they are loaded."""
+    changed: set[str] = set()
+    while True:
+        known = len(changed)
+        tensors = {
+            key: ReadBuffer(weight.nbytes).read(files, weight)
+            if key in changed
+            else DeferredTensor.of(weight, files, partial(changed.add, key))
+            for key, weight in weights.items()
+        }
+        try:
+            return load_model(str(folder), config, dtype or dtype_of_index(folder, config) or "auto", tensors)
+        except SelfSpecError:
+            if len(changed) == known:
+                raise

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.adapter import Adapter
-from selfspec.model.checkpoint import local_folder, read_config, weight_files
-from selfspec.model.registry import find_adapter
+from selfspec.model.checkpoint import local_folder, read_config
+from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
 from selfspec.placement.cache_room import cache_bytes
 from selfspec.placement.plan import GROUP_SIZE, SLOTS, TOKENS_AT_ONCE, Bandwidth, Memory
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
-from selfspec.placement.weight_files import StoredWeight, WeightFiles, stored_weights
+from selfspec.placement.weight_files import StoredWeight, WeightFiles
 from selfspec.placement.weight_source import FromDisk, WeightSource
 
 # What allocators hold on to.
@@ -106,13 +106,11 @@ def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSou
     config, folder = read_config(name), local_folder(name)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
-    before = source.in_use()
-    weights, files = stored_weights(weight_files(folder)), WeightFiles()
-    dtype = dtype or config.dtype or next(iter(weights.values())).dtype
-    made = skeleton(folder, config, weights, dtype, files)
+    before, files = source.in_use(), WeightFiles()
+    made = skeleton(folder, config, dtype, files)
     layers = _streamable(made, find_adapter(made.model))
-    memory = _memory(made, layers, before, context, dtype, source, "exact")
-    return Survey(made, dtype, files, layers, memory, context, source)
+    memory = _memory(made, layers, before, context, made.model.config.dtype, source, "exact")
+    return Survey(made, made.model.config.dtype, files, layers, memory, context, source)
 
 
 def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
@@ -125,10 +123,10 @@ def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, proces
         process: bytes in use before the model is loaded.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     weights = model.named_parameters(remove_duplicate=False)
     stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), dtype) for name, weight in weights}
-    made = Skeleton(model, stored)
+    made = Skeleton(model, {}, stored)
     return _memory(made, _streamable(made, find_adapter(model)), process, context, dtype, FromDisk(), "exact")
 
 
@@ -198,6 +196,11 @@ def _memory(
     # The head does not read prompts.
     widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
     cache = cache_bytes(summary.cache, dtype, context, len(summary.layers), kept)
+    passes = (
+        _STATES * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize + 2 * max(copied, default=0) + cache.copied
+    )
+    # While weights are made, there are no keys and values, and no passes.
+    loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
     return Memory(
         process=before,
         kept=sum(weight.nbytes for weight in made.model.parameters()) - sum(sizes),
@@ -207,10 +210,7 @@ def _memory(
             bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
         },
         cache=cache.slots,
-        working=_SLACK
-        + 2 * max(copied, default=0)
-        + _STATES * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize
-        + cache.copied,
+        working=_SLACK + max(passes, loading),
     )
 
 

@@ -20,7 +20,27 @@ from selfspec.errors import CheckpointError, StorageError
 _PAGE = 4096
 # A read as large as this comes at the speed of the disk.
 _MOST_AT_ONCE = 1 << 26
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -46,10 +66,10 @@ class StoredWeight:
 
 
 def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
-    """Return where the floating-point weights of a checkpoint lie, by name. Reads headers alone.
+    """Return where the tensors of a checkpoint lie, by name. Reads headers alone.
 
     Raises:
-        CheckpointError: a file is damaged, or holds weights of another kind.
+        CheckpointError: a file is damaged, or holds numbers of a kind that torch has not.
     """
     found = {}
     for file in files:
@@ -60,12 +80,12 @@ def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
                 size = os.fstat(opened.fileno()).st_size
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
+        # In the order of names: the first floating-point dtype is the model's where nothing else says.
+        for name in sorted(set(header) - {"__metadata__"}):
+            entry = header[name]
             if entry["dtype"] not in _DTYPES:
                 raise CheckpointError(
-                    f"{name} in {file} is {entry['dtype']}; within a memory budget weights are "
+                    f"{name} in {file} is {entry['dtype']}; within a memory budget tensors are "
                     f"{', '.join(_DTYPES)}: load the checkpoint without one"
                 )
             first, end = (8 + length + offset for offset in entry["data_offsets"])

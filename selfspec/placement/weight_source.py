@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from selfspec.cache.cache_kind import CacheKind
 from selfspec.errors import UnsupportedOptionError
@@ -87,6 +88,10 @@ class FromDisk(WeightSource):
         return stored
 
     def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+        if not stored:
+            # Nothing is streamed.
+            memory = _product_bytes_a_second(torch.zeros(_PROBED // 4096, 1024))
+            return Bandwidth(memory, memory)
         probed: list[StoredWeight] = []
         for weight in sorted(stored, key=lambda weight: -weight.nbytes):
             if probed and sum(each.nbytes for each in probed) + weight.nbytes > _PROBED:
@@ -99,13 +104,8 @@ class FromDisk(WeightSource):
             begun = time.perf_counter()
             read = buffer.read(files, weight)
             seconds += time.perf_counter() - begun
-        flat = read.reshape(-1, read.shape[-1])
-        row, times = flat.new_zeros(flat.shape[1]), []
-        for _ in range(3):
-            begun = time.perf_counter()
-            torch.mv(flat, row)
-            times.append(time.perf_counter() - begun)
-        return Bandwidth(flat.nbytes / min(times), sum(weight.nbytes for weight in probed) / seconds)
+        memory = _product_bytes_a_second(read.reshape(-1, read.shape[-1] if read.ndim else 1))
+        return Bandwidth(memory, sum(weight.nbytes for weight in probed) / seconds)
 
     def check_streamed(self, size: int) -> None:
         return
@@ -149,6 +149,15 @@ class FromHost(WeightSource):
 
     def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
         return host_slots(weights, SLOTS, dtype, files, self._copies)
+
+
+def _product_bytes_a_second(weight: Tensor) -> float:
+    row, times = weight.new_zeros(weight.shape[1]), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        torch.mv(weight, row)
+        times.append(time.perf_counter() - begun)
+    return weight.nbytes / min(times)
 
 
 def source_for(device: torch.device) -> WeightSource:

@@ -8,7 +8,8 @@ heads in place and gives the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,13 +49,18 @@ def _shares_heads(module: nn.Module) -> bool:
     groups = getattr(module, "num_key_value_groups", 1)
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
     # Others choose their kernel themselves.
-    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(type(module).forward, "__code__", _shares_heads.__code__).co_names
+    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(_written_forward(module), "__code__", _shares_heads.__code__).co_names
     return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks and _runs_stock_kernel(module)
+
+
+def _written_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the `forward` of a module's class without decorators, which may accept older names."""
+    return inspect.unwrap(type(module).forward)
 
 
 def _runs_stock_kernel(module: nn.Module) -> bool:
     """Whether the kernel that an attention asks for is the one of `transformers`, and of torch below it."""
-    kernels = type(module).forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+    kernels = _written_forward(module).__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
     product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
     return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)
 

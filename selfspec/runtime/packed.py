@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.arguments import check_module
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.view import has_other_forward
 
@@ -105,6 +106,7 @@ def pack(model: PreTrainedModel) -> None:
         UnsupportedModelError: no layer can be packed, or the model uses weights otherwise than through its layers; it
             is as it was.
     """
+    check_module(model)
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         raise UnsupportedOptionError("this torch was built without oneDNN, so weights cannot be packed; leave it out")
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
@@ -123,7 +125,7 @@ def pack(model: PreTrainedModel) -> None:
         PackedLinear.take(module)
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         unpack(model)
         raise UnsupportedModelError(
             f"{type(model).__name__} uses weights otherwise than through its layers, so they cannot be packed "
@@ -133,7 +135,12 @@ def pack(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def unpack(model: nn.Module) -> None:
-    """Give the packed layers of a model, if it has any, their plain weights back, bit by bit."""
+    """Give the packed layers of a model, if it has any, their plain weights back, bit by bit.
+
+    Raises:
+        UnsupportedModelError: it is no model.
+    """
+    check_module(model)
     for layer in packed_layers(model):
         layer.give_back()
 

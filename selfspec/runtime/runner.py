@@ -17,10 +17,11 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import cache_argument
 from selfspec.model.adapter import Adapter, takes
 from selfspec.model.compared_view import compared_view
-from selfspec.model.early_head import DraftHead, plain_head
+from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.grouped_queries import for_grouped_queries
 from selfspec.runtime.norms import for_norms
@@ -81,13 +82,12 @@ class ModelRunner:
         self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, substitutes: Substitutes | None = None
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
-        head = model.get_output_embeddings()
-        # Quantised layers may keep their weight in a function.
-        self.vocabulary: int = getattr(head, "out_features", None) or head.weight.shape[0]
+        self.vocabulary = vocabulary_size(model)
         self.device = cache.device
         self._stock_model = model
         self._model = with_kernels(model)
         self._adapter = adapter
+        self._base = adapter.base(model)
         self._cache = cache
         self.substitutes = substitutes or Substitutes()
         self._config = model.config.get_text_config(decoder=True)
@@ -172,10 +172,6 @@ class ModelRunner:
         # Only a head of plain weights can be exchanged for one that draws on some of them.
         return Pass(head.spread(result.logits, self.vocabulary), result.states)
 
-    @property
-    def _base(self) -> str:
-        return self._adapter.path(self._model)[0]
-
     def _run(self, call: PassCall) -> PassResult:
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
@@ -201,7 +197,7 @@ class ModelRunner:
         # Heads of other kinds run exactly.
         if path.precision is not None and name is not None and (head is None or head.tokens is None):
             substitute = self.substitutes.within(model.get_submodule(name), name, path.precision)
-            gated.module._modules[name] = substitute
+            set_head(gated.module, name, substitute)
         if head is not None:
             end = path.exit_point
             layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]
@@ -210,7 +206,7 @@ class ModelRunner:
 
     def _inputs(self, tokens: Tensor, first: int = -1) -> dict[str, object]:
         width = tokens.shape[1]
-        positions = self._cache.positions(width, first) if self._takes_positions else None
+        positions = self._cache.position_ids(width, first) if self._takes_positions else None
         mask = self._cache.attention_mask(self._config, width, self._dtype, first)
         return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}
 

@@ -18,7 +18,7 @@ from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
-from selfspec.files.json_text import parsed
+from selfspec.files.json_text import parsed, sealed
 from selfspec.files.writing import whole
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
@@ -84,12 +84,13 @@ class Recipe:
     def read(cls, text: str) -> Recipe:
         """A recipe from its JSON."""
         try:
-            return parsed(text, cls)
+            written = parsed(text, _Written)
         except ValueError as error:
             raise DraftConfigError(
                 f"the recipe in custom_generate/generate.py cannot be read ({error}); save the model again: "
                 "selfspec.wrap(model, ...).save_pretrained(folder)"
             ) from error
+        return cls(written.draft, written.draft_length, written.accept)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -101,7 +102,14 @@ class Recipe:
         from selfspec import __version__
 
         target = folder / "custom_generate"
-        program = _PROGRAM.format(recipe=repr(json.dumps(asdict(self))))
+        program = _PROGRAM.format(recipe=repr(json.dumps(sealed(asdict(self)))))
         for name, text in (("generate.py", program), ("requirements.txt", f"selfspec>={__version__}\n")):
             with whole(target / name) as draft:
                 draft.write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Written(Recipe):
+    """A recipe as it is written, with the checksum that `parsed` looks at."""
+
+    checksum: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from selfspec.decode.rows.decoder import CacheSizes
@@ -45,8 +46,12 @@ class CacheBudget:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a row may come to have."""
-        return (self.bound - self.sizes.row) // self.sizes.slot - self.sizes.slack
+        """The most tokens that a row may come to have; 0 where there is no room for a row."""
+        spare = self.bound - self.sizes.row
+        if self.sizes.slot == 0:
+            # States take the same whatever they have read.
+            return sys.maxsize if spare >= 0 else 0
+        return spare // self.sizes.slot - self.sizes.slack
 
     def admits(self, rows: int, longest: int, tokens: int, remaining: int) -> bool:
         """Whether another row may be read, and then join.

@@ -95,7 +95,8 @@ def _plain(message: Message) -> dict[str, Any]:
     plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            # Clients write nothing where a function takes nothing.
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
         except ValueError as error:
             raise PromptError(f"tool_calls: arguments of {call['function']['name']!r} are not JSON") from error
     return plain

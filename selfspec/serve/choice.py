@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile, zip_longest
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +19,19 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token and its log-probabilities."""
+    """A token, its log-probabilities, and what it wrote of the answer's text.
+
+    Attributes:
+        token: its id.
+        logprobs: at its place.
+        text: nothing where the token is special, is behind the end of the text, or is not the last of a character's.
+        offset: of this text in the answer's.
+    """
 
     token: int
     logprobs: TokenLogprobs
+    text: str
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Piece:
 
     Attributes:
         text: that is certain, and before any stop string.
-        scored: tokens that were committed, where log-probabilities are asked for.
+        scored: tokens whose text is now among it, where log-probabilities are asked for.
         finish_reason: set in the last piece.
     """
 
@@ -66,6 +76,10 @@ class Choice:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._stream = TextStream(tokenizer, prompt)
         self._stops = StopStrings(stops)
+        # Tokens whose text is not certain, and those whose text may still be cut off by a stop string.
+        self._unread: list[tuple[int, TokenLogprobs]] = []
+        self._held: list[ScoredToken] = []
+        self._read_to = 0
         self.text = ""
         self.scored: list[ScoredToken] = []
         self.finish_reason: FinishReason | None = None
@@ -74,29 +88,47 @@ class Choice:
     def take(self, committed: Committed) -> Piece:
         """Take what a round committed."""
         text, count = "", 0
-        for token in committed.tokens:
+        for token, logprobs in zip_longest(committed.tokens, committed.logprobs or ()):
             count += 1
-            text += self._stops.push(self._stream.push([token]))
+            if logprobs is not None:
+                self._unread.append((token, logprobs))
+            text += self._let_through(self._stream.push_apart([token]))
+            # The answer would end here if its text, as it stands, has a stop string in it.
+            if not self._stops.found and self._stops.ends(self._stream.whole_characters):
+                text += self._let_through(self._stream.finish_apart())
             if self._stops.found:
                 break
         now = self.counts
         self.counts = Counts(
             now.tokens + count, now.drafted + committed.drafted, now.accepted + min(committed.accepted, count)
         )
-        scored = [
-            ScoredToken(token, logprobs)
-            for token, logprobs in zip(committed.tokens[:count], committed.logprobs or (), strict=False)
-        ]
-        return self._piece(text, scored, "stop" if self._stops.found else None)
+        return self._piece(text, "stop" if self._stops.found else None)
 
     def end(self, finished: Finished) -> Piece:
         """Take the end, which no error was."""
-        text = self._stops.push(self._stream.finish())
+        text = self._let_through(self._stream.finish_apart())
         text += self._stops.finish()
-        return self._piece(text, [], "length" if finished.reason == "length" and not self._stops.found else "stop")
+        return self._piece(text, "length" if finished.reason == "length" and not self._stops.found else "stop")
 
-    def _piece(self, text: str, scored: Sequence[ScoredToken], reason: FinishReason | None) -> Piece:
+    def _let_through(self, texts: Sequence[str]) -> str:
+        """What is certainly before any stop string, of the texts of the next tokens."""
+        for text in texts:
+            if self._unread:
+                token, logprobs = self._unread.pop(0)
+                self._held.append(ScoredToken(token, logprobs, text, self._read_to))
+            self._read_to += len(text)
+        return self._stops.push("".join(texts))
+
+    def _piece(self, text: str, reason: FinishReason | None) -> Piece:
         self.text += text
+        length = len(self.text)
+        scored = list(takewhile(lambda each: reason or each.offset + len(each.text) <= length, self._held))
+        del self._held[: len(scored)]
+        if reason:
+            scored = [
+                replace(each, text=each.text[: max(length - each.offset, 0)], offset=min(each.offset, length))
+                for each in scored
+            ]
         self.scored += scored
         self.finish_reason = reason
         return Piece(text, tuple(scored), reason)

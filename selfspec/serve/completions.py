@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from selfspec.decode.rows.logprobs import TokenLogprobs
-from selfspec.decode.text_stream import continuation
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.choice import ScoredToken
 from selfspec.serve.generation import Body, begun, finished, row_requests, streamed, usage
+from selfspec.serve.prompt_text import prompt_text
 from selfspec.serve.request_log import note, request_id
 from selfspec.serve.schemas import CompletionRequest
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
 
 DEFAULT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """What comes before an answer: its prompt, where that is asked for.
+
+    Attributes:
+        text: of the prompt.
+        logprobs: of its tokens, where they are asked for.
+    """
+
+    text: str = ""
+    logprobs: Body | None = None
 
 
 async def complete(served: Served, http: Request, request: CompletionRequest) -> Response:
@@ -46,43 +60,44 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
         "created": served.created_now(),
         "model": served.name,
     }
+    of_prompts = [await _echo(served, request, given, ids) for given, ids in zip(_given(request), prompts, strict=True)]
+    # One for each of the n answers to a prompt.
+    echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
     if request.max_tokens == 0:
-        choices = [
-            await _choice(served, request, index, row.input_ids, "", [], "length") for index, row in enumerate(rows)
-        ]
+        choices = [_choice(index, echo.text, echo.logprobs, "length") for index, echo in enumerate(echoes)]
         return JSONResponse({**head, "choices": choices, "usage": usage(prompt_tokens, None)})
     answering = await begun(served, request, rows)
     if request.stream:
-        offsets = [0] * len(rows)
 
         def chunk(new: NewPiece) -> Body:
             logprobs = None
             if request.logprobs is not None:
-                logprobs = _logprobs(served.texts, new.piece.scored, offsets[new.index])
-                offsets[new.index] += sum(len(served.texts.text(each.token)) for each in new.piece.scored)
-            return {
-                "index": new.index,
-                "text": new.piece.text,
-                "logprobs": logprobs,
-                "finish_reason": new.piece.finish_reason,
-            }
+                logprobs = _logprobs(served.texts, new.piece.scored, len(echoes[new.index].text))
+            return _choice(new.index, new.piece.text, logprobs, new.piece.finish_reason)
 
-        return streamed(served, http, request, answering, prompt_tokens, head, (), chunk)
+        opening = [_choice(index, echo.text, echo.logprobs, None) for index, echo in enumerate(echoes) if request.echo]
+        return streamed(served, http, request, answering, prompt_tokens, head, opening, chunk)
     await finished(served, http, answering)
-    choices = [
-        await _choice(served, request, index, row.input_ids, choice.text, choice.scored, choice.finish_reason)
-        for index, (row, choice) in enumerate(zip(rows, answering.choices, strict=True))
-    ]
+    choices = []
+    for index, (echo, choice) in enumerate(zip(echoes, answering.choices, strict=True)):
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = _joined(echo.logprobs, _logprobs(served.texts, choice.scored, len(echo.text)))
+        choices.append(_choice(index, echo.text + choice.text, logprobs, choice.finish_reason))
     return JSONResponse({**head, "choices": choices, "usage": usage(prompt_tokens, answering)})
+
+
+def _given(request: CompletionRequest) -> list[str | list[int]]:
+    """Each prompt, as it was sent: text or token ids."""
+    given: Any = request.prompt
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]]:
     """Token ids of each prompt."""
-    given: Any = request.prompt
-    if isinstance(given, str) or isinstance(given[0], int):
-        given = [given]
     return [
-        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)) for prompt in given
+        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt))
+        for prompt in _given(request)
     ]
 
 
@@ -94,51 +109,51 @@ def _asked(served: Served, request: CompletionRequest, prompts: Sequence[tuple[i
     return max(min(DEFAULT_TOKENS, room, served.limits.new_tokens or DEFAULT_TOKENS), 1)
 
 
-async def _choice(
-    served: Served,
-    request: CompletionRequest,
-    index: int,
-    prompt: Sequence[int],
-    text: str,
-    scored: Sequence[ScoredToken],
-    reason: str | None,
-) -> Body:
-    logprobs = None if request.logprobs is None else _logprobs(served.texts, scored, 0)
-    if request.echo:
-        before = continuation(served.tokenizer, (), prompt)
-        text = before + text
-        if request.logprobs is not None:
-            of_prompt = await served.score(prompt, request.logprobs)
-            read = [ScoredToken(token, found) for token, found in zip(prompt[1:], of_prompt, strict=True)]
-            logprobs = _logprobs(served.texts, [*read, *scored], len(served.texts.text(prompt[0])))
-            logprobs = {
-                "text_offset": [0, *logprobs["text_offset"]],
-                "token_logprobs": [None, *logprobs["token_logprobs"]],
-                "tokens": [served.texts.text(prompt[0]), *logprobs["tokens"]],
-                "top_logprobs": [None, *logprobs["top_logprobs"]],
-            }
+async def _echo(served: Served, request: CompletionRequest, given: str | Sequence[int], prompt: Sequence[int]) -> _Echo:
+    """Read a prompt, as it was given and as token ids, for what comes before its answers.
+
+    Raises:
+        ApiError: log-probabilities of prompts cannot be had.
+    """
+    if not request.echo:
+        return _Echo()
+    shown = await served.read(lambda: prompt_text(served.tokenizer, given))
+    if request.logprobs is None:
+        return _Echo(shown.text)
+    of_prompt = await served.score(prompt, request.logprobs)
+    first, *pieces = shown.pieces
+    offsets = accumulate(map(len, pieces), initial=len(first))
+    scored = [ScoredToken(*each) for each in zip(prompt[1:], of_prompt, pieces, offsets, strict=False)]
+    # Nothing says how likely the first token is.
+    alone: Body = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+    return _Echo(shown.text, _joined(alone, _logprobs(served.texts, scored, 0)))
+
+
+def _choice(index: int, text: str, logprobs: Body | None, reason: str | None) -> Body:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], offset: int) -> Body:
-    """Log-probabilities in the form that completions have."""
-    found: Body = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for each in scored:
-        text = texts.text(each.token)
-        found["text_offset"].append(offset)
-        found["tokens"].append(text)
-        found["token_logprobs"].append(finite(each.logprobs.logprob))
-        found["top_logprobs"].append(_top(texts, text, each.logprobs))
-        offset += len(text)
-    return found
+def _joined(before: Body | None, logprobs: Body) -> Body:
+    """Log-probabilities of a prompt and of its answer in one."""
+    return logprobs if before is None else {name: before[name] + found for name, found in logprobs.items()}
 
 
-def _top(texts: TokenTexts, own: str, logprobs: TokenLogprobs) -> dict[str, float]:
-    """The likeliest tokens by their text, and the chosen one. Of tokens of equal text the likeliest is kept."""
+def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> Body:
+    """Log-probabilities in the form that completions have, of tokens behind so many letters."""
+    return {
+        "text_offset": [before + each.offset for each in scored],
+        "token_logprobs": [finite(each.logprobs.logprob) for each in scored],
+        "tokens": [each.text for each in scored],
+        "top_logprobs": [_top(texts, each) for each in scored],
+    }
+
+
+def _top(texts: TokenTexts, scored: ScoredToken) -> dict[str, float]:
+    """The likeliest tokens by their text, and the chosen one by what it wrote. Of equal texts the likeliest is kept."""
     top: dict[str, float] = {}
-    for token, value in logprobs.top:
-        top.setdefault(texts.text(token), finite(value))
-    top.setdefault(own, finite(logprobs.logprob))
+    for token, value in scored.logprobs.top:
+        top.setdefault(scored.text if token == scored.token else texts.text(token), finite(value))
+    top.setdefault(scored.text, finite(scored.logprobs.logprob))
     return top
 
 

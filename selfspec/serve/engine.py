@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from selfspec.api import SelfSpeculative
-from selfspec.arguments import check_kind, shown
+from selfspec.arguments import check_callables, check_kind, shown
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.engine_stats import EngineStats
@@ -19,6 +19,7 @@ from selfspec.serve.read_request import read_row
 from selfspec.serve.row_request import RowRequest
 from selfspec.serve.scheduler import Entry, Scheduler
 from selfspec.serve.ticket import Ticket
+from selfspec.values import is_finite
 
 
 class Engine:
@@ -47,7 +48,7 @@ class Engine:
             spec: the wrapped model.
             max_rows: that run at once.
             cache_bytes: bound of keys, values and states; None: `max_rows` rows of the model's context, or of 4096
-                tokens where it is longer.
+                tokens where it is longer, and the states of one more that is read.
             prefill_tokens: of prompts that are read before each round of the rows that run. Layers with states read a
                 prompt as a whole.
             max_waiting: requests that may wait, besides those that run.
@@ -57,6 +58,8 @@ class Engine:
                 served, or a number is out of range, by name.
             ClosedError: `spec` was unwrapped.
         """
+        if spec is None:
+            raise UnsupportedOptionError("an engine needs a wrapped model; write Engine(selfspec.wrap(model))")
         check_kind("spec", spec, SelfSpeculative, "write Engine(selfspec.wrap(model))")
         for name, value in (
             ("max_rows", max_rows),
@@ -71,7 +74,7 @@ class Engine:
         sizes = in_own_thread(self._decoder.measured)
         limits = self._decoder.limits
         if cache_bytes is None:
-            cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096))
+            cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096)) + sizes.row
         if limits is not None:
             cache_bytes = min(cache_bytes, sizes.of(1, limits.context))
             prefill_tokens = min(prefill_tokens, limits.at_once)
@@ -108,7 +111,12 @@ class Engine:
         Args:
             drain: whether what was submitted runs to its end.
             timeout: seconds to wait for that; then it is ended as without `drain`. None: any time.
+
+        Raises:
+            UnsupportedOptionError: the timeout is no number of seconds.
         """
+        if timeout is not None and not (is_finite(timeout) and timeout >= 0):
+            raise UnsupportedOptionError(f"timeout must be a number of seconds, at least 0, got {shown(timeout)}")
         with self._changed:
             thread, self._stopping = self._thread, True
             self._draining = drain
@@ -145,6 +153,7 @@ class Engine:
             EngineStoppedError: the engine does not run.
         """
         self._check_running()
+        check_callables("on_event", None if on_event is None else [on_event])
         row = read_row(self._decoder, request, self._vocabulary)
         if not self._budget.fits_alone(row.longest):
             raise CannotFitError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from selfspec.compat import over_cache
 from selfspec.decode.rows.logprobs import TokenLogprobs
+from selfspec.model.stock_passes import block_logits
 
 # Logits of so many places are in memory at once.
 _AT_ONCE = 128
@@ -28,14 +28,12 @@ def prompt_logprobs(model: PreTrainedModel, prompt: Sequence[int], top: int) -> 
     """
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([list(prompt)], device=device)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     found: list[TokenLogprobs] = []
-    for begin in range(0, ids.shape[1] - 1, _AT_ONCE):
-        block, following = ids[:, begin : begin + _AT_ONCE], ids[0, begin + 1 : begin + _AT_ONCE + 1]
-        logits = model(block, **over_cache(model, cache)).logits[0, : len(following)]
-        scores = logits.float().log_softmax(-1)
-        own = scores.gather(1, following[:, None])[:, 0].tolist()
+    following = ids[0, 1:].split(_AT_ONCE)
+    for tokens, logits in zip(following, block_logits(model, ids.split(_AT_ONCE, 1)), strict=False):
+        scores = logits[: len(tokens)].float().log_softmax(-1)
+        own = scores.gather(1, tokens[:, None])[:, 0].tolist()
         best = scores.topk(min(max(top, 1), scores.shape[1]))
-        for value, tokens, values in zip(own, best.indices.tolist(), best.values.tolist(), strict=True):
-            found.append(TokenLogprobs(value, tuple(zip(tokens, values, strict=True))[:top]))
+        for value, likeliest, values in zip(own, best.indices.tolist(), best.values.tolist(), strict=True):
+            found.append(TokenLogprobs(value, tuple(zip(likeliest, values, strict=True))[:top]))
     return found

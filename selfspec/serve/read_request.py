@@ -85,6 +85,8 @@ def _check(request: RowRequest, vocabulary: int) -> None:
     """Refuse what `generate` would not be shown."""
     if not isinstance(request.input_ids, tuple) or not all(_is_whole(token) for token in request.input_ids):
         raise PromptError(f"input_ids must be a tuple of token ids, got {shown(request.input_ids)}")
+    if not all(-(2**63) <= token < 2**63 for token in request.input_ids):
+        raise PromptError(f"input_ids hold a number of more than 64 bits: {shown(request.input_ids)}")
     if not _is_whole(request.max_new_tokens) or request.max_new_tokens < 1:
         raise UnsupportedOptionError(
             f"max_new_tokens must be an integer of at least 1, got {shown(request.max_new_tokens)}"

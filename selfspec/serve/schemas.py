@@ -134,8 +134,8 @@ class CompletionRequest(Generation):
             raise ValueError("best_of is not supported; ask for n answers and choose among them")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0 and echo is not set: nothing would be returned")
-        if self.echo and self.stream:
-            raise ValueError("echo is not supported in a stream; drop one of them")
+        if self.max_tokens == 0 and self.stream:
+            raise ValueError("max_tokens is 0: nothing would be streamed; drop stream")
         return self
 
 

@@ -28,6 +28,10 @@ class StopStrings:
             return self._give(min(places))
         return self._give(len(self._held) - max(map(self._begun, self._strings), default=0))
 
+    def ends(self, text: str) -> bool:
+        """Whether a stop string would be found if this text came next."""
+        return bool(text) and any(string in self._held + text for string in self._strings)
+
     def finish(self) -> str:
         """What was held back, when no more text comes."""
         return "" if self.found else self._give(len(self._held))

@@ -181,7 +181,7 @@ def test_what_cannot_be_taken_over_is_refused_before_anything_runs(llama: PreTra
     past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).cache
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     refused = selfspec.UnsupportedOptionError
-    with pytest.raises(selfspec.PromptError, match="hold 13 tokens and input_ids 13"):
+    with pytest.raises(selfspec.PromptError, match="holds 13 tokens and input_ids 13"):
         spec.generate(tiny.prompt(13), cache=past, **GREEDY)
     with pytest.raises(refused, match="hold 1 rows, the batch has 2"):
         spec.generate(tiny.prompt(20, 2), cache=past, **GREEDY)

@@ -11,24 +11,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.chat_templates import written
+from helpers.http_server import asked
 from helpers.running import Invoke
 from selfspec.cli.json_schema import OUTPUTS
-
-
-def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-    host, _, port = url.removeprefix("http://").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    sent = None if body is None else json.dumps(body)
-    connection.request("GET" if body is None else "POST", path, sent, {"content-type": "application/json"})
-    reply = connection.getresponse()
-    found = reply.status, json.loads(reply.read())
-    connection.close()
-    return found
 
 
 def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_path: Path) -> None:
@@ -48,10 +37,10 @@ def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_
         assert told["model"] == "stories"
         assert told["url"].startswith("http://127.0.0.1:")
         body = {"model": "stories", "messages": [{"role": "user", "content": "Tell me of Lily."}], "max_tokens": 4}
-        assert ask(told["url"], "/v1/chat/completions", body)[0] == 200
+        assert asked(told["url"], "/v1/chat/completions", body)[0] == 200
         replies = []
         long = {"model": "stories", "prompt": "Once", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-        thread = threading.Thread(target=lambda: replies.append(ask(told["url"], "/v1/completions", long)))
+        thread = threading.Thread(target=lambda: replies.append(asked(told["url"], "/v1/completions", long)))
         thread.start()
         while b'num_requests_running{model_name="stories"} 1.0' not in _metrics(told["url"]):
             assert thread.is_alive()

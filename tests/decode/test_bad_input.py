@@ -83,7 +83,8 @@ def nothing_runs() -> Iterator[selfspec.SelfSpeculative]:
 
 NUMBERS = [NAN, INF, -INF, "1", [1.0], None.__class__]
 COUNTS = [-1, 1.5, "3", [3], True, 2**70]
-IDS = [BEYOND, 10**9, 2**70, 1.0, "1", True]
+NO_IDS = [2**70, 1.0, "1", True]
+IDS = [BEYOND, 10**9, *NO_IDS]
 
 OPTIONS: dict[str, list[Any]] = {
     "do_sample": ["yes", 2, -1, 0.5, "False"],
@@ -99,14 +100,15 @@ OPTIONS: dict[str, list[Any]] = {
     "encoder_repetition_penalty": [0.0, -1.0, NAN, INF, "1"],
     "max_time": [NAN, -1.0, -INF, "1", [1.0]],
     "stop_strings": ["", [""], ["a", ""], [], 3, [3], [None]],
-    "eos_token_id": [*IDS, [], [1, BEYOND], [1.0], [[1]], torch.tensor([1.5]), torch.tensor([BEYOND])],
-    "pad_token_id": [*IDS, [1], [], torch.tensor([1, 2]), torch.tensor(1.0)],
+    "eos_token_id": [*NO_IDS, [], [1, 2**70], [1.0], [[1]], torch.tensor([1.5])],
+    "pad_token_id": [*NO_IDS, [1], [], torch.tensor([1, 2]), torch.tensor(1.0)],
     "bos_token_id": [1.5, "1", [1.5]],
     "decoder_start_token_id": [1.5, "1"],
     "forced_bos_token_id": [-1, *IDS],
     "forced_eos_token_id": [-1, *IDS, [], [1, BEYOND]],
-    "suppress_tokens": [3, "3", [-1], [BEYOND], [1.5], torch.tensor([BEYOND])],
-    "begin_suppress_tokens": [3, [-1], [BEYOND]],
+    "suppress_tokens": [3, "3", [2**70], [True], [1.5], torch.tensor([1.5])],
+    "begin_suppress_tokens": [3, ["3"], [2**70]],
+    "prefill_chunk_size": [0, *COUNTS[:-1]],
     "bad_words_ids": [[], [[]], [[BEYOND]], [[-1]], [[1.5]], [3], "ab", [(1, 2)], [["a"]]],
     "sequence_bias": [
         {},
@@ -201,12 +203,11 @@ class _Tokenizer:
         {"no_repeat_ngram_size": -1},
         {"max_time": NAN},
         {"max_time": -1.0},
-        {"eos_token_id": BEYOND},
-        {"pad_token_id": BEYOND},
+        {"pad_token_id": True},
         {"sequence_bias": {(1,): NAN}},
         {"bad_words_ids": [[BEYOND]]},
         {"forced_eos_token_id": BEYOND},
-        {"suppress_tokens": [BEYOND]},
+        {"suppress_tokens": [1.5]},
     ],
     ids=str,
 )
@@ -498,6 +499,7 @@ def test_profiles_with_odd_numbers_are_refused(name: str, tmp_path: Path) -> Non
     model = _model()
     profile_of(model).save(tmp_path / "profile.json")
     content = json.loads((tmp_path / "profile.json").read_text())
+    del content["checksum"]
     PROFILES[name](content)
     (tmp_path / "profile.json").write_text(json.dumps(content))
     # Numbers of hundreds of digits are refused as such, whatever they are of.
@@ -539,6 +541,19 @@ ODD: list[dict[str, Any]] = [
     {"pad_token_id": -100},
     {"pad_token_id": torch.tensor(3)},
     {"bos_token_id": 10**6},
+    {"eos_token_id": BEYOND},
+    {"eos_token_id": [7, BEYOND], "pad_token_id": BEYOND},
+    {"eos_token_id": BEYOND, "min_new_tokens": 2},
+    {"pad_token_id": BEYOND},
+    {"pad_token_id": 10**9, "eos_token_id": 7, "repetition_penalty": 1.3},
+    {"suppress_tokens": [-1]},
+    {"suppress_tokens": [BEYOND, 3]},
+    {"begin_suppress_tokens": [-1, BEYOND]},
+    {"cache_implementation": "dynamic"},
+    {"prefill_chunk_size": 1},
+    {"prefill_chunk_size": 2, "cache_implementation": "dynamic"},
+    {"prefill_chunk_size": 100},
+    {"trust_remote_code": True},
     {"suppress_tokens": []},
     {"suppress_tokens": torch.tensor([1, 2])},
     {"suppress_tokens": (1, 2)},

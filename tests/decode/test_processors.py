@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import RepetitionPenaltyLogitsProcessor
@@ -213,6 +215,22 @@ def test_samples_follow_the_exact_joint() -> None:
         for prompt, value in p_values(spec, options, seed=100 * number).items():
             found[f"{draft} {rule} length {length} {options} prompt {prompt}"] = value
     assert holm_rejects(found, 0.01) == []
+
+
+def test_left_padding_is_penalised_where_transformers_does(llama: PreTrainedModel) -> None:
+    ids = torch.tensor([[7, 7, 7, 1, 2, 3], [4, 5, 6, 8, 9, 10]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 7, "repetition_penalty": 5.0}
+    wanted = llama.generate(ids, attention_mask=mask, **options)
+    for draft in (None, selfspec.EarlyExit(2), selfspec.Suffixes()):
+        spec = selfspec.wrap(llama, draft, draft_length=3)
+        assert torch.equal(spec.generate(ids, attention_mask=mask, **options).sequences, wanted)
+        assert torch.equal(llama.generate(ids, attention_mask=mask, custom_generate=spec, **options), wanted)
+    # By the attention mask, of which the processor is told from 5.23 on: then a row is what it is without padding.
+    alone = llama.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **options)
+    assert 7 in alone[0, 3:]
+    is_told = Version(transformers.__version__) >= Version("5.23.0.dev0")
+    assert torch.equal(alone[0], wanted[0, 3:]) == is_told
 
 
 # What a processor is given.

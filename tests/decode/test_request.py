@@ -269,7 +269,7 @@ OPTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("use_cache", lambda: {"use_cache": False}, "use_cache on"),
     ("output_attentions", lambda: {"output_attentions": True, "return_dict_in_generate": True}, "model.generate"),
     ("output_hidden_states", lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "model.generate"),
-    ("token.healing", lambda: {"token_healing": True}, ""),
+    ("token.healing", lambda: {"token_healing": True}, "pass tokenizer="),
     ("no_such_option", lambda: {"no_such_option": 3}, ""),
     ("max_new_token", lambda: {"max_new_token": 3}, ""),
     (
@@ -316,10 +316,11 @@ def test_a_generation_config_is_read_like_keywords(
 
 def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, DRAFT, draft_length=4)
-    llama.generation_config.prefill_chunk_size = 4
-    with pytest.raises(UnsupportedOptionError, match=r"prefill_chunk_size=4"):
+    llama.generation_config.penalty_alpha = 0.6
+    llama.generation_config.top_k = 4
+    with pytest.raises(UnsupportedOptionError, match=r"penalty_alpha=0.6"):
         spec.generate(tiny.prompt(5), max_new_tokens=3)
-    llama.generation_config.prefill_chunk_size = None
+    llama.generation_config.penalty_alpha = llama.generation_config.top_k = None
     llama.generation_config.repetition_penalty = 1.6
     llama.generation_config.max_new_tokens = 4
     llama.generation_config.eos_token_id = 7

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +15,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     StoppingCriteriaList,
 )
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StopStringCriteria
@@ -21,9 +23,11 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 import selfspec
 from helpers import tiny
 from helpers.stories import checkpoint_folder
+from selfspec.errors import UnsupportedOptionError
 
 # Drafting with all of the network but one late MLP accepts long runs, so that ends fall inside them.
 LONG_RUNS = selfspec.LayerSkip(mlp=[3])
+NO_END: dict[str, Any] = {}
 
 
 def greedy(model: PreTrainedModel, **options: Any) -> Any:
@@ -76,13 +80,67 @@ def test_rows_end_each_at_its_own_token(llama: PreTrainedModel, criterion: Any) 
     prompts = torch.cat([tiny.prompt(5, seed=seed) for seed in range(4)])
     spec = selfspec.wrap(llama, LONG_RUNS, draft_length=5)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    out = spec.generate(prompts, stopping_criteria=StoppingCriteriaList([criterion()]), **options)
-    for row in range(4):
-        alone = llama.generate(
-            prompts[row : row + 1], stopping_criteria=StoppingCriteriaList([criterion()]), **options
-        )[0]
-        assert out.sequences[row, : 5 + out.lengths[row]].tolist() == alone.tolist()
-        assert (out.sequences[row, 5 + out.lengths[row] :] == 0).all()
+    for ends in (NO_END, {"eos_token_id": 49, "suppress_tokens": [49]}):
+        out = spec.generate(prompts, stopping_criteria=StoppingCriteriaList([criterion()]), **options, **ends)
+        assert torch.equal(out.sequences, llama.generate(prompts, stopping_criteria=[criterion()], **options, **ends))
+        for row in range(4):
+            alone = llama.generate(
+                prompts[row : row + 1], stopping_criteria=StoppingCriteriaList([criterion()]), **options, **ends
+            )[0]
+            assert out.sequences[row, : 5 + out.lengths[row]].tolist() == alone.tolist()
+            assert not ends or (out.sequences[row, 5 + out.lengths[row] :] == 0).all()
+
+
+def stateless(criterion: Any) -> Any:
+    criterion.stateless = True
+    return criterion
+
+
+class AtOwnLength(StoppingCriteria):
+    """Ends each row at a length of its own."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= 5 + self.lengths
+
+
+class KnowsTheEnd(AtOwnLength):
+    """Has what `transformers` takes for a sign that there is an end token."""
+
+    eos_token_id = 49
+
+
+@pytest.mark.parametrize("draft", [None, LONG_RUNS, selfspec.PromptLookup(shortest=1), selfspec.Suffixes()], ids=repr)
+@pytest.mark.parametrize("criterion", [AtOwnLength(9, 2, 6), stateless(AtOwnLength(3, 11, 7)), KnowsTheEnd(4, 9, 1)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_without_an_end_token_a_row_that_a_criterion_ended_goes_on_until_all_have(
+    llama: PreTrainedModel, draft: Any, criterion: AtOwnLength, sampled: bool
+) -> None:
+    prompts = tiny.prompt(5, 3).clamp(min=1)
+    lengths = criterion.lengths.tolist()
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, "pad_token_id": 0, "seed": 1}
+    spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled" if sampled else None)
+    # Its tokens are those that it has without a criterion.
+    whole = spec.generate(prompts, **options).sequences[:, 5:].tolist()
+    options |= {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
+    out = spec.generate(prompts, **options)
+    assert out.lengths == tuple(lengths)
+    pads = isinstance(criterion, KnowsTheEnd)
+    most = max(lengths)
+    for row, wanted, length in zip(out.sequences[:, 5:].tolist(), whole, lengths, strict=True):
+        assert row == wanted[: length if pads else most] + [0] * (most - length if pads else 0)
+    if not sampled:
+        del options["seed"]
+        found = llama.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+        assert torch.equal(out.sequences, found.sequences)
+        assert out.scores is not None
+        assert out.past_key_values is not None
+        if not pads:
+            torch.testing.assert_close(torch.stack(out.scores), torch.stack(found.scores), atol=1e-5, rtol=1e-5)
+            keys = out.past_key_values.layers[0].keys
+            torch.testing.assert_close(keys, found.past_key_values.layers[0].keys)
 
 
 def test_a_criterion_may_answer_for_all_rows_at_once(llama: PreTrainedModel) -> None:
@@ -174,6 +232,44 @@ def test_a_stop_string_ends_the_text_inside_an_accepted_run(
     # Through transformers, which drops the tokenizer, the criterion itself goes in.
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
     assert torch.equal(story.generate(prompt, custom_generate=spec, stopping_criteria=criteria, **options), wanted)
+
+
+@pytest.mark.parametrize("text", ["Once upon a ti", "Once upon a time there  ", "The  ", "Lily"])
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 1}, {"repetition_penalty": 1.4, "eos_token_id": 2}])
+def test_tokens_are_healed_as_in_transformers(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]
+) -> None:
+    asked = tokenizer([text], return_tensors="pt")
+    options = {"max_new_tokens": 12, "do_sample": False, "token_healing": True, **options}
+    wanted = story.generate(asked.input_ids, tokenizer=tokenizer, **options)
+    spec = selfspec.wrap(story, "exit:2", draft_length=3)
+    for mask in (None, asked.attention_mask):
+        assert torch.equal(spec.generate(asked.input_ids, mask, tokenizer=tokenizer, **options).sequences, wanted)
+    config = GenerationConfig(**options)
+    found = spec.generate(asked.input_ids, generation_config=config, tokenizer=tokenizer)
+    assert torch.equal(found.sequences, wanted)
+    assert config.token_healing
+
+
+def test_prompts_whose_healing_their_mask_does_not_fit_are_refused(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    spec = selfspec.wrap(story, "exit:2", draft_length=3)
+    bare = tokenizer("Once upon a ti", return_tensors="pt", add_special_tokens=False).input_ids
+    padded = torch.tensor([[0, 0, *bare[0].tolist()]])
+    options: dict[str, Any] = {"max_new_tokens": 4, "token_healing": True, "tokenizer": tokenizer}
+    for ids, mask in ((bare, None), (padded, (padded != 0).long())):
+        with pytest.raises(UnsupportedOptionError, match=r"token_healing makes .*heal_tokens"):
+            spec.generate(ids, mask, **options)
+    with pytest.raises(UnsupportedOptionError, match="token_healing is for prompts of token ids"):
+        spec.generate(inputs_embeds=story.get_input_embeddings()(bare), **options)
+
+
+def test_vocabularies_that_stop_strings_cannot_be_found_in_are_refused(story: PreTrainedModel) -> None:
+    words = Tokenizer(models.WordLevel({"once": 0, "upon": 1}, unk_token="once"))
+    ids, tokenizer = torch.tensor([[0, 1]]), PreTrainedTokenizerFast(tokenizer_object=words)
+    with pytest.raises(UnsupportedOptionError, match=r"stop_strings in the tokens of .*stopping_criteria"):
+        selfspec.wrap(story).generate(ids, max_new_tokens=4, stop_strings=["on"], tokenizer=tokenizer)
 
 
 def test_stop_strings_of_a_config_count_and_the_models_own_do_not_change(

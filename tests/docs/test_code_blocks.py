@@ -1,7 +1,8 @@
 """Every code block of README and of docs/: Python runs, commands run or are parsed, and what can do neither says why.
 
 A block that cannot run follows `<!--- skip: next "REASON" -->`, which readers do not see; `pytest -m docs -rs` lists
-them. What a page takes for granted stands in `<!--- invisible-code-block: python ... -->`.
+them. What a page takes for granted stands in `<!--- invisible-code-block: python ... -->`; so does what a block has to
+have printed, which `printed()` returns there.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ SHOWN = {"json", "jsonl", "text"}
 
 _SKIPPED = re.compile(r'^<!--- skip: next (?:if\(.*reason=)?"(.+?)"\)? -->$', re.MULTILINE)
 _FENCE = re.compile(r"^```(\w*)", re.MULTILINE)
+_PYTHON = re.compile(r"^```python\n(.*?)^```\n+(<!---.*?-->)?", re.DOTALL | re.MULTILINE)
+_AS_IT_COMES = re.compile(r"\.stream\(|streamer=")
 _INDENTED = re.compile(r"(?:^|\n)\n    (?:selfspec|python|pip) ")
 
 
@@ -77,7 +80,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
-def test_the_blocks_of_a_page_run(page: str, place: Path, invoke: Invoke, subtests: pytest.Subtests) -> None:
+def test_the_blocks_of_a_page_run(
+    page: str, place: Path, invoke: Invoke, subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]
+) -> None:
     def check_commands(block: Example) -> None:
         for line in commands_of(block.parsed):
             check_command(line, invoke)
@@ -93,10 +98,15 @@ def test_the_blocks_of_a_page_run(page: str, place: Path, invoke: Invoke, subtes
         CodeBlockParser("toml", check_study),
     ]
     document = Sybil(parsers=parsers, pattern="*.md", path=str(ROOT)).parse(ROOT / page)
+    shown = [""]
     document.namespace["missing"] = lambda package: find_spec(package) is None
+    # What the block before has printed, for a block that compares it.
+    document.namespace["printed"] = lambda: shown[0]
     for block in document.examples():
         with subtests.test(f"{page}:{block.line}"):
+            capsys.readouterr()
             block.evaluate()
+            shown[0] = capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -106,6 +116,13 @@ def test_a_block_that_is_not_run_says_why(page: str) -> None:
     assert set(_FENCE.findall(text)) - {""} <= {"python", "sh", "toml", *SHOWN}
     # Indented blocks have no language: nothing that is typed in is to stand in one.
     assert not _INDENTED.search(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_text_that_is_printed_as_it_comes_is_compared_with_the_whole(page: str) -> None:
+    for body, behind in _PYTHON.findall((ROOT / page).read_text(encoding="utf-8")):
+        if _AS_IT_COMES.search(body):
+            assert "printed()" in behind, f"{page}: compare what this block prints, in an invisible one: {body}"
 
 
 def commands_of(block: str) -> Iterator[list[str]]:

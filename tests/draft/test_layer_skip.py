@@ -66,9 +66,9 @@ class TestRefused:
         with pytest.raises(DraftConfigError, match=f"{name} must be a list of layer numbers"):
             selfspec.LayerSkip(**{name: numbers})
 
-    def test_a_layer_named_twice(self, llama: PreTrainedModel, name: str) -> None:
-        with pytest.raises(DraftConfigError, match="layer 1 is skipped more than once; name each sublayer once"):
-            selfspec.wrap(llama, selfspec.LayerSkip(**{name: [1, 2, 1]}), draft_length=4)
+    def test_a_layer_named_twice(self, name: str) -> None:
+        with pytest.raises(DraftConfigError, match=f"{name}=\\[1, 2, 1\\] lists a layer more than once"):
+            selfspec.LayerSkip(**{name: [1, 2, 1]})
 
 
 @pytest.mark.parametrize("name", ["attention", "mlp"])

@@ -74,6 +74,7 @@ def other_layers(model: PreTrainedModel) -> None:
 
 
 def quantised(model: PreTrainedModel) -> None:
+    other_layers(model)
     model.config.quantization_config = {"quant_method": "gptq"}
 
 
@@ -115,7 +116,67 @@ def test_layers_that_change_their_kind_later_are_refused(model: PreTrainedModel)
 
 
 class Other(nn.Linear):
-    """A layer whose product may be another."""
+    """A layer whose product is another."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states.round(decimals=1), self.weight, self.bias)
+
+
+class Own(nn.Linear):
+    """A layer that multiplies in words of its own."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        product = states @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Scaled(Own):
+    """A layer that reads more than its weight and its bias."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        factor: float = vars(self)["factor"]
+        return super().forward(states) * factor
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Own, True), (Other, False), (Scaled, False)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_linear_layers_of_a_models_own_are_known_by_what_they_compute(
+    model: PreTrainedModel, kind: type[nn.Linear], known: bool, bits: int
+) -> None:
+    own: Any = copy.deepcopy(model)
+    for child in own.model.layers.modules():
+        if type(child) is nn.Linear:
+            child.__class__ = kind
+            child.__dict__["factor"] = 2.0
+    if not known:
+        with pytest.raises(DraftConfigError, match="no layer"):
+            selfspec.wrap(own, selfspec.LowPrecision(bits, head=False), draft_length=3)
+        return
+    ids = tiny.prompt(9)
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    found, wanted = (
+        selfspec.wrap(each, f"int{bits}", draft_length=3).generate(ids, **options) for each in (own, model)
+    )
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert found.stats.substitute_bytes == wanted.stats.substitute_bytes > 0
+
+
+def test_falcon_has_fewer_bits() -> None:
+    model = shrunken("falcon").float()
+    ids = tiny.prompt(9, vocabulary=model.config.vocab_size)
+    spec = selfspec.wrap(model, "int8", draft_length=3)
+    out = spec.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(out.sequences, wanted)
+    assert out.stats.substitute_bytes > 0
+
+
+def test_what_was_quantised_in_its_file_alone_has_fewer_bits(model: PreTrainedModel) -> None:
+    """As a GGUF file that is read is: the config says what the file was, and the layers are in floating point."""
+    own = copy.deepcopy(model)
+    own.config.quantization_config = {"quant_method": "gguf"}
+    for draft in ("int8", "int4", "lookup+int8"):
+        assert selfspec.wrap(own, draft, draft_length=3).generate(tiny.prompt(9), max_new_tokens=8).stats.drafted
 
 
 @pytest.mark.parametrize("architecture", [name for name in tiny.BUILDERS if name != "llama"])
@@ -275,7 +336,7 @@ def test_modules_that_look_at_a_weight_see_the_rounded_one(precision: Precision)
     assert (weight.shape, weight.dtype, weight.device) == (layer.weight.shape, layer.weight.dtype, layer.weight.device)
     assert not torch.equal(weight, layer.weight)
     torch.testing.assert_close(weight, layer.weight, rtol=0, atol=0.02)
-    assert (substitute.in_features, substitute.out_features) == (64, 96)
+    assert [substitute.in_features, substitute.out_features] == [64, 96]
 
 
 EXPERTS = {"mixtral": "mlp.experts", "gpt_oss": "mlp.experts", "nemotron_h": "mixer.experts"}

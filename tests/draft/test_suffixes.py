@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.described import Change, rewrite
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import PROMPTS, TOKENS, Warp, joint, small
 from selfspec.draft import Suffixes
@@ -147,8 +148,6 @@ def test_a_corpus_of_another_tokenizer_is_refused_before_any_pass(corpus: str) -
 
 
 def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llama: PreTrainedModel) -> None:
-    from safetensors.torch import load_file, save_file
-
     content = Path(corpus).read_bytes()
     broken = tmp_path / "broken"
     for damaged in (content[:40], content[:-8], b"", b"\0" * 64):
@@ -157,14 +156,17 @@ def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llam
             Suffixes(str(broken))
     with pytest.raises(selfspec.DraftConfigError, match="cannot be read"):
         Suffixes(str(tmp_path / "missing"))
-    from safetensors import safe_open
-
-    with safe_open(corpus, framework="pt") as opened:
-        about = opened.metadata()
-    for name, value in (("ends", 99), ("ends", 0), ("tokens", tiny.VOCABULARY), ("tokens", -2)):
-        tensors = {key: tensor.clone() for key, tensor in load_file(corpus).items()}
-        tensors[name][3] = value
-        save_file(tensors, broken, about)
+    changes: list[Change] = [
+        lambda tensors, _: tensors["ends"].__setitem__(3, 99),
+        lambda tensors, _: tensors["ends"].__setitem__(3, 0),
+        lambda tensors, _: tensors["tokens"].__setitem__(3, tiny.VOCABULARY),
+        lambda tensors, _: tensors["tokens"].__setitem__(3, -2),
+        lambda tensors, _: tensors.update(ends=tensors["ends"][:-1].clone()),
+        lambda tensors, _: tensors.update(tokens=torch.cat([tensors["tokens"], tensors["tokens"]])),
+    ]
+    for change in changes:
+        broken.write_bytes(content)
+        rewrite(broken, change)
         with pytest.raises(selfspec.DraftConfigError, match="holds no corpus"):
             CorpusFile(broken)
     with pytest.raises(selfspec.DraftConfigError, match="needs texts with tokens"):

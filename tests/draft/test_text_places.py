@@ -62,9 +62,9 @@ def test_a_memory_drops_the_oldest_and_matches_across_no_end_of_a_text() -> None
         memory.add(text)
     assert memory.tokens.tolist() == [6, 7, NONE, 8, 9, NONE]
     assert memory.tokens.nbytes <= 24
-    assert [each.tolist() for each in memory.places([6], 4)] == [[1]]
-    assert memory.places([7, 8], 4)[1:] == []
-    assert TextMemory(64).places([1], 4) == []
+    assert [each.tolist() for each in places_in(memory.tokens, [6], 4)] == [[1]]
+    assert places_in(memory.tokens, [7, 8], 4)[1:] == []
+    assert places_in(TextMemory(64).tokens, [1], 4) == []
 
 
 @pytest.mark.parametrize("nbytes", [0, 4])

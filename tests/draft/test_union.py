@@ -132,7 +132,7 @@ def test_worth_of_sources_is_learnt_apart_beside_a_model(
     spec = selfspec.wrap(llama, Union(Suffixes(), Recycling(), EarlyExit(1)), draft_length=ModelDrafts(2, nodes=6))
     spec.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY)
     (state,) = states
-    promised = state.trust._promised
+    promised = state.trust(0)._promised
     assert {key[0] for key in promised} == {"beside"}  # type: ignore[index]
     assert {key[1] for key in promised} == {0, 1}  # type: ignore[index]
 

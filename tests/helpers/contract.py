@@ -271,8 +271,8 @@ def tree(subject: Subject) -> None:
 
 def greedy(subject: Subject) -> None:
     """Greedy text is the stock model's own, for several drafts and seeds, and nothing of the model changes."""
-    # Some models exchange modules of theirs in their first pass over a short text.
-    subject.model(subject.tokens(PAST, 1, 0))
+    # Some models exchange modules of theirs in their first pass over a short text, or keep what positions begin with.
+    subject.model.generate(subject.tokens(PAST, 1, 0), max_new_tokens=1)
     before = Snapshot(subject.model)
     last = subject.depth - 1
     has_mlp = bool(subject.adapter.modules_of(subject.adapter.decoder_layers(subject.model)[last], Part.MLP))

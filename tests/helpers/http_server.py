@@ -94,6 +94,18 @@ class Running:
         raise AssertionError(f"rows were left: {self.served.engine.stats()}")
 
 
+def asked(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """Send one request to a server in a process of its own; return its status and its JSON."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    sent = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, sent, {"content-type": "application/json"})
+    reply = connection.getresponse()
+    found = reply.status, json.loads(reply.read())
+    connection.close()
+    return found
+
+
 @contextmanager
 def running(
     limits: ServerLimits | None = None, api_key: str | None = None, template: str | None = PLAIN, **engine: Any

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 50
 DEPTH = 4
@@ -107,7 +117,23 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "dropout": 0.0,
     "num_nextn_predict_layers": 0,
+    # Of encoders of images and sound, and of what leads from them to the language model.
+    "out_hidden_size": 32,
+    "projection_dim": 32,
+    "projector_hidden_size": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "image_token_embed_dim": 32,
+    "base_channels": 32,
+    "latent_channels": 32,
+    "depth": 2,
 }
+
+
+def _sections(*sections: int) -> dict[str, Any]:
+    """Rotary parameters of positions in several sections: of time, height and width."""
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+
 
 _MOST_PARAMETERS = 10_000_000
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": ...}
@@ -146,6 +172,22 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
     "xmod": {"languages": ["en"], "default_language": "en"},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 16], "rope_parameters": _sections(1, 1, 2)},
+    "ernie4_5_vl_moe_vision": {"depth": 2},
+    "glm4v_moe_text": {"rope_parameters": {**_sections(1, 1, 0), "partial_rotary_factor": 0.5}},
+    "glm4v_text": {"rope_parameters": _sections(2, 1, 1)},
+    "glm_ocr_text": {"rope_parameters": _sections(2, 1, 1)},
+    "hunyuan_vl_text": {"rope_parameters": _sections(1, 1, 1, 1)},
+    "molmo2_adapter": {"vision_feature_layer": [2, 1], "text_hidden_size": 32},
+    "paddleocr_vl_text": {"rope_parameters": _sections(2, 1, 1)},
+    "qwen2_5_omni_text": {"rope_parameters": _sections(2, 1, 1)},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 46},
+    "qwen2_5_vl_text": {"rope_parameters": _sections(2, 1, 1)},
+    "qwen2_vl_text": {"rope_parameters": _sections(2, 1, 1)},
+    "qwen3_omni_moe_text": {"rope_parameters": _sections(2, 1, 1), "sliding_window": None},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 46},
+    "qwen3_vl_moe_text": {"rope_parameters": _sections(2, 1, 1), "sliding_window": None},
+    "qwen3_vl_text": {"rope_parameters": _sections(2, 1, 1)},
 }
 """What the sizes leave wrong, by type; `...` keeps the default of the type."""
 
@@ -155,21 +197,48 @@ def shrunken_config(model_type: str, **options: Any) -> PreTrainedConfig:
     return _config(CONFIG_MAPPING[model_type], model_type, options)
 
 
-def shrunken(model_type: str, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """A tiny random model of a type, in evaluation mode. Equal arguments give equal weights."""
+def shrunken(
+    model_type: str,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    auto: type[Any] = AutoModelForCausalLM,
+    **options: Any,
+) -> PreTrainedModel:
+    """A tiny random model of a type, in evaluation mode. Equal arguments give equal weights.
+
+    Args:
+        model_type: as in a config.
+        dtype: of the weights.
+        seed: of the weights.
+        auto: chooses the class of the model: `AutoModelForMultimodalLM` one that also reads images or sound.
+        **options: any field of the config.
+    """
     config = shrunken_config(model_type, **options)
-    with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters()
+    with torch.device("meta"), _without_timm():
+        size = auto.from_config(config).num_parameters()
     assert size < _MOST_PARAMETERS, f"{model_type} is not tiny: {size} parameters; name its sizes in _SIZES"
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_timm():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
         _randomise(model)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # The others have no fp64.
     # No end of text: every test runs to the length it asks for.
     model.generation_config = GenerationConfig(pad_token_id=PAD)
-    return model.to(dtype).eval()
+    # Encoders of images may hold complex numbers, which a cast would spoil.
+    return (model if model.dtype == dtype else model.to(dtype)).eval()
+
+
+@contextmanager
+def _without_timm() -> Iterator[None]:
+    """Leave out encoders of images that are timm's, which reading text alone does not need."""
+    made = AutoModel.from_config
+
+    def from_config(config: PreTrainedConfig, **options: Any) -> nn.Module:
+        return nn.Identity() if config.model_type in ("gemma3n_vision", "timm_wrapper") else made(config, **options)
+
+    with mock.patch.object(AutoModel, "from_config", from_config):
+        yield
 
 
 def _config(kind: type[PreTrainedConfig], model_type: str, options: dict[str, Any]) -> PreTrainedConfig:

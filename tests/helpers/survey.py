@@ -11,6 +11,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from helpers.contract import CHECKS, Subject
-from helpers.shrunken import DEPTH, shrunken
+from helpers.shrunken import DEPTH, shrunken, shrunken_config
 from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.errors import UnsupportedModelError
+from selfspec.model.adapter import Adapter
+from selfspec.model.registry import adapter_for, find_adapter
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every causal-LM type of the installed `transformers`."""
@@ -56,10 +60,20 @@ class Row:
 
 def declared(model_type: str) -> str | None:
     """What the declarations say of a type, without running it; None: nothing."""
+    adapter = adapter_of(model_type)
+    if adapter is not None:
+        return ONE_ROW if adapter.ragged == "none" else "works"
+    return f"refused because {REFUSED[model_type]}" if model_type in REFUSED else None
+
+
+def adapter_of(model_type: str) -> Adapter | None:
+    """The adapter of a type, or of the language model inside; None: there is none, or the type is refused."""
     if model_type in REFUSED:
-        return f"refused because {REFUSED[model_type]}"
+        return None
     if model_type in ADAPTERS:
-        return ONE_ROW if ADAPTERS[model_type].ragged == "none" else "works"
+        return ADAPTERS[model_type]
+    with suppress(UnsupportedModelError):
+        return adapter_for(shrunken_config(model_type))
     return None
 
 
@@ -67,16 +81,15 @@ def subject(model_type: str) -> Subject:
     """A tiny model of a type and its declaration."""
     dtype = _SINGLE.get(model_type, torch.float64)
     model = shrunken(model_type, dtype)
-    # Of a config of several parts, `transformers` may make the language model alone, which has a type of its own.
-    assert ADAPTERS[model.config.model_type] is ADAPTERS[model_type]
-    made = Subject(model, ADAPTERS[model_type], TOLERANCE[dtype])
+    made = Subject(model, find_adapter(model), TOLERANCE[dtype])
     assert made.depth == DEPTH
     return made
 
 
 def checks(model_type: str) -> list[str]:
     """The checks that a type is put to."""
-    one_row = ADAPTERS[model_type].ragged == "none"
+    adapter = adapter_of(model_type)
+    one_row = adapter is not None and adapter.ragged == "none"
     return [name for name in CHECKS if not (one_row and name == "ragged batch")]
 
 

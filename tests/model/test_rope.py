@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def rope(half: int = 4) -> dict[str, Any]:
 
 def phi3(model_type: str = "phi3") -> PreTrainedModel:
     """A model whose `generate` drops a past that it would rotate otherwise."""
-    partial = {"partial_rotary_factor": 1.0} if model_type == "phi3" else {}
+    partial: dict[str, Any] = {"partial_rotary_factor": 1.0} if model_type == "phi3" else {}
     return shrunken(model_type, original_max_position_embeddings=BOUNDARY, rope_parameters=rope(), **partial)
 
 
@@ -60,7 +61,7 @@ def llama(**options: Any) -> PreTrainedModel:
     return tiny.llama(rope_parameters=rope(), **options)
 
 
-MODELS = {
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": llama,
     "phi3": phi3,
     "phimoe": lambda: phi3("phimoe"),

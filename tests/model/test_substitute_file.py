@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.described import Change, rewrite
 from selfspec.draft.named import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, StorageError
 from selfspec.kernels import rounded
 from selfspec.kernels.rounded import Precision
 from selfspec.model import substitutes
-
-Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
 def _model(**options: Any) -> PreTrainedModel:
@@ -196,19 +193,11 @@ def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[
         selfspec.LowPrecision.from_file(file)
 
 
-def _rewrite(file: Path, change: Change) -> None:
-    with safe_open(file, framework="pt") as opened:
-        about = json.loads(opened.metadata()["substitutes"])
-    tensors = load_file(file)
-    change(tensors, about)
-    save_file(tensors, file, {"substitutes": json.dumps(about)})
-
-
 @pytest.mark.parametrize(
-    "about", [{"format": 2}, {"bits": 3}, {"bits": True}, {"base": None}, {"head": 1}, {"layers": "all"}]
+    "about", [{"format": 1}, {"bits": 3}, {"bits": True}, {"base": None}, {"head": 1}, {"layers": "all"}]
 )
 def test_what_says_something_else_of_itself_is_refused(file: Path, about: dict[str, Any]) -> None:
-    _rewrite(file, lambda _, own: own.update(about))
+    rewrite(file, lambda _, own: own.update(about))
     with pytest.raises(DraftConfigError, match=f"cannot be read as substitutes.*{next(iter(about))}"):
         selfspec.LowPrecision.from_file(file)
 
@@ -223,11 +212,17 @@ _UP = "model.layers.0.mlp.up_proj.weight"
         (lambda tensors, _: tensors.update({f"{_UP}.scales": tensors[f"{_UP}.scales"].float()}), "float32"),
         (lambda tensors, _: tensors.update({f"{_UP}.levels": tensors[f"{_UP}.levels"][:-1].clone()}), r"\[127, 32\]"),
         (lambda tensors, _: tensors[f"{_UP}.zeros"].fill_(torch.nan), "NaN"),
-        (lambda tensors, _: tensors.update({"model.odd.weight.levels": torch.zeros(2)}), "does not have.*odd"),
+        (lambda tensors, _: tensors.update({"model.odd.weight.levels": torch.zeros(2)}), "lacks model.odd"),
+        (
+            lambda tensors, _: tensors.update(
+                {f"model.odd.weight.{part}": torch.zeros(2) for part in ("levels", "scales", "zeros")}
+            ),
+            "does not have.*odd",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(file: Path, model: PreTrainedModel, change: Change, match: str) -> None:
-    _rewrite(file, change)
+    rewrite(file, change)
     with pytest.raises(DraftConfigError, match=rf"(?s){match}.*selfspec quantize"):
         selfspec.wrap(model, selfspec.LowPrecision.from_file(file))
 
@@ -237,7 +232,7 @@ def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
         for name in [name for name in tensors if name.startswith(_UP)]:
             del tensors[name]
 
-    _rewrite(file, drop)
+    rewrite(file, drop)
     spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(file), draft_length=3)
     before = spec.substitutes.nbytes
     assert _generated(spec).stats.substitute_bytes > before

@@ -18,19 +18,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # The rooms, from the ground up. A room imports the rooms that its line names, which stand above it here, and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "arguments": {"errors"},
+    "compat": set(),
+    "values": {"errors"},
+    "arguments": {"errors", "values"},
     "files": {"errors"},
     "kernels": {"errors"},
     "environment": {"kernels"},
     "cache": {"errors"},
-    "model": {"adapters", "cache", "errors", "files", "kernels"},
-    "adapters": {"model"},
-    "runtime": {"cache", "errors", "kernels", "model"},
-    "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime"},
-    "accept": {"arguments", "cache", "draft", "errors"},
-    "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime"},
+    "model": {"adapters", "cache", "compat", "errors", "files", "kernels", "values"},
+    "adapters": {"compat", "model"},
+    "runtime": {"arguments", "cache", "compat", "errors", "kernels", "model"},
+    "draft": {"arguments", "cache", "errors", "files", "kernels", "model", "runtime", "values"},
+    "accept": {"arguments", "cache", "draft", "errors", "values"},
+    "control": {"arguments", "draft", "environment", "errors", "files", "kernels", "model", "runtime", "values"},
     "placement": {"cache", "arguments", "control", "draft", "errors", "kernels", "model"},
-    "decode": {"accept", "arguments", "cache", "control", "draft", "errors", "model", "runtime"},
+    "decode": {"accept", "arguments", "cache", "control", "compat", "draft", "errors", "model", "runtime"},
     "saved": {"accept", "control", "decode", "draft", "errors", "files"},
     "api": {
         "accept",
@@ -44,8 +46,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "placement",
         "runtime",
         "saved",
+        "values",
     },
-    "serve": {"api", "arguments", "cache", "decode", "errors"},
+    "serve": {"api", "arguments", "cache", "decode", "errors", "model", "values"},
 }
 # The registry of `model` looks up what `adapters` declares: the two are one step.
 ONE_STEP = ("model", "adapters")

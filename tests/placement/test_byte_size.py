@@ -16,7 +16,11 @@ def test_sizes_are_read(size: str | int, bytes_: int) -> None:
     assert parse_bytes("memory", size) == bytes_
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, None, "", "6", "6 G", "-1GiB", "0GiB", "1e3GiB", "6 GiB each"])
+# Digits and letters of other scripts, too.
+WORDS = ["", "6", "6 G", "-1GiB", "0GiB", "0.1B", "1e3GiB", "6 GiB each", "\uff16GiB", "\u0666GiB", "6\uff27iB"]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, None, *WORDS, "9" * 5000 + "GiB"], ids=lambda size: str(size)[:20])
 def test_what_is_no_size_is_refused_by_name(size: object) -> None:
     with pytest.raises(UnsupportedOptionError, match=r"memory=.*6GiB"):
         parse_bytes("memory", size)  # type: ignore[arg-type]

@@ -117,6 +117,13 @@ def test_other_dtypes_than_the_files(tmp_path: Path) -> None:
     assert torch.equal(placed(PROMPTS).logits, model.double()(PROMPTS).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"], ids=str)
+def test_a_dtype_or_its_name(tmp_path: Path, dtype: torch.dtype | str) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    assert selfspec.load(tmp_path, "8GiB", device="cpu", dtype=dtype, draft=False).dtype == torch.bfloat16
+    assert selfspec.load(tmp_path, "8GiB", device="cpu", dtype="auto", draft=False).dtype == torch.float32
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 5, 64])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_prompts_in_pieces_give_the_same_tokens(name: str, at_once: int) -> None:
@@ -313,6 +320,11 @@ def test_without_a_context_there_is_room_for_as_much_as_fits(tmp_path: Path, mon
         ({"memory": "-1GiB"}, "is no size"),
         ({"memory": 0}, "is no size"),
         ({"context": 0}, "context=0"),
+        ({"dtype": "int8"}, r"dtype='int8': weights are float64, float32, bfloat16, float16, or auto"),
+        ({"dtype": torch.int8}, r"dtype=torch.int8: weights are"),
+        ({"dtype": torch.complex64}, r"dtype=torch.complex64: weights are"),
+        ({"dtype": torch.float8_e4m3fn}, r"dtype=torch.float8_e4m3fn: weights are"),
+        ({"dtype": 16}, r"dtype=16: weights are"),
     ],
 )
 def test_bad_input(tmp_path: Path, options: dict[str, object], problem: str) -> None:

@@ -50,10 +50,13 @@ def test_truncated_files_are_refused_before_anything_is_read(tmp_path: Path) -> 
         stored_weights([file])
 
 
-def test_weights_that_are_no_floats_are_refused(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"w in .* is I8"):
-        stored_weights([tmp_path / "model.safetensors"])
+def test_numbers_that_torch_has_not_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4, dtype=torch.int8)}, file)
+    assert stored_weights([file])["w"].dtype == torch.int8
+    file.write_bytes(file.read_bytes().replace(b'"I8"', b'"I9"'))
+    with pytest.raises(CheckpointError, match=r"w in .* is I9"):
+        stored_weights([file])
 
 
 def test_a_file_that_went_away_or_shrank(tmp_path: Path) -> None:

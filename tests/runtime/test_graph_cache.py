@@ -222,9 +222,7 @@ def test_what_gives_other_bits_or_fails_is_never_used(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, StopIteration, UnsupportedModelError])
-def test_a_program_that_fails_after_it_was_proved_is_used_no_more(
-    llama: PreTrainedModel, error: type[Exception]
-) -> None:
+def test_a_proved_program_that_fails_is_used_no_more(llama: PreTrainedModel, error: type[Exception]) -> None:
     calls = count()
 
     def fail(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -80,6 +80,20 @@ def test_a_whole_conversation_with_calls(server: Running) -> None:
     assert server.chat(messages=messages, tools=[WEATHER]).status == 200
 
 
+@pytest.mark.parametrize(("arguments", "status"), [("", 200), ("{}", 200), ("{", 400), ("no", 400)])
+def test_a_call_that_takes_nothing_may_have_empty_arguments(server: Running, arguments: str, status: int) -> None:
+    def asked(arguments: str) -> list[dict[str, Any]]:
+        called = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        answered = {"role": "tool", "content": "rain", "tool_call_id": "a"}
+        return [USER, {"role": "assistant", "content": None, "tool_calls": [called]}, answered]
+
+    reply = server.chat(messages=asked(arguments), tools=[WEATHER], temperature=0)
+    assert reply.status == status
+    if status == 200:
+        same = server.chat(messages=asked("{}"), tools=[WEATHER], temperature=0)
+        assert reply.body["choices"] == same.body["choices"]
+
+
 def test_what_the_template_refuses_is_the_clients_to_mend(server: Running) -> None:
     reply = server.chat(messages=[{"role": "tool", "content": "4", "tool_call_id": "a"}])
     assert reply.status == 400

@@ -153,6 +153,64 @@ def test_echo_alone(server: Running) -> None:
     assert (choice["text"], choice["finish_reason"]) == (PROMPTS[1], "length")
 
 
+@pytest.mark.parametrize("prompt", ["Zo\u00eb \N{PARTY POPPER}\n ok", "One<s> day</s>,\n", PROMPTS[0]])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_every_token_stands_where_its_offset_says(server: Running, prompt: str, as_ids: bool) -> None:
+    """With special tokens and characters of several tokens, in prompts and answers, streamed too."""
+    ids = server.tokenizer(prompt).input_ids
+    # An answer of bytes and words.
+    emoji = server.tokenizer("\N{PARTY POPPER}\n", add_special_tokens=False).input_ids[1:]
+    bias = {str(token): 12 for token in emoji}
+    body = {"prompt": ids if as_ids else prompt, "temperature": 1, "seed": 3, "max_tokens": 16, "logit_bias": bias}
+    reply = server.complete(**body, logprobs=1, echo=True, ignore_eos=True).body["choices"][0]
+    text, found = reply["text"], reply["logprobs"]
+    assert text.startswith(server.tokenizer.decode(ids) if as_ids else prompt)
+    assert len(found["tokens"]) == len(ids) + 16
+    assert "".join(found["tokens"]) == text
+    for token, offset, top in zip(found["tokens"], found["text_offset"], found["top_logprobs"], strict=True):
+        assert text[offset : offset + len(token)] == token
+        assert top is None or token in top
+    assert "".join(found["tokens"][: len(ids)]) == (server.tokenizer.decode(ids) if as_ids else prompt)
+    alone = server.complete(**body, logprobs=1, ignore_eos=True).body["choices"][0]
+    assert text.endswith(alone["text"])
+    assert alone["logprobs"]["tokens"] == found["tokens"][len(ids) :]
+    events = server.complete(**body, logprobs=1, echo=True, ignore_eos=True, stream=True).events
+    pieces = [event["choices"][0] for event in events]
+    assert "".join(piece["text"] for piece in pieces) == text
+    for name, values in found.items():
+        assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_a_stop_string_have_no_text(server: Running, stream: bool) -> None:
+    whole = text_of(server, PROMPTS[0], generated(server, PROMPTS[0], 20))
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 20, "stop": whole[9:12], "logprobs": 0}
+    reply = server.complete(**body, stream=stream)
+    choices = [event["choices"][0] for event in reply.events] if stream else reply.body["choices"]
+    assert "".join(choice["text"] for choice in choices) == whole[: whole.find(whole[9:12])]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert "".join(tokens) == whole[: whole.find(whole[9:12])]
+
+
+def test_a_newline_that_is_a_byte_stops_an_answer(server: Running) -> None:
+    newline = server.tokenizer.convert_tokens_to_ids("<0x0A>")
+    reply = server.complete(temperature=0, max_tokens=50, stop="\n", logit_bias={str(newline): 100}).body
+    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("", "stop")
+    assert reply["usage"]["completion_tokens"] == 1
+
+
+def test_the_prompts_of_n_answers_are_given_back_with_each(server: Running) -> None:
+    body = {"prompt": list(PROMPTS), "n": 2, "max_tokens": 2, "echo": True, "temperature": 0, "logprobs": 0}
+    choices = server.complete(**body).body["choices"]
+    for index, choice in enumerate(choices):
+        assert choice["text"].startswith(PROMPTS[index // 2])
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    events = server.complete(**body, stream=True).events
+    for index, choice in enumerate(choices):
+        pieces = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+
+
 def test_an_answer_without_a_length_is_short(server: Running) -> None:
     reply = server.ask("/v1/completions", {"model": NAME, "prompt": "Once"})
     assert reply.body["usage"]["completion_tokens"] == 16

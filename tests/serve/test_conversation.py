@@ -116,12 +116,17 @@ def test_other_caches(name: str) -> None:
         assert turn.tokens == whole(spec, turn.prompt, 5)
 
 
-def test_states_that_cannot_go_back_are_read_anew() -> None:
+@pytest.mark.parametrize("source", [PLAIN, FORGETFUL])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "mamba2", "falcon_mamba"])
+def test_states_that_cannot_go_back_are_read_anew(name: str, source: str) -> None:
     from helpers.shrunken import shrunken
 
     tokenizer = tiny.tokenizer()
-    spec = selfspec.wrap(shrunken("qwen3_next", vocab_size=256), draft=None)
-    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, FORGETFUL), None, 5, {"do_sample": False})
+    spec = selfspec.wrap(shrunken(name, vocab_size=256), draft=None)
+    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, source), None, 5, {"do_sample": False})
+    cut_short = conversation.ask("no")
+    next(cut_short)
+    cut_short.close()
     for text in ("ab", "c"):
         turn = conversation.ask(text)
         "".join(turn)

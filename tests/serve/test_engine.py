@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
 import selfspec
 from helpers import tiny
 from helpers.serving import Asked, alone, small
+from helpers.shrunken import shrunken
 from selfspec.cache.cache_kind import CacheKind
 from selfspec.decode.limits import Limits
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
@@ -42,6 +44,29 @@ def test_requests_come_from_many_threads() -> None:
             thread.join()
     assert [answers[number] for number in range(24)] == [alone(model, Asked(each)) for each in asked]
     assert engine.stats().finished == {"length": 24}
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "suffix",
+        "recycle",
+        "union:suffix+recycle",
+        "union:suffix+recycle+exit:1",
+        "lookup+recycle+exit:1",
+        "suffix+recycle+int8",
+        "skip:attn=1",
+    ],
+)
+def test_rows_are_the_same_beside_rows_that_join_and_leave(draft: str) -> None:
+    model, asked = small(), [request(number) for number in range(12)]
+    with Engine(selfspec.wrap(model, draft, draft_length=3), max_rows=3) as engine:
+        tickets = [engine.submit(each) for each in asked]
+        tickets.append(engine.submit(asked[0]))
+        answers = [ticket.tokens(60) for ticket in tickets]
+    assert answers[:-1] == [alone(model, Asked(each)) for each in asked]
+    # What was learnt between two equal requests changes neither.
+    assert answers[-1] == answers[0]
 
 
 def test_an_engine_takes_requests_while_it_runs_and_never_else() -> None:
@@ -166,3 +191,31 @@ def test_events_reach_a_loop() -> None:
     model = small()
     with Engine(selfspec.wrap(model)) as engine:
         assert asyncio.run(ask(engine)) == alone(model, Asked(request(1)))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_models_of_states_alone_are_served(name: str) -> None:
+    """Their cache takes the same whatever they have read, and every row that may run finds room in it."""
+    model, asked = shrunken(name, vocab_size=24), [request(number) for number in range(5)]
+    spec = selfspec.wrap(model, "lookup")
+    engine, both = Engine(spec, max_rows=2), threading.Event()
+    running: list[int] = []
+    answers: list[list[int]] = [[] for _ in asked]
+
+    def listen(index: int, event: Event) -> None:
+        both.wait(60)
+        running.append(engine.stats().running)
+        if isinstance(event, Committed):
+            answers[index] += event.tokens
+
+    with engine:
+        for index, each in enumerate(asked):
+            engine.submit(each, partial(listen, index))
+        both.set()
+    assert answers == [alone(model, Asked(each)) for each in asked]
+    assert max(running) == 2
+    assert engine.longest == 1 << 20
+    one = engine._budget.sizes.of(1, 1)
+    assert Engine(spec, cache_bytes=one).longest == 1 << 20
+    with pytest.raises(UnsupportedOptionError, match="no room for one token"):
+        Engine(spec, cache_bytes=one - 1)

@@ -9,8 +9,12 @@ from transformers import AutoTokenizer
 
 from helpers import tiny
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import KINDS
+from selfspec.decode.rows.logprobs import TokenLogprobs
+from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.events import Committed
+from selfspec.serve.events import Committed, Finished
+from selfspec.serve.prompt_text import prompt_text
 from selfspec.serve.stop_strings import StopStrings
 from selfspec.serve.token_texts import TokenTexts
 
@@ -66,3 +70,81 @@ def test_tokens_behind_a_stop_string_are_not_counted() -> None:
     assert (piece.text, piece.finish_reason) == ("Once upon a ", "stop")
     assert choice.counts == Counts(until, len(ids) - 2, until)
     assert until < len(ids) - 2
+
+
+TEXTS = st.text("on ce,\n\u00eb\N{PARTY POPPER}END", max_size=8)
+NOTHING = TokenLogprobs(-1.0, ())
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)))
+def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.DataObject, kind: str) -> None:
+    """Whatever its tokens are; and what each of them wrote is where its offset says."""
+    tokenizer = KINDS[kind]()
+    ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=10)
+    prompt = data.draw(ids | TEXTS.map(lambda text: tokenizer(text).input_ids))
+    tokens = data.draw(ids | TEXTS.map(lambda text: tokenizer(text, add_special_tokens=False).input_ids))
+    stops = data.draw(st.lists(st.text("on \n\u00eb\N{PARTY POPPER}EN", min_size=1, max_size=2), max_size=2))
+    choice, pieces, at = Choice(tokenizer, prompt, stops), [], 0
+    while at < len(tokens) and choice.finish_reason is None:
+        part = tuple(tokens[at : at + data.draw(st.integers(1, 3))])
+        pieces.append(choice.take(Committed(part, (NOTHING,) * len(part), 0, 0)))
+        at += len(part)
+    if choice.finish_reason is None:
+        pieces.append(choice.end(Finished("length", None, len(prompt), len(tokens), 0, 0)))
+    wholes = [continuation(tokenizer, prompt, tokens[:count]) for count in range(len(tokens) + 1)]
+    ended = [count for count, whole in enumerate(wholes) if any(stop in whole for stop in stops)]
+    if ended:
+        places = [wholes[ended[0]].find(stop) for stop in stops]
+        assert choice.text == wholes[ended[0]][: min(place for place in places if place >= 0)]
+        assert (choice.counts.tokens, choice.finish_reason) == (ended[0], "stop")
+    else:
+        assert choice.text == wholes[-1]
+        assert (choice.counts.tokens, choice.finish_reason) == (len(tokens), "length")
+    assert "".join(piece.text for piece in pieces) == choice.text
+    assert [each for piece in pieces for each in piece.scored] == choice.scored
+    assert [each.token for each in choice.scored] == tokens[: choice.counts.tokens]
+    assert "".join(each.text for each in choice.scored) == choice.text
+    assert all(choice.text[each.offset :].startswith(each.text) for each in choice.scored)
+    sent = ""
+    for piece in pieces:
+        sent += piece.text
+        assert all(each.offset + len(each.text) <= len(sent) for each in piece.scored)
+
+
+@pytest.mark.parametrize("stop", ["\n", "\u00eb", "n\n", "\N{PARTY POPPER}\n"])
+def test_a_stop_string_in_bytes_ends_an_answer_at_once(stop: str) -> None:
+    tokenizer = KINDS["byte_fallback"]()
+    tokens = tokenizer("on" + stop, add_special_tokens=False).input_ids
+    choice = Choice(tokenizer, tokenizer("on").input_ids, [stop])
+    choice.take(Committed((*tokens, *tokens[-1:] * 5), None, 0, 0))
+    assert (choice.finish_reason, choice.counts.tokens) == ("stop", len(tokens))
+    assert choice.text == " on"
+
+
+@given(kind=st.sampled_from(sorted(KINDS)), data=st.data())
+def test_a_prompt_is_what_its_tokens_wrote(kind: str, data: st.DataObject) -> None:
+    tokenizer = KINDS[kind]()
+    special = st.sampled_from(["", *tokenizer.all_special_tokens])
+    text = data.draw(TEXTS) + data.draw(special) + data.draw(TEXTS)
+    ids = tokenizer(text).input_ids
+    shown = prompt_text(tokenizer, text)
+    assert shown.text == text
+    assert len(shown.pieces) == len(ids)
+    # What a tokenizer does not read behind the last token is nobody's.
+    assert text.removeprefix("".join(shown.pieces)).strip() == ""
+    by_ids = prompt_text(tokenizer, ids)
+    assert by_ids.text == "".join(by_ids.pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert len(by_ids.pieces) == len(ids)
+
+
+def test_a_prompts_pieces() -> None:
+    pieces = {
+        kind: [each for each in prompt_text(made(), "on \u00eb\N{PARTY POPPER} on").pieces if each]
+        for kind, made in KINDS.items()
+    }
+    assert pieces["byte_fallback"] == pieces["metaspace"] == ["on", " ", "\u00eb", "\N{PARTY POPPER}", " on"]
+    assert pieces["byte_level"] == ["on", " ", "\u00eb", "\N{PARTY POPPER}", " on"]
+    # Its vocabulary has no emoji: the word is unknown.
+    assert pieces["word_piece"] == ["on", " \u00eb\N{PARTY POPPER}", " on"]
+    # The first of its tokens has the space before it too.
+    assert prompt_text(KINDS["byte_level"](), "on \N{PARTY POPPER}").pieces == ("on", " ", "", "\N{PARTY POPPER}")

@@ -178,7 +178,7 @@ def test_malformed_bodies(server: Running, body: bytes, words: str) -> None:
         ({"prompt": "Lily " * 600}, "prompt", "beyond the context of 512"),
         ({"prompt": "Lily " * 100, "max_tokens": 500}, "max_tokens", "ask for at most"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
-        ({"echo": True, "stream": True}, "echo", "stream"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens", "stream"),
         ({"n": 200}, "n", "128"),
         ({"prompt": ["a"] * 100, "n": 2}, "n", "128"),
     ],

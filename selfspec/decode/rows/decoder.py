@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,7 @@ class RowDecoder:
         substitutes: weights in fewer bits.
         memories: what drafters keep as long as the wrapper.
         limits: where memory has a budget.
+        check: refuses what drafts where it no longer fits the model; asked before each row is begun.
 
     Attributes:
         stats: counts of all rounds.
@@ -100,6 +101,7 @@ class RowDecoder:
         substitutes: Substitutes,
         memories: dict[Hashable, object],
         limits: Limits | None,
+        check: Callable[[], None],
     ) -> None:
         check_on_one_process(model, "an engine of requests that come and go")
         if limits is not None and limits.cache != "exact":
@@ -114,6 +116,7 @@ class RowDecoder:
         self._programs = programs
         self._substitutes = substitutes
         self._memories = memories
+        self._check = check
         self._config = model.config.get_text_config(decoder=True)
         context = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
         # Not even scrap behind the end of a row may lie where tables change, for they would change for all rows.
@@ -148,7 +151,15 @@ class RowDecoder:
         """
         ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, and transformers warns of a model that does not say by what.
-        request = read_request(self._model, ids, torch.ones_like(ids), None, {"pad_token_id": 0, **options})
+        request = read_request(
+            self._model,
+            self._adapter,
+            ids,
+            torch.ones_like(ids),
+            None,
+            {"pad_token_id": 0, **options},
+            text_alone=True,
+        )
         # Rows of different lengths run side by side, so none may have other rotary tables than the others.
         check_rotary(self._config, (1,), request.lengths[0] + request.stopping.max_new_tokens - 1)
         couples = seed is not None or (self._rule is not None and self._rule.couples)
@@ -164,6 +175,7 @@ class RowDecoder:
 
     def begin(self, row: Row) -> RowPrefill:
         """Begin to read a row's text, into a cache that has room for it alone."""
+        self._check()
         cache = self._cache()
         cache.hold(1, row.length)
         if self._runner is None:

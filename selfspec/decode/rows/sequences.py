@@ -21,6 +21,7 @@ class JoinedSequences(Sequences):
         self.committed = [part.committed[0] for part in parts]
         self.unfinished = set(range(len(parts)))
         self.running = list(range(len(parts)))
+        self.text_ends = {}
         # No column of padding: rows are never seen side by side.
         self.width, self.pad = 0, 0
 

@@ -139,7 +139,7 @@ class TeacherForcedText:
         gated, view = self._views.layer(layer, parts)
         times = hidden.shape[-3] // self._ids.shape[0]
         gated.enter(ExactStates(hidden))
-        base = view.module.get_submodule(self._views.adapter.path(self._views.model)[0])
+        base = view.module.get_submodule(self._views.adapter.base(self._views.model))
         base(**self._inputs(self._ids.repeat(times, self.reach), self.reach))
         gated.leave()
         self.passes += hidden.shape[-2] * times * self._ids.shape[0]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,7 +36,8 @@ def with_candidates(profile: Profile, model: PreTrainedModel, prompts: Sequence[
         return profile
     spec = wrap(model, Recycling())
     for prompt in prompts:
-        spec.generate(prompt, max_new_tokens=_TOKENS, do_sample=False, eos_token_id=None)
+        # All of it is text, whatever the padding token.
+        spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=_TOKENS, do_sample=False, eos_token_id=None)
     spec.save_candidates(file)
     return replace(profile, greedy=_kept(profile.greedy, file), sampled=_kept(profile.sampled, file))
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from selfspec.errors import DraftConfigError
+from selfspec.values import check_numbers
 
 # Larger trees than pay on any machine that was looked at.
 _MOST_NODES = 256
@@ -33,6 +34,7 @@ class Measurements:
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
 
     def __post_init__(self) -> None:
+        check_numbers(self, DraftConfigError)
         for name in ("max_new_tokens", "repeats", "batch", "longest_draft"):
             if getattr(self, name) < 1:
                 raise DraftConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

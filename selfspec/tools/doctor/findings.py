@@ -57,3 +57,6 @@ def _gpu(machine: Machine) -> Iterator[str]:
 def _packages(packages: Packages) -> Iterator[str]:
     for name, wanted in packages.untested.items():
         yield f"{name} {packages.versions[name]} is outside what selfspec is tested with ({wanted})"
+    for name, newest in packages.newer.items():
+        found = packages.versions[name]
+        yield f"{name} {found} is newer than what selfspec is tested with ({newest}): run selfspec verify"

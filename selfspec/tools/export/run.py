@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.arguments import check_module
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.named import draft_name
@@ -25,6 +26,7 @@ from selfspec.tools.export.cut_model import cut_model, parameter_count
 from selfspec.tools.export.draft_layers import DraftLayers, layers_of
 from selfspec.tools.export.folded_head import folded
 from selfspec.tools.export.proof import prove
+from selfspec.values import checked_path
 
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 """What a GGUF file keeps matrices in; "auto": as the model has them."""
@@ -91,7 +93,8 @@ def export_checkpoint(
         UnsupportedModelError: the model cannot be cut there, or its weights are not in memory.
         StorageError: the folder is there already, or cannot be written.
     """
-    place, found = Path(to), adapter or find_adapter(model)
+    check_module(model)
+    place, found = checked_path("to", to), adapter or find_adapter(model)
     layers = _checked(model, drafter, found)
     if not overwrite:
         check_new(place, _OVERWRITE)
@@ -134,7 +137,8 @@ def export_gguf(
     """
     from selfspec.tools.export.gguf_file import check_architecture, write_gguf
 
-    place, found = Path(to), find_adapter(model)
+    check_module(model)
+    place, found = checked_path("to", to), find_adapter(model)
     check_architecture(model)
     layers = (
         DraftLayers(tuple(range(len(found.decoder_layers(model)))))

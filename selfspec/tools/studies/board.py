@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from selfspec.errors import StorageError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import write_json, writing
+from selfspec.files.writing import write_sealed, writing
 from selfspec.tools.studies.points import Point, Result
 
 FOLDER = "points"
@@ -59,7 +59,7 @@ class Board:
     def keep(self, results: Sequence[Result]) -> None:
         """Keep what was found of claimed points."""
         for result in results:
-            write_json(self._file(result.point), asdict(result), _KEPT)
+            write_sealed(self._file(result.point), asdict(result), _KEPT)
 
     def _file(self, point: Point) -> Path:
         return self.folder / f"{point.key}.json"

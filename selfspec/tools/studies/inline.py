@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.errors import StudyError
-from selfspec.model.registry import find_adapter
+from selfspec.arguments import check_module
+from selfspec.decode.prompt import checked_ids
+from selfspec.errors import PromptError, StudyError
+from selfspec.model.registry import check_causal, find_adapter
 from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.run import work_on
 from selfspec.tools.studies.study import Study, require_packages
+from selfspec.values import checked_path, shown
 
 _GIVEN = "given"
 
@@ -46,7 +49,13 @@ def ablate(
         StudyError: naming what cannot be.
     """
     require_packages()
-    ids = _ids(prompts, tokenizer).to(model.device)
+    check_module(model)
+    check_causal(model)
+    place = None if to is None else checked_path("to", to, StudyError)
+    try:
+        ids = checked_ids(model, _ids(prompts, tokenizer)).to(model.device)
+    except PromptError as error:
+        raise StudyError(f"prompts cannot be used: {error}") from error
     own = {"models": _GIVEN, "workloads": _GIVEN, "texts": ids.shape[0], "prompt_tokens": ids.shape[1]}
     for taken in sorted(own.keys() & declared.keys()):
         raise StudyError(f"{taken} follows from the model and its prompts; leave it out")
@@ -55,14 +64,16 @@ def ablate(
     import pandas
 
     with tempfile.TemporaryDirectory() as folder:
-        return pandas.DataFrame(work_on(study, lambda name: studied, to or folder).table)
+        return pandas.DataFrame(work_on(study, lambda name: studied, place or folder).table)
 
 
 def _ids(prompts: Tensor | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or not prompts.numel():
             raise StudyError(f"prompts have shape {list(prompts.shape)}, not [texts, tokens]")
-        return prompts.long()
+        return prompts
+    if tokenizer is not None and not callable(tokenizer):
+        raise StudyError(f"tokenizer={shown(tokenizer)} is none; pass the model's own, as AutoTokenizer loads it")
     if tokenizer is None:
         raise StudyError("prompts that are texts need tokenizer=...; or pass token ids, [texts, tokens]")
     if isinstance(prompts, str) or not prompts:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from selfspec.api import wrap
 from selfspec.control import FixedLength
 from selfspec.decode.stats import Stats
@@ -90,11 +92,13 @@ def measure(studied: StudiedModel, texts: WrittenTexts, point: Point) -> dict[st
     new_tokens = texts.ids.shape[1] - texts.first
     options: dict[str, Any] = {"do_sample": bool(sampled), "max_new_tokens": new_tokens, "eos_token_id": None}
     options |= sampled
+    # All prompts have one length, and all of each is text, whatever the padding token.
+    mask = torch.ones_like(prompts[0])
     seed = _OTHER_SEEDS * (1 + point.place["seed"])
-    plain.generate(prompts[0], seed=seed, **options)
-    peak = peak_memory(lambda: spec.generate(prompts[0], seed=seed, **options), studied.model.device)
+    plain.generate(prompts[0], mask, seed=seed, **options)
+    peak = peak_memory(lambda: spec.generate(prompts[0], mask, seed=seed, **options), studied.model.device)
     turns = [
-        [each.generate(prompt, seed=seed + number, **options) for each in (plain, spec)]
+        [each.generate(prompt, mask, seed=seed + number, **options) for each in (plain, spec)]
         for number, prompt in enumerate(prompts)
     ]
     drafted = [output for _, output in turns]

@@ -27,8 +27,9 @@ from selfspec.tools.studies.models import StudiedModel
 from selfspec.tools.studies.points import Point, Result
 from selfspec.tools.studies.study import Pricing
 
-# Plain exits timed one by one; what others cost follows from theirs.
-_MOST_TIMED = 12
+MOST_TIMED = 12
+"""Plain exits timed one by one; what others cost follows from theirs."""
+
 _WIDTHS, _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), (1, 3), 7
 
 
@@ -116,7 +117,7 @@ def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerP
 def costs_point(studied: StudiedModel, drafts: Mapping[str, str], pricing: Pricing) -> Point:
     """Return the point of finding out what drafts cost: skip sets by their sublayers, all else by itself."""
     exits = [name for name in drafts if draft_kind(name) == "exit"] if pricing == "measured" else []
-    count = min(len(exits), _MOST_TIMED)
+    count = min(len(exits), MOST_TIMED)
     alone = [exits[index * len(exits) // count] for index in range(count)]
     alone += [name for name in drafts if draft_kind(name) not in ("exit", "skip", "skip-file")]
     content = {

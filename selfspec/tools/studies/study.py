@@ -116,13 +116,17 @@ def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
     Raises:
         StudyError: the file cannot be read, is malformed, or declares what cannot be.
     """
+    return Study.of({"name": file.stem, **declared_in(file), **(changes or {})}, str(file))
+
+
+def declared_in(file: Path) -> dict[str, Any]:
+    """Return what a TOML file declares, unchecked; errors as of `read_study`, as far as TOML goes."""
     try:
-        declared = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise StudyError(f"the study {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, RecursionError) as error:
         raise StudyError(f"{file} is not TOML: {' '.join(str(error).split())}") from error
-    return Study.of({"name": file.stem, **declared, **(changes or {})}, str(file))
 
 
 def require_packages() -> None:

@@ -6,19 +6,18 @@ import gzip
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.errors import CorpusError, TrainingError
+from selfspec.errors import CorpusError, DraftConfigError, TrainingError
+from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.files.json_text import first_error
-from selfspec.files.writing import whole
 from selfspec.measure.own_text import own_text
 from selfspec.tools.train.settings import Course, Texts
 
@@ -26,6 +25,15 @@ from selfspec.tools.train.settings import Course, Texts
 _BATCH = 64
 # Texts that the model writes at once.
 _WRITTEN = 32
+_ABOUT = "own_text"
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a file of the model's own text says of itself: its format, and the tokens of each text."""
+
+    format: Literal[1]
+    length: int
 
 
 @dataclass(frozen=True)
@@ -138,17 +146,23 @@ def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, tex
     """
     written = torch.empty(0, course.length, dtype=torch.long)
     if kept.exists():
-        try:
-            written = load_file(kept)["ids"]
-        except (SafetensorError, OSError, KeyError) as error:
-            raise TrainingError(f"{kept} is corrupt ({error}); remove it to have the text written again") from error
+        written = _kept_text(kept, course.length)
     for start in range(written.shape[0], len(beginnings), _WRITTEN):
         ids = beginnings[start : start + _WRITTEN].to(model.device)
         more = own_text(model, ids, course.length - ids.shape[1], 1.0, course.seed + start)
         written = torch.cat([written, more.cpu()])
-        with whole(kept) as draft:
-            save_file({"ids": written}, draft)
+        write_described(kept, _ABOUT, asdict(_About(1, course.length)), {"ids": written})
     return split(written, texts.held_out_blocks)
+
+
+def _kept_text(kept: Path, length: int) -> Tensor:
+    remedy = "remove it to have the text written again"
+    try:
+        found = DescribedTensors(kept, "text that the model wrote", _ABOUT, _About, "pt", remedy)
+        found.check_names(("ids",))
+        return found.read_like("ids", torch.empty(found.read("ids").shape[0], length, dtype=torch.long))
+    except DraftConfigError as error:
+        raise TrainingError(str(error)) from error
 
 
 def _lines(file: Path, text: str) -> Iterator[str]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.draft.exit_head import CONFIG, FORMAT, WEIGHTS, ExitAdapter
-from selfspec.files.writing import write_json
+from selfspec.files.writing import write_sealed
 from selfspec.measure.readout import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
+from selfspec.model.vocabulary import vocabulary_size
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe
@@ -61,7 +62,7 @@ class ExitHeads(nn.Module):
             "validation": dict(validation),
         }
         (folder / WEIGHTS).write_bytes(content)
-        write_json(folder / CONFIG, config)
+        write_sealed(folder / CONFIG, config)
 
 
 class ExitLesson(Lesson):
@@ -77,7 +78,7 @@ class ExitLesson(Lesson):
         self._loss = recipe.loss
         tokens = None
         if recipe.vocabulary is not None:
-            tokens = most_frequent(text.train, recipe.vocabulary, base.get_output_embeddings().weight.shape[0])
+            tokens = most_frequent(text.train, recipe.vocabulary, vocabulary_size(base))
         hidden: int = base.config.get_text_config(decoder=True).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 from selfspec.errors import TrainingError
 from selfspec.files.json_text import read_json
-from selfspec.files.writing import check_output_folder, write_json, writing
+from selfspec.files.writing import check_output_folder, write_json, write_sealed, writing
 from selfspec.tools.train.course import CHECKPOINTS, KEPT
 
 REPORT = "training.json"
@@ -54,7 +54,7 @@ class RunFolder:
         self.check()
         file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)), before)
         if not file.exists():
-            write_json(file, asdict(wanted), KEPT)
+            write_sealed(file, asdict(wanted), KEPT)
         begun = read_json(file, _Begun, TrainingError, "give another folder with --to")
         theirs, ours = begun.settings, wanted.settings
         changed = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
@@ -64,7 +64,7 @@ class RunFolder:
                 "command to go on with it, or give another folder with --to"
             )
         if begun.before is None and before is not None:
-            write_json(file, asdict(wanted), KEPT)
+            write_sealed(file, asdict(wanted), KEPT)
         return begun.before or before
 
     def finish(self, save: Callable[[Path], None], report: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from selfspec.errors import TrainingError
+from selfspec.values import check_numbers
 
 Files = Annotated[
     list[Path], typer.Option(help='Text to learn from: JSONL with "text" in each line, or plain; also .gz.')
@@ -54,6 +55,7 @@ class Course:
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between measurements.")] = 100
 
     def __post_init__(self) -> None:
+        check_numbers(self, TrainingError)
         for name in ("steps", "batch", "accumulate", "length", "save_every", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import TrainingError
-from selfspec.files.writing import check_output_file, write_json
+from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.model.checkpoint import load_tokenizer, read_config
 from selfspec.model.summary import describe_config
 from selfspec.tools.train.corpus import packed, read_documents
@@ -36,5 +36,5 @@ def count_vocabulary(model: str, text: Sequence[Path], size: int, to: Path) -> f
     ids = packed(documents, load_tokenizer(model), 1)
     tokens = most_frequent(ids, size, rows)
     coverage = float(torch.isin(ids, tokens).double().mean())
-    write_json(to, {"coverage": coverage, "tokens": tokens.tolist()})
+    write_sealed(to, {"coverage": coverage, "tokens": tokens.tolist()})
     return coverage

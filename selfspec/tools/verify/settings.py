@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.values import check_numbers, shown
 
 if TYPE_CHECKING:
     from selfspec.accept import Rule
@@ -36,6 +37,9 @@ class Settings:
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
 
     def __post_init__(self) -> None:
+        check_numbers(self, UnsupportedOptionError)
+        if not isinstance(self.accept, list | tuple):
+            raise UnsupportedOptionError(f"accept must be a list of rules, got {shown(self.accept)}")
         for name in self.accept:
             _rule(name)
         if not self.accept or len(set(self.accept)) < len(self.accept):

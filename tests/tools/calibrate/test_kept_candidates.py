@@ -29,3 +29,14 @@ def test_nothing_is_written_where_nothing_recycles(tmp_path: Path) -> None:
     profile = profile_of(model)
     assert with_candidates(profile, model, [tiny.prompt(6)], file) is profile
     assert not file.exists()
+
+
+def test_a_prompt_that_begins_with_the_padding_token_is_read_whole(tmp_path: Path) -> None:
+    files = {pad: tmp_path / f"pad {pad}" for pad in (None, 7)}
+    prompt = tiny.prompt(6)
+    prompt[0, 0] = 7
+    for pad, file in files.items():
+        model = tiny.llama()
+        model.generation_config.pad_token_id = pad
+        with_candidates(profile_of(model, replace(GREEDY, draft="recycle"), SAMPLED), model, [prompt], file)
+    assert files[None].read_bytes() == files[7].read_bytes()

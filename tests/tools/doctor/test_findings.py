@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from email.message import Message
 
 import pytest
 
 from selfspec.measure.spare_cores import SpareCores
+from selfspec.tools.doctor import packages
 from selfspec.tools.doctor.findings import findings
 from selfspec.tools.doctor.machine import Kernels, Machine, read_machine
 from selfspec.tools.doctor.packages import Packages, read_packages
@@ -26,7 +28,7 @@ MACHINE = Machine(
     bfloat16=False,
     kernels=KERNELS,
 )
-PACKAGES = Packages({"torch": "2.13.0"}, {}, {})
+PACKAGES = Packages({"torch": "2.13.0"}, {}, {}, {})
 PRODUCTS = {"torch": Products(11.0, 2.0)}
 
 
@@ -58,13 +60,28 @@ def test_versions_that_are_not_tested_are_named() -> None:
     assert found == "torch 2.13.0 is outside what selfspec is tested with (>=3)"
 
 
+def test_versions_newer_than_tested_are_named() -> None:
+    (found,) = findings(MACHINE, replace(PACKAGES, newer={"torch": "2.12"}), PRODUCTS)
+    assert found == "torch 2.13.0 is newer than what selfspec is tested with (2.12): run selfspec verify"
+
+
+def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.15.1+cpu", "transformers": "5.24.9"}
+    monkeypatch.setattr(packages.metadata, "version", lambda name: installed.get(name, "9.0"))
+    monkeypatch.setattr(packages.metadata, "requires", lambda _: ["torch>=2.13,<2.16", "transformers>=5.20,<5.26"])
+    monkeypatch.setattr(packages.metadata, "metadata", lambda _: Message())
+    found = read_packages()
+    assert found.newer == {"torch": "2.14"}
+    assert not found.untested
+
+
 def test_what_is_read_here_is_plausible() -> None:
     machine = read_machine(SpareCores(2, None))
     assert machine.threads >= 1
     assert machine.processor
-    packages = read_packages()
-    if packages.versions:
-        assert packages.versions["torch"]
+    found = read_packages()
+    if found.versions:
+        assert found.versions["torch"]
     timed = time_products()["torch"]
     assert timed.gigabytes_a_second > 0.01
     assert timed.four_rows > 0

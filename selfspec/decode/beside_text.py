@@ -1,0 +1,157 @@
+"""Inputs of a model beside its text: what changes nothing is left out, and images and sound the stock model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from selfspec.cache.shared_cache import recurrent_layers
+from selfspec.cache.transfer import past_of
+from selfspec.compat import cache_argument
+from selfspec.decode.options import unsupported
+from selfspec.errors import UnsupportedOptionError
+from selfspec.model.adapter import Adapter
+from selfspec.model.layer_inputs import layer_inputs, same
+
+# What belongs to the text, or says how a call runs.
+_OF_TEXT = frozenset(
+    {
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "use_cache",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+    }
+)
+
+
+@dataclass(frozen=True)
+class StockReading:
+    """A prompt that the stock model has read.
+
+    Attributes:
+        past: keys, values and states of each prompt but its last token.
+        offsets: of each row, how much larger position ids of its further tokens are than their number in the text.
+    """
+
+    past: DynamicCache
+    offsets: tuple[int, ...]
+
+
+def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those inputs of a model that are no part of its text."""
+    return {
+        name: value
+        for name, value in inputs.items()
+        # For models that read images, `transformers` adds an empty mapping for the outputs of their encoders.
+        if name not in _OF_TEXT and value is not None and not isinstance(value, Cache) and value != {}
+    }
+
+
+def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> bool:
+    """Whether what is beside the text leaves all as it is that the decoder layers are given.
+
+    Args:
+        model: the stock model.
+        adapter: where its layers are.
+        inputs: of its first pass.
+        mask: which columns hold a token, `[rows, columns]`.
+    """
+    others = beside_text(inputs)
+    if past_of(inputs) is not None or any(map(torch.is_floating_point, _tensors(others))):
+        return False
+    text = {"input_ids": inputs["input_ids"], "attention_mask": mask, "use_cache": False}
+    with _refusing(others):
+        return same(layer_inputs(model, adapter, text | others), layer_inputs(model, adapter, text))
+
+
+@torch.no_grad()
+def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> StockReading:
+    """Let the stock model read prompts with what is beside their text, such as images.
+
+    Args:
+        model: the stock model.
+        adapter: where its layers are.
+        inputs: of its first pass, as `generate` of `transformers` prepares them.
+        mask: which columns hold a token, `[rows, columns]`.
+
+    Raises:
+        UnsupportedOptionError: by name, if the stock model cannot read it, if it would change the tokens after the
+            prompt as well, or if some of the prompt was read before.
+    """
+    others = beside_text(inputs)
+    if past_of(inputs) is not None or inputs.get("inputs_embeds") is not None:
+        raise unsupported(next(iter(others)))
+    ids, columns = inputs["input_ids"], mask.shape[1]
+    options = {name: value for name, value in inputs.items() if name != "input_ids" and not isinstance(value, Cache)}
+    options |= {"attention_mask": mask, "use_cache": True}
+    config = model.config.get_text_config(decoder=True)
+    # States cannot be taken back, so the last token stays unread there; elsewhere images may see it.
+    stateful = bool(recurrent_layers(config))
+    past = DynamicCache(config=config) if stateful else DynamicCache()
+    read, cached = (columns - 1 if stateful else columns), cache_argument(model)
+    with _refusing(others):
+        first = {name: _columns(value, columns, read) for name, value in options.items()}
+        prepared = model.prepare_inputs_for_generation(
+            ids[:, :read], is_first_iteration=True, **{cached: past}, **first
+        )
+        model(**prepared, return_dict=True)
+        if not stateful:
+            past.crop(-1)
+        step = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, is_first_iteration=False, **{cached: past}, **options
+        )
+        counts = mask.sum(1) - 1
+        positions = step.get("position_ids")
+        offsets = torch.zeros_like(counts)
+        if positions is not None:
+            offsets = positions.reshape(-1, positions.shape[-2], 1)[-1, :, 0].to(mask.device) - counts
+        plain = {
+            "input_ids": ids[:, -1:],
+            cached: past,
+            "attention_mask": mask,
+            "use_cache": True,
+            **({} if positions is None else {"position_ids": (counts + offsets)[:, None]}),
+        }
+        if not same(layer_inputs(model, adapter, step), layer_inputs(model, adapter, plain)):
+            raise UnsupportedOptionError(
+                f"{', '.join(others)}: {type(model).__name__} gives its layers other inputs for tokens after such "
+                "a prompt as well; use model.generate"
+            )
+    return StockReading(past, tuple(offsets.tolist()))
+
+
+@contextmanager
+def _refusing(others: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what the stock model raises over inputs beside its text into a refusal that names them."""
+    try:
+        yield
+    except UnsupportedOptionError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        raise UnsupportedOptionError(f"{', '.join(others)} cannot be read by the model: {error}") from error
+
+
+def _columns(value: Any, columns: int, read: int) -> Any:
+    """The first `read` columns of what has one for each token."""
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and value.ndim in (2, 3)
+    return value[..., :read] if whole and value.shape[-1] == columns else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

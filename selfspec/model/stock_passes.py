@@ -1,0 +1,81 @@
+"""A stock model over a text, block by block: what it says of each token, by its own passes over its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from selfspec.compat import over_cache
+from selfspec.model.adapter import takes
+from selfspec.model.rope import tables_change
+from selfspec.model.view import copied, view_of
+
+# Logits in memory at once, where a pass reads more tokens than a block has.
+_NUMBERS_AT_ONCE = 2**28
+
+
+@torch.no_grad()
+def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Read a text, and yield the logits of each block, `[tokens, vocab]`.
+
+    Each pass reads a block and goes on from the cache of those before it. Where that is not what the model says of the
+    whole text, passes read the whole: many layers with states begin anew with every pass over several tokens, and some
+    rotary tables change with the length of a text.
+
+    Args:
+        model: the stock model. It is left as it is.
+        blocks: token ids, each `[1, tokens]`, at least one token in each.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    widths = [block.shape[1] for block in blocks]
+    with_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if tables_change(config, widths[0], sum(widths)) or (with_states and any(width > 1 for width in widths[1:])):
+        yield from _by_whole_passes(model, blocks)
+        return
+    start = 0
+    for block in blocks:
+        # Some models count from 0 in every pass, unless they are told.
+        yield model(block, **over_cache(model, cache), **_positions(model, block, start)).logits[0]
+        start += block.shape[1]
+
+
+def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Read the whole text once, or as often as the memory of its logits makes necessary."""
+    whole = torch.cat(list(blocks), 1)
+    own = view_of(model, _with_own_buffers)
+    inputs = {"use_cache": False, **_positions(model, whole, 0)}
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    most = _NUMBERS_AT_ONCE // vocabulary if takes(model, "logits_to_keep") else whole.shape[1]
+    waiting, start = list(blocks), 0
+    while waiting:
+        ends = list(accumulate(block.shape[1] for block in waiting))
+        count = max(sum(end <= most for end in ends), 1)
+        if count < len(blocks):
+            inputs["logits_to_keep"] = torch.arange(start, start + ends[count - 1], device=whole.device)
+        logits: Tensor = own(whole, **inputs).logits[0]
+        yield from logits.split([block.shape[1] for block in waiting[:count]])
+        start += ends[count - 1]
+        del waiting[:count]
+
+
+def _positions(model: PreTrainedModel, block: Tensor, start: int) -> dict[str, Tensor]:
+    if not takes(model, "position_ids"):
+        return {}
+    return {"position_ids": torch.arange(start, start + block.shape[1], device=block.device)[None]}
+
+
+def _with_own_buffers(module: nn.Module, others: Any) -> nn.Module | None:
+    """A view of a part without weights, whose tables a pass may write: other threads run passes of the same model."""
+    if others or module._parameters or not module._buffers:
+        return None
+    view = copied(module)
+    buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    view.__dict__["_buffers"] = buffers
+    return view

@@ -1,0 +1,45 @@
+"""Numbers and paths that callers hand in. Commands read them too, so neither torch nor transformers is imported."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from pathlib import Path
+from reprlib import Repr
+from typing import Any, get_type_hints
+
+from selfspec.errors import SelfSpecError, UnsupportedOptionError
+
+
+def shown(value: object) -> str:
+    """How a value is written in a message: as Python writes it, but not at any length."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"<integer of {value.bit_length()} bits>"
+    writer = Repr()
+    writer.maxstring = writer.maxother = 200
+    return writer.repr(value)
+
+
+def checked_path(name: str, value: object, error: type[SelfSpecError] = UnsupportedOptionError) -> Path:
+    """Return the path of a file or folder, if the argument is one."""
+    if not isinstance(value, str | Path):
+        raise error(f"{name} must be a path, as a string or a pathlib.Path; got {shown(value)}")
+    return Path(value)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer, and no truth value."""
+    return type(value) is int
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a finite number, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:
+    """Refuse a dataclass whose fields of type `int` or `float` hold anything but whole, or finite, numbers."""
+    for name, kind in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if (kind is int and not is_whole(value)) or (kind is float and not is_finite(value)):
+            raise error(f"{name} must be {'an integer' if kind is int else 'a finite number'}, got {shown(value)}")

@@ -1,0 +1,232 @@
+"""Prompts that contain the padding token, as chat templates write it: to every command all of a prompt is text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.chat_templates import written
+from helpers.http_server import asked
+from helpers.running import Invoke
+from helpers.stories import checkpoint_folder
+
+pytest.importorskip("pandas")
+
+TEXTS = ("One day</s> a dog and a cat</s> went to the", "Tom</s></s> had a big red ball. He liked to")
+NEW = 12
+
+
+@pytest.fixture(params=["pad = eos, inside", "pad = bos = eos, first"])
+def padded(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A checkpoint whose padding token is one of its end tokens, and stands in every prompt."""
+    folder = tmp_path / "padded"
+    shutil.copytree(checkpoint_folder(), folder)
+    pad = 2 if "inside" in request.param else 1
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**said, "pad_token_id": pad}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert all(pad in tokenizer(text).input_ids for text in TEXTS)
+    return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Both texts as a workload, and as a file of prompts."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return str(file)
+
+
+def said(invoke: Invoke, *words: str, stdin: bytes = b"") -> dict[str, Any]:
+    ending = invoke(*words, "--output", "json", stdin=stdin)
+    assert ending.status == 0, ending.stderr
+    found: dict[str, Any] = json.loads(ending.stdout)
+    return found
+
+
+def text_of(prompts: str, folder: Path) -> str:
+    """The same texts as documents."""
+    file = folder / "documents.jsonl"
+    file.write_text(Path(prompts).read_text().replace('"prompt"', '"text"'))
+    return str(file)
+
+
+def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
+    """The model's own text, all of the prompt being text."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.tensor([ids])
+    text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+    found: list[int] = text[0, len(ids) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup+exit:3", "union:suffix+recycle+int8"])
+def test_generate(invoke: Invoke, padded: str, draft: str) -> None:
+    for text in TEXTS:
+        words = ("generate", padded, "--prompt", text, "--draft", draft, "--max-new-tokens", str(NEW))
+        found = said(invoke, *words)
+        assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+
+
+def test_chat(invoke: Invoke, padded: str, tmp_path: Path) -> None:
+    template = written(tmp_path, "{% for message in messages %}{{ message.content }}</s>{% endfor %}")
+    words = ("chat", padded, "--template", template, "--draft", "exit:3", "--max-new-tokens", str(NEW))
+    found = said(invoke, *words, stdin="\n".join(TEXTS).encode())
+    tokenizer = AutoTokenizer.from_pretrained(padded)
+    for turn in range(len(TEXTS)):
+        before = "".join(f"{each['content']}</s>" for each in found["messages"][: 2 * turn + 1])
+        ids = tokenizer(before, add_special_tokens=False).input_ids
+        answer = tokenizer.decode(stock(padded, ids), skip_special_tokens=True)
+        assert found["messages"][2 * turn + 1]["content"].split() == answer.split()
+
+
+def test_serve(padded: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "selfspec", "serve", padded, "--port", "0", "--output", "json", "--draft", "exit:3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        told = json.loads(process.stdout.readline())
+        tokenizer = AutoTokenizer.from_pretrained(padded)
+        for text in TEXTS:
+            body = {"model": told["model"], "prompt": text, "max_tokens": NEW, "temperature": 0}
+            answer = asked(told["url"], "/v1/completions", body)[1]["choices"][0]["text"]
+            ids = tokenizer(text).input_ids
+            assert answer.split() == tokenizer.decode(stock(padded, ids), skip_special_tokens=True).split()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_verify(invoke: Invoke, padded: str, prompts: str) -> None:
+    words = (
+        "verify",
+        padded,
+        "--draft",
+        "exit:3",
+        "--prompt-file",
+        prompts,
+        "--max-new-tokens",
+        "8",
+        "--samples",
+        "100",
+    )
+    assert said(invoke, *words)["verdict"] == "EXACT"
+
+
+def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
+    quick = ("--prompts", "2", "--context", "12", "--max-new-tokens", "16", "--repeats", "1", "--warm-up", "1")
+    words = (
+        "bench",
+        padded,
+        "--workload",
+        f"x={prompts}",
+        "--arm",
+        "draft",
+        "--arm",
+        "lookup",
+        "--draft",
+        "lookup+exit:3",
+    )
+    found = said(
+        invoke, *words, *quick, "--no-plots", "--no-peaks", "--temperature", "0", "--quality", "--to", str(tmp_path)
+    )
+    arms = found["cells"][0]["arms"]
+    assert all(arm["absence"] is None for arm in arms)
+
+
+STUDY = ("--texts", "2", "--prompt-tokens", "12", "--max-new-tokens", "8", "--pricing", "weights", "--device", "cpu")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_ablate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path, temperature: str) -> None:
+    to = str(tmp_path / "study")
+    words = (
+        "ablate",
+        "--model",
+        padded,
+        "--draft",
+        "exit:3",
+        "--confirm",
+        "1",
+        "--temperature",
+        temperature,
+        "--to",
+        to,
+    )
+    found = said(invoke, *words, "--workload", f"x={prompts}", *STUDY)
+    assert found["failed"] == []
+    confirmed = [row for row in found["best"] if row.get("measured_speedup")]
+    assert confirmed
+    assert all(row["exact"] is (True if temperature == "0" else None) for row in confirmed)
+
+
+def test_search(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
+    words = ("search", padded, "--to", str(tmp_path / "found.json"), "--evaluations", "4", "--workload", f"x={prompts}")
+    assert said(invoke, *words, *STUDY)["evaluations"] == 4
+
+
+def test_calibrate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
+    quick = ("--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--longest-draft", "1", "--threads", "1")
+    found = said(invoke, "calibrate", padded, *quick, "--prompt-file", prompts, "--to", str(tmp_path / "profile.json"))
+    assert found["report"]["settings"]["prompts"] == 2
+
+
+def test_quantize(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "int4.safetensors")
+    said(invoke, "quantize", padded, "--bits", "4", "--texts", "2", "--prompt-file", prompts, "--to", file)
+    found = said(
+        invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"int4:{file}", "--max-new-tokens", str(NEW)
+    )
+    assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+
+
+@pytest.mark.parametrize("kind", ["exit", "layerskip"])
+def test_train(invoke: Invoke, padded: str, tmp_path: Path, kind: str) -> None:
+    text, to = tmp_path / "text.txt", str(tmp_path / "trained")
+    text.write_text(" ".join(TEXTS) * 40)
+    words = ("train", kind, padded, "--text", str(text), "--to", to, "--exits", "3", "--steps", "2", "--batch", "2")
+    short = ("--length", "16", "--held-out-blocks", "2", "--device", "cpu")
+    said(invoke, *words, *short, *(("--check-seconds", "0") if kind == "layerskip" else ()))
+    model, draft = (to, "exit:3") if kind == "layerskip" else (padded, f"head:{to}@3")
+    found = said(invoke, "generate", model, "--prompt", TEXTS[0], "--draft", draft, "--max-new-tokens", str(NEW))
+    assert found["token_ids"] == stock(model, found["prompt_token_ids"])
+
+
+def test_export(invoke: Invoke, padded: str, tmp_path: Path) -> None:
+    """It proves itself on random tokens, of which none pads."""
+    to = str(tmp_path / "draft")
+    said(invoke, "export", padded, "--draft", "exit:3", "--to", to)
+    found = said(
+        invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"assistant:{to}", "--max-new-tokens", str(NEW)
+    )
+    assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+
+
+def test_index(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
+    corpus = str(tmp_path / "corpus")
+    said(invoke, "index", padded, "--text", text_of(prompts, tmp_path), "--to", corpus)
+    words = ("generate", padded, "--prompt", TEXTS[0], "--draft", f"suffix:{corpus}", "--max-new-tokens", str(NEW))
+    found = said(invoke, *words)
+    assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+
+
+def test_inspect(invoke: Invoke, padded: str) -> None:
+    assert said(invoke, "inspect", padded)

@@ -1,0 +1,166 @@
+"""A model whose vocabulary was resized after drafts were made or had learnt: its own text, or a refusal by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from selfspec.draft import (
+    Assistant,
+    Cascade,
+    Drafter,
+    EarlyExit,
+    LowPrecision,
+    PromptLookup,
+    Recycling,
+    ReducedVocabulary,
+    Suffixes,
+    Union,
+)
+from selfspec.draft.corpus_file import write_corpus
+from selfspec.errors import DraftConfigError
+from selfspec.model.vocabulary import Vocabulary
+from selfspec.serve.engine import Engine
+from selfspec.serve.row_request import RowRequest, RowSampling
+
+SMALL = 24
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+LEARN: dict[str, Drafter] = {
+    "suffixes": Suffixes(),
+    "recycling": Recycling(),
+    "union": Union(Suffixes(), Recycling(), EarlyExit(2)),
+    "cascade": Cascade(Suffixes(), Cascade(Recycling(), EarlyExit(2))),
+}
+REMEMBER_NOTHING: dict[str, Drafter | None] = {
+    "none": None,
+    "look-up": PromptLookup(),
+    "exit": EarlyExit(2),
+    "8 bits": LowPrecision(8),
+    "reduced": ReducedVocabulary(EarlyExit(2), (1, 2, 3)),
+}
+
+
+def resized(model: PreTrainedModel, tokens: int) -> None:
+    torch.manual_seed(0)
+    model.resize_token_embeddings(tokens, mean_resizing=False)
+
+
+def prompt(seed: int = 0, rows: int = 1) -> dict[str, Any]:
+    ids = tiny.prompt(9, rows, seed, vocabulary=SMALL)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def check(spec: selfspec.SelfSpeculative, seed: int) -> None:
+    """Its text is the model's, in calls that teach each other."""
+    for _ in range(2):
+        found = spec.generate(**prompt(seed, 2), **GREEDY).sequences
+        assert torch.equal(found, spec.model.generate(**prompt(seed, 2), **GREEDY))
+
+
+@pytest.mark.parametrize("tokens", [SMALL, 70])
+@pytest.mark.parametrize("draft", LEARN)
+def test_what_was_learnt_of_others_is_dropped_with_a_word(draft: str, tokens: int, llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, LEARN[draft], draft_length=4)
+    check(spec, 0)
+    resized(llama, tokens)
+    with pytest.warns(UserWarning, match=f"the model has {tokens} tokens, and had 50"):
+        spec.generate(**prompt(), **GREEDY)
+    check(spec, 1)
+
+
+@pytest.mark.parametrize("tokens", [SMALL, 70])
+@pytest.mark.parametrize("draft", REMEMBER_NOTHING)
+def test_drafts_that_remember_nothing_follow_the_model(draft: str, tokens: int, llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, REMEMBER_NOTHING[draft], draft_length=4)
+    check(spec, 0)
+    resized(llama, tokens)
+    check(spec, 1)
+
+
+def corpus(model: PreTrainedModel, folder: Path) -> Suffixes:
+    write_corpus(folder / "corpus", [[1, 2, 49, 3]], Vocabulary.of(model))
+    return Suffixes(corpus=str(folder / "corpus"))
+
+
+def candidates(model: PreTrainedModel, folder: Path) -> Recycling:
+    spec = selfspec.wrap(model, Recycling())
+    spec.generate(**prompt(), **GREEDY)
+    spec.save_candidates(folder / "candidates")
+    return Recycling.from_file(folder / "candidates")
+
+
+BOUND: dict[str, Any] = {
+    "corpus": corpus,
+    "candidates": candidates,
+    "reduced": lambda model, folder: ReducedVocabulary(EarlyExit(2), (1, 2, 40)),
+    "assistant": lambda model, folder: Assistant(tiny.llama(num_hidden_layers=1)),
+    "cascade": lambda model, folder: Cascade(PromptLookup(), candidates(model, folder)),
+}
+
+
+@pytest.mark.parametrize("draft", BOUND)
+def test_a_draft_of_other_tokens_is_refused_before_any_pass_until_they_are_there_again(
+    draft: str, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    spec = selfspec.wrap(llama, BOUND[draft](llama, tmp_path), draft_length=4)
+    resized(llama, SMALL)
+    for _ in range(2):
+        with pytest.raises(DraftConfigError):
+            spec.generate(**prompt(), **GREEDY)
+        with pytest.raises(DraftConfigError):
+            spec.row_decoder()
+    resized(llama, 50)
+    check(spec, 1)
+
+
+def test_a_table_of_other_tokens_is_not_saved(llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = selfspec.wrap(llama, "recycle")
+    spec.generate(**prompt(), **GREEDY)
+    resized(llama, SMALL)
+    with pytest.warns(UserWarning, match="is dropped"), pytest.raises(DraftConfigError, match="nothing was recycled"):
+        spec.save_candidates(tmp_path / "file")
+
+
+def with_tokenizer(tokens: int, folder: Path) -> PreTrainedModel:
+    """A model from a folder, with the tokenizer of all others of this test and a head of its own size."""
+    model = tiny.llama(vocab_size=tokens)
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_files_of_one_tokenizer_hold_no_token_that_a_smaller_head_has_not(tmp_path: Path) -> None:
+    large, small = (with_tokenizer(tokens, tmp_path / str(tokens)) for tokens in (600, 256))
+    spec = selfspec.wrap(large, "recycle")
+    ids = spec.generate(**prompt(), **GREEDY).sequences
+    assert int(ids.max()) > 255
+    spec.save_candidates(tmp_path / "candidates")
+    other = selfspec.wrap(small, Recycling.from_file(tmp_path / "candidates"), draft_length=4)
+    for start in range(9):
+        part = ids[:, start : start + 9].clamp(max=255)
+        asked = {"input_ids": part, "attention_mask": torch.ones_like(part), **GREEDY}
+        assert torch.equal(other.generate(**asked).sequences, small.generate(**asked))
+    write_corpus(tmp_path / "corpus", [[1, 2, 599]], Vocabulary.of(large))
+    selfspec.wrap(large, Suffixes(corpus=str(tmp_path / "corpus")))
+    with pytest.raises(DraftConfigError, match="holds token 599, and the model has 256"):
+        selfspec.wrap(small, Suffixes(corpus=str(tmp_path / "corpus")))
+
+
+def test_an_engine_that_rests_follows_the_model(llama: PreTrainedModel) -> None:
+    asked = RowRequest(tuple(prompt()["input_ids"][0].tolist()), 12, RowSampling(temperature=0.0))
+    with Engine(selfspec.wrap(llama, "suffix+recycle", draft_length=4)) as engine:
+        engine.submit(asked).tokens(60)
+        while engine._decoder._runner is not None:
+            time.sleep(0.001)
+        resized(llama, SMALL)
+        with pytest.warns(UserWarning, match="is dropped"):
+            found = engine.submit(asked).tokens(60)
+    wanted = llama.generate(**prompt(), **{**GREEDY, "max_new_tokens": 12})[0, 9:]
+    assert found == wanted.tolist()

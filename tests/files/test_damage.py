@@ -1,0 +1,293 @@
+"""Damaged files of every kind that selfspec writes and reads: what is read is what was written, or a typed error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.described import rewrite
+from helpers.profiles import profile_of
+from selfspec.control.profile import Profile
+from selfspec.draft.corpus_file import CorpusFile, write_corpus
+from selfspec.draft.exit_head import CONFIG, WEIGHTS, ExitHead
+from selfspec.draft.recycling import Recycling, RecyclingMemory
+from selfspec.draft.skip_file import SkipFile, write_skip_file
+from selfspec.errors import (
+    CorpusError,
+    DraftConfigError,
+    ExitHeadError,
+    ProfileError,
+    SelfSpecError,
+    StorageError,
+    TrainingError,
+)
+from selfspec.files.writing import write_sealed
+from selfspec.kernels.rounded import Precision
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.substitute_file import SubstituteFile
+from selfspec.model.substitutes import Substitutes
+from selfspec.model.vocabulary import Vocabulary
+from selfspec.saved.recipe import Recipe
+from selfspec.tools.studies.board import Board
+from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.train.corpus import written_text
+from selfspec.tools.train.exit_heads import ExitHeads
+from selfspec.tools.train.folder import RunFolder
+from selfspec.tools.train.settings import Course, Texts
+
+
+@cache
+def _model() -> PreTrainedModel:
+    """Large enough for the kernels of fewer bits."""
+    return tiny.llama(hidden_size=64, intermediate_size=64, num_hidden_layers=2, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        make: writes one within a folder, and says where.
+        read: all of it that has a meaning, as something that can be compared.
+        error: of a file that is damaged.
+    """
+
+    make: Callable[[Path], Path]
+    read: Callable[[Path], object]
+    error: type[SelfSpecError]
+
+
+def _substitutes(bits: int) -> Kind:
+    def make(folder: Path) -> Path:
+        selfspec.LowPrecision(bits).save(folder / "made.safetensors", _model())
+        return folder / "made.safetensors"
+
+    def read(file: Path) -> object:
+        substitutes = Substitutes()
+        substitutes.load(SubstituteFile(file), Precision(bits, 32), _model())
+        draft = selfspec.LowPrecision.from_file(file)
+        made = [each.substitute for each in substitutes._made.values() if each.substitute is not None]
+        return [draft.bits, draft.group_size, draft.layers, draft.head_too], _values(
+            {f"{number}.{name}": part for number, each in enumerate(made) for name, part in each.named_parameters()}
+        )
+
+    return Kind(make, read, DraftConfigError)
+
+
+def _values(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+    return {name: (values.dtype, values.tolist()) for name, values in tensors.items()}
+
+
+def _corpus(folder: Path) -> Path:
+    write_corpus(folder / "corpus", [range(9), [3, 1, 4, 1, 5]], Vocabulary.of(_model()))
+    return folder / "corpus"
+
+
+def _read_corpus(file: Path) -> object:
+    found = CorpusFile(file)
+    return found.vocabulary, found.corpus.tokens.tolist(), found.corpus._ends.tolist()
+
+
+def _candidates(folder: Path) -> Path:
+    memory = RecyclingMemory(2, 2, 1 << 13)
+    memory.table.learn_text(list(range(30)))
+    memory.save(folder / "candidates", Vocabulary.of(_model()))
+    return folder / "candidates"
+
+
+def _read_candidates(file: Path) -> object:
+    draft = Recycling.from_file(file)
+    draft.check_model(_model(), selfspec.wrap(_model()).adapter)
+    memory = RecyclingMemory(draft.candidates, draft.longest, draft.most_bytes, draft.saved)
+    return draft, {name: values.tolist() for name, values in memory._arrays().items()}
+
+
+def _exit_head(file: str) -> Kind:
+    def make(folder: Path) -> Path:
+        ExitHeads(64, 2, (1, 2), torch.arange(0, 50, 2)).save(
+            folder, torch.float32, fingerprint(_model()), 2, {"alpha_2": 0.5}
+        )
+        return folder / file
+
+    def read(place: Path) -> object:
+        head = ExitHead.from_pretrained(place.parent)
+        assert isinstance(head.draft_head.adapter, torch.nn.Module)
+        assert head.draft_head.tokens is not None
+        return head.layer, head.base, head.draft_head.tokens.tolist(), _values(head.draft_head.adapter.state_dict())
+
+    return Kind(make, read, ExitHeadError)
+
+
+def _skip_set(folder: Path) -> Path:
+    skip = selfspec.LayerSkip(attention=[1], mlp=[0, 1])
+    write_skip_file(skip, fingerprint(_model()), folder / "skip.json", {"alpha": 0.5})
+    return folder / "skip.json"
+
+
+def _vocabulary(folder: Path) -> Path:
+    write_sealed(folder / "vocabulary.json", {"coverage": 0.5, "tokens": [1, 2, 3, 5, 8, 13]})
+    return folder / "vocabulary.json"
+
+
+def _read_vocabulary(file: Path) -> object:
+    return selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), file).tokens
+
+
+def _profile(folder: Path) -> Path:
+    profile_of(_model()).save(folder / "profile.json")
+    return folder / "profile.json"
+
+
+def _read_profile(file: Path) -> object:
+    found = Profile.load(file)
+    return found, found.report
+
+
+def _recipe(folder: Path) -> Path:
+    Recipe("exit:2", 4, "token").save(folder)
+    names: dict[str, Any] = {}
+    exec((folder / "custom_generate" / "generate.py").read_text(), names)
+    (folder / "recipe").write_text(names["RECIPE"])
+    return folder / "recipe"
+
+
+def _finding(folder: Path) -> Path:
+    board = Board(folder)
+    point = Point("costs", {"threads": 2})
+    board.keep([Result(point, {"seconds": 0.25})])
+    return board.folder / f"{point.key}.json"
+
+
+def _training(folder: Path) -> Path:
+    RunFolder(folder).begin({"rate": 0.25, "steps": 12}, {"loss": 2.5})
+    return folder / "run.json"
+
+
+def _read_training(file: Path) -> object:
+    return RunFolder(file.parent).begin({"rate": 0.25, "steps": 12})
+
+
+KINDS: dict[str, Kind] = {
+    "int8": _substitutes(8),
+    "int4": _substitutes(4),
+    "corpus": Kind(_corpus, _read_corpus, DraftConfigError),
+    "candidates": Kind(_candidates, _read_candidates, DraftConfigError),
+    "exit head": _exit_head(WEIGHTS),
+    "config of an exit head": _exit_head(CONFIG),
+    "skip set": Kind(_skip_set, SkipFile.from_file, DraftConfigError),
+    "vocabulary": Kind(_vocabulary, _read_vocabulary, DraftConfigError),
+    "profile": Kind(_profile, _read_profile, ProfileError),
+    "recipe": Kind(_recipe, lambda file: Recipe.read(file.read_text(errors="replace")), DraftConfigError),
+    "finding of a study": Kind(_finding, lambda file: dict(Board(file.parent.parent).results()), StorageError),
+    "training": Kind(_training, _read_training, TrainingError),
+}
+OF_TENSORS = ("int8", "int4", "corpus", "candidates", "exit head")
+FLIPS = (0x01, 0x10, 0x80)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_of_which_bytes_are_flipped_or_missing_is_refused(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    file = kind.make(tmp_path)
+    content, wanted = file.read_bytes(), kind.read(file)
+    places = sorted({*range(0, len(content), len(content) // 50 + 1), *range(0, min(len(content), 400), 7)})
+    damaged = [
+        content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :]
+        for number, place in enumerate(places)
+        for flip in FLIPS[number % 3 : number % 3 + 1]
+    ]
+    # A quarter of which every seventh byte is another.
+    for quarter in range(4):
+        some = bytearray(content)
+        for place in range(quarter * len(content) // 4, (quarter + 1) * len(content) // 4, 7):
+            some[place] ^= 1
+        damaged.append(bytes(some))
+    damaged += [content[: len(content) * tenth // 10] for tenth in range(10)]
+    damaged.append(content[:-1] if name in OF_TENSORS else b"{")
+    refused = 0
+    for each in damaged:
+        file.write_bytes(each)
+        try:
+            found = kind.read(file)
+        except kind.error:
+            refused += 1
+            continue
+        # What has no meaning may change: a space, the name under which the checksum is.
+        assert found == wanted
+    assert refused >= 0.8 * len(damaged)
+
+
+def _replace(wanted: dict[str, Any], known: dict[str, Any], _: object) -> None:
+    known.clear()
+    known.update(wanted)
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_a_file_with_tensors_that_are_missing_or_too_many_is_refused(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    file = kind.make(tmp_path)
+    content = file.read_bytes()
+    of_arrays = name == "candidates"
+    with safe_open(file, framework="np" if of_arrays else "pt") as opened:
+        said = opened.metadata()
+        tensors: dict[str, Any] = {each: opened.get_tensor(each) for each in opened.keys()}  # noqa: SIM118
+    save: Any = save_arrays if of_arrays else save_file
+    first, last = min(tensors), max(tensors)
+    changed: list[dict[str, Any]] = [
+        {each: values for each, values in tensors.items() if each != first},
+        {each: values for each, values in tensors.items() if each != last},
+        {**tensors, "more": tensors[first] * 1},
+        {**tensors, f"{first}.more": tensors[first] * 1},
+        {**tensors, last: tensors[last][:-1]},
+        {**tensors, last: tensors[last].reshape(1, *tensors[last].shape)},
+    ]
+    for each in changed:
+        save(each, file, said)
+        with pytest.raises(kind.error):
+            kind.read(file)
+    if name == "exit head":
+        return
+    # With checksums that fit, by another writer.
+    for each in (changed[2], changed[3], changed[4], changed[5]):
+        file.write_bytes(content)
+        framework: Any = "np" if of_arrays else "pt"
+        rewrite(file, partial(_replace, each), framework)
+        with pytest.raises(kind.error):
+            kind.read(file)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in (*OF_TENSORS, "config of an exit head")])
+def test_people_may_write_and_change_what_is_text(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    file = kind.make(tmp_path)
+    wanted = kind.read(file)
+    content = json.loads(file.read_text())
+    del content["checksum"]
+    file.write_text(json.dumps(content, indent=4))
+    assert kind.read(file) == wanted
+
+
+def test_text_of_its_own_that_a_training_kept(tmp_path: Path) -> None:
+    model, beginnings = _model(), tiny.prompt(2, 4)
+    course, texts = Course(length=6), Texts(text=[], held_out_blocks=1)
+    kept = tmp_path / "own.safetensors"
+    wanted = written_text(model, beginnings, course, texts, kept)
+    assert torch.equal(written_text(model, beginnings, course, texts, kept).train, wanted.train)
+    content = kept.read_bytes()
+    for place in range(0, len(content), 5):
+        kept.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises((TrainingError, CorpusError)):
+            written_text(model, beginnings, course, texts, kept)

@@ -1,0 +1,304 @@
+"""A checkpoint loaded within a budget has the tensors that `from_pretrained` gives, or is refused as it would be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import selfspec
+from helpers import tiny
+from helpers.same_tensors import check_same_tensors
+from helpers.shrunken import shrunken
+from selfspec.adapters import ADAPTERS
+from selfspec.errors import CheckpointError
+from selfspec.model.checkpoint import load_model, read_config
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_files import ReadBuffer
+from selfspec.placement.weight_source import FromDisk
+
+_FILE = "model.safetensors"
+
+
+def llama(**options: Any) -> PreTrainedModel:
+    return tiny.llama(dtype=torch.float32, intermediate_size=64, **options)
+
+
+def saved(folder: Path, model: PreTrainedModel, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Save a model, with its tensors changed."""
+    model.save_pretrained(folder)
+    changed = {name: tensor.contiguous() for name, tensor in change(load_file(folder / _FILE)).items()}
+    save_file(changed, folder / _FILE, {"format": "pt"})
+
+
+def configured(folder: Path, **fields: Any) -> None:
+    """Change fields of config.json; None removes one."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def with_extra(name: str, extra: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: tensors | {name: extra}
+
+
+def another_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+
+
+NAMES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
+    "as saved": (llama, lambda tensors: tensors),
+    "without the prefix of the model": (lambda: llama(tie_word_embeddings=True), renamed("model.", "")),
+    "without the prefix of GPT-2": (lambda: tiny.gpt2(dtype=torch.float32), renamed("transformer.", "")),
+    "names of old norms": (
+        lambda: shrunken("bert", torch.float32, is_decoder=True),
+        lambda tensors: renamed("LayerNorm.bias", "LayerNorm.beta")(
+            renamed("LayerNorm.weight", "LayerNorm.gamma")(tensors)
+        ),
+    ),
+    "layers that the model has not": (llama, with_extra("model.layers.4.mlp.up_proj.weight", torch.ones(64, 32))),
+    "a head beside the tied one": (lambda: llama(tie_word_embeddings=True), another_head),
+    "a mask of booleans": (llama, with_extra("model.layers.0.attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool))),
+    "a mask of bytes": (llama, with_extra("model.layers.0.attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.uint8))),
+    "places": (llama, with_extra("model.embeddings.position_ids", torch.arange(8)[None])),
+    "an unused number": (llama, with_extra("model.layers.0.attn.masked_bias", torch.tensor(-1e4))),
+    "an empty tensor": (llama, with_extra("model.nothing", torch.zeros(0, 3))),
+    "numbers that are used": (lambda: shrunken("apertus", torch.float32), lambda tensors: tensors),
+    "experts": (lambda: shrunken("mixtral", torch.float32), lambda tensors: tensors),
+    "weights that stay in float32": (lambda: shrunken("deepseek_v3", torch.float32), lambda tensors: tensors),
+    "halves": (llama, lambda tensors: {name: tensor.half() for name, tensor in tensors.items()}),
+    "several dtypes": (
+        llama,
+        lambda tensors: {name: tensor.half() if "norm" in name else tensor for name, tensor in tensors.items()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_dtypes(tmp_path: Path, name: str, dtype: torch.dtype | None) -> None:
+    make, change = NAMES[name]
+    saved(tmp_path, make(), change)
+    check_same_tensors(tmp_path, dtype)
+
+
+def test_what_ends_a_text_where_only_the_config_says_so(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    configured(tmp_path, eos_token_id=[3, 4], pad_token_id=5)
+    assert check_same_tensors(tmp_path).generation_config.eos_token_id == [3, 4]
+
+
+def test_the_dtype_is_that_of_the_first_name_where_no_config_names_one(tmp_path: Path) -> None:
+    saved(tmp_path, llama(), lambda each: each | {"lm_head.weight": each["lm_head.weight"].half()})
+    configured(tmp_path, dtype=None)
+    assert check_same_tensors(tmp_path).dtype == torch.float16
+
+
+def test_shards_and_the_dtype_of_their_index(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check_same_tensors(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["metadata"]["dtype"] = "bfloat16"
+    index.write_text(json.dumps(content))
+    assert check_same_tensors(tmp_path).dtype == torch.float32
+    configured(tmp_path, dtype=None)
+    assert check_same_tensors(tmp_path).dtype == torch.bfloat16
+
+
+def test_weights_whose_file_the_config_names(tmp_path: Path) -> None:
+    saved(tmp_path, llama(seed=1), lambda each: each)
+    (tmp_path / _FILE).rename(tmp_path / "other.safetensors")
+    llama().save_pretrained(tmp_path)
+    configured(tmp_path, transformers_weights="other.safetensors")
+    check_same_tensors(tmp_path)
+    for wrong in ("../other.safetensors", "gone.safetensors"):
+        configured(tmp_path, transformers_weights=wrong)
+        check_refused(tmp_path, r"names weights|has no weights")
+
+
+def fp8(folder: Path) -> None:
+    """Save a llama in 8-bit floats, with a scale for each block of 16 by 16."""
+
+    def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            if "proj" not in name:
+                found[name] = tensor.bfloat16()
+                continue
+            rows, columns = tensor.shape
+            scale = tensor.view(rows // 16, 16, columns // 16, 16).abs().amax((1, 3)) / 448
+            found[name] = (tensor / scale.repeat_interleave(16, 0).repeat_interleave(16, 1)).to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = scale
+        return found
+
+    saved(folder, llama(), rounded)
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    configured(folder, dtype="bfloat16", quantization_config=how)
+
+
+def mxfp4(folder: Path) -> None:
+    """Save a gpt-oss whose experts are in 4 bits."""
+
+    def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found, generator = {}, torch.Generator().manual_seed(0)
+        for name, tensor in tensors.items():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                found[name] = tensor.bfloat16()
+                continue
+            experts, inner, outer = tensor.shape
+            shape = (experts, outer, inner // 32)
+            found[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            found[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
+        return found
+
+    saved(folder, shrunken("gpt_oss", torch.float32, hidden_size=32, intermediate_size=32), packed)
+    configured(folder, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
+
+
+@pytest.mark.parametrize("save", [fp8, mxfp4])
+def test_quantised_weights_that_the_loader_computes(tmp_path: Path, save: Callable[[Path], None]) -> None:
+    pytest.importorskip("accelerate")
+    save(tmp_path)
+    check_same_tensors(tmp_path)
+    spec = selfspec.load(tmp_path, "8GiB", device="cpu", draft=False)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path).generate(tiny.prompt(6), max_new_tokens=8, do_sample=False)
+    assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=8, do_sample=False).sequences, wanted)
+
+
+def test_projections_that_stay_in_float32_are_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", {"o_proj"})
+    placed = check_same_tensors(tmp_path, torch.bfloat16)
+    assert placed.get_parameter("model.layers.0.self_attn.o_proj.weight").dtype == torch.float32
+    layer = survey(str(tmp_path), torch.bfloat16, 128, FromDisk()).layers[0]
+    assert {module.name.rsplit(".")[-1] for module in layer} == {
+        "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+def test_a_file_of_8_bit_floats_alone(tmp_path: Path) -> None:
+    saved(tmp_path, llama(), lambda each: {name: tensor.to(torch.float8_e4m3fn) for name, tensor in each.items()})
+    check_same_tensors(tmp_path)
+    spec = selfspec.load(tmp_path, "8GiB", device="cpu")
+    assert spec.generate(tiny.prompt(6), max_new_tokens=4, do_sample=False).sequences.shape == (1, 10)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: shrunken("mixtral", torch.float32)], ids=["llama", "mixtral"])
+def test_the_loader_reads_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], PreTrainedModel]
+) -> None:
+    monkeypatch.setattr(ReadBuffer, "read", lambda *_: pytest.fail("a weight was read"))
+    make().save_pretrained(tmp_path)
+    surveyed = survey(str(tmp_path), torch.bfloat16, 128, FromDisk())
+    assert all(weight.is_meta for weight in surveyed.skeleton.model.parameters())
+    # What takes memory while a weight is made counts.
+    assert surveyed.skeleton.nbytes_beside > 0
+
+
+def check_refused(folder: Path, message: str) -> None:
+    """Both ways refuse, with a typed error that says the same."""
+    said = set()
+    for load in (
+        lambda: load_model(str(folder), read_config(str(folder)), "auto"),
+        lambda: selfspec.load(folder, "8GiB", device="cpu", draft=False),
+    ):
+        with pytest.raises(CheckpointError, match=message) as refused:
+            load()
+        said.add(str(refused.value))
+    assert len(said) == 1
+
+
+def without_the_last_layer(each: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in each.items() if ".layers.3." not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_the_last_layer, r"9 tensors of LlamaForCausalLM are missing.*layers\.3\."),
+        (with_extra("model.norm.weight", torch.ones(31)), "1 tensors of LlamaForCausalLM are of another shape"),
+    ],
+)
+def test_weights_that_do_not_fill_the_model_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+) -> None:
+    saved(tmp_path, llama(), change)
+    check_refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+        {"quant_method": "hqq"},
+    ],
+    ids=lambda method: method["quant_method"],
+)
+def test_quantised_weights_whose_library_is_not_there_are_refused(tmp_path: Path, method: dict[str, Any]) -> None:
+    llama().save_pretrained(tmp_path)
+    configured(tmp_path, quantization_config=method)
+    check_refused(tmp_path, "cannot be loaded")
+
+
+def test_distributed_checkpoints_are_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").touch()
+    check_refused(tmp_path, "distributed checkpoint")
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has an adapter.*merge_and_unload"):
+        selfspec.load(tmp_path, "8GiB")
+
+
+@pytest.mark.parametrize("make", [llama, lambda: shrunken("mixtral", torch.float32)], ids=["llama", "mixtral"])
+def test_weights_that_the_model_changes_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], PreTrainedModel]
+) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    stock = type(model).tie_weights
+
+    def tied(self: PreTrainedModel, **options: Any) -> None:
+        stock(self, **options)
+        for weight in (self.lm_head.weight, *self.model.layers[1].mlp.parameters()):
+            if not weight.is_meta:
+                weight.data[1].mul_(2)
+
+    monkeypatch.setattr(type(model), "tie_weights", tied)
+    placed = check_same_tensors(tmp_path)
+    assert torch.equal(placed.lm_head.weight[1], 2 * model.lm_head.weight[1])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", sorted(set(ADAPTERS) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
+def test_every_architecture(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
+    model = shrunken(model_type, torch.float32)
+    model.save_pretrained(tmp_path)
+    if type(model.config) in AutoModelForCausalLM._model_mapping:
+        check_same_tensors(tmp_path, dtype)
+    else:
+        check_refused(tmp_path, "Unrecognized configuration class")

@@ -1,0 +1,51 @@
+"""The real checkpoints, where there are any: see checkpoints.py beside this."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.real import Real
+from helpers.running import Invoke
+
+VARIABLE = "SELFSPEC_REAL_CHECKPOINTS"
+
+
+def _checkpoints() -> Path:
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        pytest.skip(f"no real checkpoints: set {VARIABLE} to a folder that tests/real/checkpoints.py made")
+    return Path(named)
+
+
+@pytest.fixture(scope="session")
+def real() -> Callable[[str], Real]:
+    """Returns a checkpoint by name, loaded once; skips where it is not there."""
+
+    @cache
+    def loaded(name: str) -> Real:
+        folder = _checkpoints() / name
+        if not folder.is_dir():
+            pytest.skip(f"{VARIABLE} has no {name}: tests/real/checkpoints.py makes it")
+        return Real(folder)
+
+    return loaded
+
+
+@pytest.fixture
+def said(invoke: Invoke) -> Callable[..., dict[str, Any]]:
+    """Run a command that succeeds; return what it says as JSON."""
+
+    def run(*words: str, stdin: bytes = b"") -> dict[str, Any]:
+        ending = invoke(*words, "--output", "json", stdin=stdin)
+        assert ending.status == 0, ending.stderr
+        found: dict[str, Any] = json.loads(ending.stdout)
+        return found
+
+    return run

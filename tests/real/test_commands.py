@@ -1,0 +1,181 @@
+"""Every command on a real checkpoint; what is made with it drafts, and leaves the text as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.http_server import asked
+from helpers.real import Real
+from real.checkpoints import read_prompts
+
+pytestmark = pytest.mark.real
+
+Said = Callable[..., dict[str, Any]]
+NEW = 16
+ON_CPU = ("--device", "cpu", "--threads", "1")
+STUDY = ("--texts", "1", "--prompt-tokens", "48", "--max-new-tokens", "8", "--pricing", "weights", *ON_CPU)
+
+
+@pytest.fixture
+def smollm2(real: Callable[[str], Real]) -> Real:
+    return real("smollm2")
+
+
+@pytest.fixture
+def workload(smollm2: Real, tmp_path: Path) -> str:
+    """Prompts as the chat template writes them: they hold the end token, which is the padding token too."""
+    file = tmp_path / "prompts.jsonl"
+    texts = [smollm2.tokenizer.decode(smollm2.ids(line["prompt"])[0]) for line in read_prompts()[:2]]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def drafts_exactly(smollm2: Real, draft: str) -> None:
+    ids = smollm2.ids("Name the planets.")
+    out = smollm2.drafting(draft).generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    assert out.stats.drafted > 0
+    assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+def test_verify(said: Said, real: Callable[[str], Real], tmp_path: Path, model: str) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The capital of France is\nOne, two, three,\n")
+    words = ("verify", real(model).folder, "--dtype", "float32", "--prompt-file", str(prompts), "--samples", "100")
+    few = ("--draft", "int8", "--max-new-tokens", "8", "--accept", "token", "--accept", "coupled", *ON_CPU)
+    assert said(*words, *few)["verdict"] == "EXACT"
+
+
+def test_chat(said: Said, smollm2: Real) -> None:
+    question = "What is the capital of Italy?"
+    words = ("chat", smollm2.folder, "--dtype", "float32", "--draft", "lookup+int8", "--max-new-tokens", str(NEW))
+    found = said(*words, *ON_CPU, stdin=f"{question}\nAnd of Spain?\n".encode())
+    answers = [each["content"] for each in found["messages"] if each["role"] == "assistant"]
+    own = smollm2.tokenizer.decode(smollm2.stock(smollm2.ids(question), NEW), skip_special_tokens=True)
+    assert answers[0].strip() == own.strip()
+    assert found["turns"][1]["kept_tokens"] > 0
+
+
+@pytest.fixture
+def server(smollm2: Real) -> Iterator[dict[str, Any]]:
+    words = ["serve", smollm2.folder, "--dtype", "float32", "--port", "0", "--draft", "int8", "--output", "json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "selfspec", *words, *ON_CPU],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_serve(server: dict[str, Any], smollm2: Real) -> None:
+    questions = [line["prompt"] for line in read_prompts()[:3]]
+
+    def ask(question: str) -> str:
+        body = {"model": server["model"], "messages": [{"role": "user", "content": question}]}
+        status, reply = asked(server["url"], "/v1/chat/completions", {**body, "max_tokens": NEW, "temperature": 0})
+        assert status == 200
+        text: str = reply["choices"][0]["message"]["content"]
+        return text
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(ask, questions))
+    for question, answer in zip(questions, answers, strict=True):
+        own = smollm2.tokenizer.decode(smollm2.stock(smollm2.ids(question), NEW), skip_special_tokens=True)
+        assert answer.strip() == own.strip()
+
+
+def test_calibrate(said: Said, smollm2: Real, workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Batches of 16 rows would take longer than all other tests together.
+    monkeypatch.setattr("selfspec.tools.calibrate.run._BATCHES", (1,))
+    file = tmp_path / "profile.json"
+    words = ("calibrate", smollm2.folder, "--dtype", "float32", "--draft", "exit:24", "--max-new-tokens", "8", *ON_CPU)
+    quick = ("--repeats", "1", "--longest-draft", "2", "--nodes", "0", "--prompts", "1", "--prompt-file", workload)
+    found = said(*words, *quick, "--to", str(file))
+    assert found["greedy"]["draft"] in ("none", "lookup", "exit:24", "lookup+exit:24")
+
+
+def test_bench(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
+    words = ("bench", smollm2.folder, "--dtype", "float32", "--arm", "draft", "--draft", "int8", "--draft", "recycle")
+    quick = ("--workload", f"x={workload}", "--prompts", "1", "--context", "64", "--max-new-tokens", "16", *ON_CPU)
+    once = ("--repeats", "1", "--warm-up", "1", "--no-peaks", "--no-costs", "--no-plots", "--temperature", "0")
+    cell = said(*words, *quick, *once, "--to", str(tmp_path))["cells"][0]
+    assert len(cell["arms"]) == 4
+
+
+def test_ablate(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
+    words = ("ablate", "--model", smollm2.folder, "--draft", "exit:24", "--draft", "skip:attn=12", "--confirm", "2")
+    few = ("--draft-length", "2", "--reach", "1", "--workload", f"x={workload}", "--to", str(tmp_path / "study"))
+    found = said(*words, *few, "--temperature", "0", *STUDY)
+    assert found["failed"] == []
+    assert all(row["exact"] is True for row in found["best"])
+
+
+def test_search(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "found.json")
+    words = ("search", smollm2.folder, "--to", file, "--evaluations", "3", "--sublayers", "2", "--draft-length", "2")
+    said(*words, "--workload", f"x={workload}", *STUDY)
+    drafts_exactly(smollm2, f"skip-file:{file}")
+
+
+def test_train(said: Said, smollm2: Real, tmp_path: Path) -> None:
+    text, to = tmp_path / "text.txt", str(tmp_path / "heads")
+    text.write_text("\n".join(line["prompt"] for line in read_prompts()))
+    brief = ("--steps", "2", "--batch", "1", "--length", "32", "--held-out-blocks", "1", "--device", "cpu")
+    said("train", "exit", smollm2.folder, "--text", str(text), "--to", to, "--exits", "10", *brief)
+    drafts_exactly(smollm2, f"head:{to}@10")
+
+
+def test_quantize(said: Said, smollm2: Real, tmp_path: Path) -> None:
+    file = str(tmp_path / "int8.safetensors")
+    said("quantize", smollm2.folder, "--bits", "8", "--to", file, "--dtype", "float32", *ON_CPU)
+    drafts_exactly(smollm2, f"int8:{file}")
+
+
+def test_export(said: Said, smollm2: Real, tmp_path: Path) -> None:
+    to = str(tmp_path / "draft")
+    said("export", smollm2.folder, "--draft", "exit:10", "--to", to, "--dtype", "float32")
+    drafts_exactly(smollm2, f"assistant:{to}")
+
+
+def test_index(said: Said, smollm2: Real, tmp_path: Path) -> None:
+    corpus = str(tmp_path / "corpus")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(line["prompt"] for line in read_prompts()))
+    said("index", smollm2.folder, "--text", str(text), "--to", corpus)
+    ids = smollm2.ids("Name the planets.")
+    out = smollm2.drafting(f"suffix:{corpus}").generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
+
+
+@pytest.mark.parametrize(("model", "memory"), [("smollm2", "800MiB"), ("gemma3", "1600MiB")])
+def test_streamed(real: Callable[[str], Real], model: str, memory: str) -> None:
+    """In a process of its own, whose size counts."""
+    prompt, checkpoint = "The capital of France is", real(model)
+    words = ["generate", checkpoint.folder, "--prompt", prompt, "--max-new-tokens", "12", "--dtype", "float32"]
+    words += ["--memory", memory, "--context", "256", *ON_CPU, "--output", "json"]
+    ended = subprocess.run([sys.executable, "-m", "selfspec", *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["settings"]["draft"] != "none"
+    assert found["token_ids"] == checkpoint.stock(torch.tensor([found["prompt_token_ids"]]), 12)
+
+
+def test_inspect(said: Said, smollm2: Real) -> None:
+    assert said("inspect", smollm2.folder)

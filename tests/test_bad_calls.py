@@ -1,0 +1,463 @@
+"""The public calls of selfspec with what they cannot use: each is refused by a typed error, and none by a raw one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.profiles import profile_of
+from selfspec.accept.relaxed import TopKTolerance, Typical
+from selfspec.errors import SelfSpecError
+from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.export.run import export_checkpoint
+from selfspec.tools.train.settings import Course
+from selfspec.tools.verify.settings import Settings
+
+NAN, INF = math.nan, math.inf
+SHARED = Path(__file__).parent / "models" / "stories260K"
+
+
+@cache
+def _model() -> PreTrainedModel:
+    return tiny.llama(dtype=torch.float32)
+
+
+@dataclass
+class Ground:
+    """What calls are made with."""
+
+    model: Any
+    spec: Any
+    folder: Path
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    return Ground(_model(), selfspec.wrap(_model(), "recycle", draft_length=3), tmp_path)
+
+
+Call = Callable[[Ground], object]
+# Of numbers that must be whole and positive; of those that are paths; of those that are truth values.
+NO_COUNTS: list[Any] = [0, -1, 1.5, "3", "\uff13", True, NAN, None, [3], 2.0]
+NO_PATHS: list[Any] = [3, None, b"x", True, 1.5, ["x"], "a\0b", object]
+NO_NUMBERS: list[Any] = [NAN, INF, -INF, "0.5", None, True, [0.5], 1j]
+NO_DRAFTERS: list[Any] = [None, 3, "exit:2", selfspec.EarlyExit, True]
+NO_MODELS: list[Any] = [None, 3, "gpt2", torch.nn.Linear(2, 2), selfspec.EarlyExit(1), PreTrainedModel]
+
+CALLS: dict[str, Call] = {}
+
+
+def _called(call: Callable[[Ground, Any], object], value: Any, ground: Ground) -> object:
+    return call(ground, value)
+
+
+def _field(name: str, make: Callable[[Ground], Callable[..., object]]) -> Callable[[Ground, Any], object]:
+    """A call with the value in a field of that name."""
+    return lambda ground, value: make(ground)(**{name: value})
+
+
+def _each(name: str, values: list[Any], call: Callable[[Ground, Any], object], *allowed: Any) -> None:
+    for number, value in enumerate(values):
+        if not any(value is each for each in allowed):
+            # Addresses differ between the processes that run tests.
+            shown = re.sub(r" at 0x\w+", "", repr(value).replace("\uff13", "fullwidth 3"))[:40]
+            CALLS[f"{name} {number} {shown}"] = partial(_called, call, value)
+
+
+# Wrapping.
+_each("wrap model", NO_MODELS, lambda g, v: selfspec.wrap(v))
+_each("wrap draft", [3, selfspec.EarlyExit, True, b"x", ["exit:2"], 1.5], lambda g, v: selfspec.wrap(g.model, v))
+_each("wrap length", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, "exit:2", draft_length=v), None)
+_each("wrap accept", [3, True, b"x", ["token"], "x", 1.5, Typical], lambda g, v: selfspec.wrap(g.model, accept=v))
+_each("wrap adapter", [3, "llama", True, selfspec.Adapter], lambda g, v: selfspec.wrap(g.model, adapter=v))
+_each("wrap runtime", [3, "eager", True, selfspec.Eager], lambda g, v: selfspec.wrap(g.model, runtime=v))
+_each("drafting", [3, selfspec.EarlyExit, True, b"x"], lambda g, v: g.spec.drafting(v))
+_each("drafting length", NO_COUNTS, lambda g, v: g.spec.drafting("exit:2", v), None)
+_each(
+    "to",
+    ["gpu", "cuda:99", 3, 1.5, None, "meta", True, b"cpu", "\uff13"],
+    lambda g, v: selfspec.wrap(tiny.llama()).to(v),
+)
+
+# Loading within a budget.
+_each("load path", NO_PATHS, lambda g, v: selfspec.load(v, "1GiB"))
+_each("load missing", ["nowhere/at/all", "/nowhere"], lambda g, v: selfspec.load(v, "1GiB"))
+_each("load empty", [None], lambda g, v: selfspec.load(g.folder, "1GiB"))
+_each(
+    "load memory",
+    [0, -1, 1.5, True, None, "", "6", "\uff16GiB", "6 GiB or so", b"6GiB", NAN, [6], 1, "1KiB", "9" * 400 + "GiB"],
+    lambda g, v: selfspec.load(SHARED, v),
+)
+_each(
+    "load dtype",
+    [
+        "float31",
+        "torch.float32",
+        torch.int8,
+        torch.complex64,
+        torch.bool,
+        torch.float8_e4m3fn,
+        32,
+        True,
+        float,
+        torch.int64,
+    ],
+    lambda g, v: selfspec.load(SHARED, "1GiB", dtype=v),
+)
+_each(
+    "load device",
+    ["gpu", "cuda:99", 3, 1.5, "meta", True, b"cpu", ["cpu"]],
+    lambda g, v: selfspec.load(SHARED, "1GiB", device=v),
+)
+_each(
+    "load draft",
+    [3, None, b"int8", 1.5, selfspec.EarlyExit, "auto", "x", ["int8"]],
+    lambda g, v: selfspec.load(SHARED, "1GiB", draft=v),
+)
+_each("load context", [*NO_COUNTS, 2**70], lambda g, v: selfspec.load(SHARED, "1GiB", context=v), None)
+_each("load cache", [3, True, "int4", "", b"exact", ["exact"]], lambda g, v: selfspec.load(SHARED, "1GiB", cache=v))
+
+# Saving.
+_each("save_pretrained", NO_PATHS, lambda g, v: g.spec.save_pretrained(v))
+_each(
+    "save_pretrained tokenizer",
+    [3, "gpt2", True, object()],
+    lambda g, v: selfspec.wrap(g.model).save_pretrained(g.folder, tokenizer=v),
+)
+_each(
+    "save_candidates",
+    NO_PATHS,
+    lambda g, v: (g.spec.generate(tiny.prompt(5), max_new_tokens=4), g.spec.save_candidates(v)),
+)
+CALLS["save_candidates folder"] = lambda g: (
+    g.spec.generate(tiny.prompt(5), max_new_tokens=4),
+    g.spec.save_candidates(g.folder),
+)
+
+# Drafters.
+_each("EarlyExit", [*NO_COUNTS, torch.tensor(2)], lambda g, v: selfspec.wrap(g.model, selfspec.EarlyExit(v)))
+for part in ("attention", "mlp", "layers"):
+    _each(
+        f"LayerSkip {part}",
+        [3, None, "1", [1.5], ["1"], [True], [-1], [99], [1, 1], [None], [[1]], {1: 2}.items(), b"\1"],
+        _field(part, lambda g: lambda **layers: selfspec.wrap(g.model, selfspec.LayerSkip(**layers))),
+    )
+CALLS["LayerSkip none"] = lambda g: selfspec.wrap(g.model, selfspec.LayerSkip())
+CALLS["LayerSkip twice"] = lambda g: selfspec.wrap(g.model, selfspec.LayerSkip(attention=[1], layers=[1]))
+_each("LowPrecision bits", [2, 16, "8", 8.0, True, None, [8]], lambda g, v: selfspec.LowPrecision(v))
+_each("LowPrecision group", [0, 16, "32", 32.0, True, None, -32], lambda g, v: selfspec.LowPrecision(4, v))
+_each("LowPrecision 8 bits in groups", [64, 128, 256], lambda g, v: selfspec.LowPrecision(8, v))
+_each(
+    "LowPrecision layers",
+    [[], [1, 1], [-1], [99], ["1"], [1.5], [True], 3, "12", [None], {1: 2}.items()],
+    lambda g, v: selfspec.wrap(g.model, selfspec.LowPrecision(layers=v)),
+)
+_each("LowPrecision exit", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, selfspec.LowPrecision(exit=v)), None)
+_each("LowPrecision head", [0, 1, None, "yes", [True]], lambda g, v: selfspec.LowPrecision(head=v))
+_each("LowPrecision.from_file", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.LowPrecision.from_file(v))
+_each(
+    "LowPrecision.save",
+    NO_PATHS,
+    lambda g, v: selfspec.LowPrecision(8, layers=[0]).save(v, tiny.llama(hidden_size=64, intermediate_size=64)),
+)
+_each("LowPrecision.save model", NO_MODELS, lambda g, v: selfspec.LowPrecision().save(g.folder / "x", v))
+_each(
+    "LowPrecision.save texts",
+    [
+        3,
+        "text",
+        [3],
+        ["text"],
+        [torch.ones(2, 3)],
+        [torch.full((1, 4), 999)],
+        [torch.zeros(3, dtype=torch.long)],
+        [torch.zeros(1, 0, dtype=torch.long)],
+    ],
+    lambda g, v: selfspec.LowPrecision(4).save(
+        g.folder / "x", tiny.llama(hidden_size=64, intermediate_size=64), texts=v
+    ),
+)
+_each("PromptLookup shortest", [*NO_COUNTS, 99], lambda g, v: selfspec.PromptLookup(shortest=v))
+_each("PromptLookup longest", NO_COUNTS, lambda g, v: selfspec.PromptLookup(longest=v))
+_each("Suffixes", [3, b"x", True, "nowhere", "a\0b", ["x"], 1.5], lambda g, v: selfspec.Suffixes(v))
+_each("Suffixes most_bytes", [-1, 1.5, "3", True, NAN, None, 2**40], lambda g, v: selfspec.Suffixes(most_bytes=v))
+for name in ("candidates", "longest", "most_bytes"):
+    _each(f"Recycling {name}", [*NO_COUNTS, 2**40], _field(name, lambda g: selfspec.Recycling))
+_each(
+    "Recycling saved",
+    [3, b"x", True, "nowhere", "a\0b", ["x"]],
+    lambda g, v: selfspec.wrap(g.model, selfspec.Recycling(saved=v)),
+)
+_each("Recycling.from_file", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.Recycling.from_file(v))
+_each(
+    "ReducedVocabulary",
+    [
+        None,
+        3,
+        "123",
+        [],
+        [1, 1],
+        [1.5],
+        ["1"],
+        [True],
+        [-1],
+        [10**6],
+        [2**70],
+        [None],
+        torch.tensor([1, 2]),
+        True,
+        object(),
+    ],
+    lambda g, v: selfspec.wrap(g.model, selfspec.ReducedVocabulary(selfspec.EarlyExit(2), v)),
+)
+_each(
+    "ReducedVocabulary of", [*NO_DRAFTERS, selfspec.PromptLookup()], lambda g, v: selfspec.ReducedVocabulary(v, (1, 2))
+)
+_each(
+    "ReducedVocabulary.from_file",
+    [*NO_PATHS, "nowhere"],
+    lambda g, v: selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(2), v),
+)
+_each("ExitHead.from_pretrained", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.ExitHead.from_pretrained(v))
+_each("SkipFile.from_file", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.SkipFile.from_file(v))
+_each("Assistant", [*NO_MODELS, True, b"x", "nowhere/at/all", "a\0b"], lambda g, v: selfspec.Assistant(v))
+_each("Assistant adapter", [3, "llama", selfspec.Adapter], lambda g, v: selfspec.Assistant(tiny.llama(), v))
+CALLS["Assistant itself"] = lambda g: selfspec.wrap(g.model, selfspec.Assistant(g.model))
+CALLS["Assistant itself copied"] = lambda g: selfspec.wrap(g.model, selfspec.Assistant(copy(g.model)))
+CALLS["Assistant itself first"] = lambda g: selfspec.wrap(
+    g.model, selfspec.Cascade(selfspec.PromptLookup(), selfspec.Assistant(g.model))
+)
+CALLS["Assistant of another vocabulary"] = lambda g: selfspec.wrap(
+    g.model, selfspec.Assistant(tiny.llama(vocab_size=60))
+)
+_each("Cascade first", [*NO_DRAFTERS, selfspec.EarlyExit(1)], lambda g, v: selfspec.Cascade(v, selfspec.EarlyExit(2)))
+_each("Cascade then", NO_DRAFTERS, lambda g, v: selfspec.Cascade(selfspec.PromptLookup(), v))
+CALLS["Cascade of one kind"] = lambda g: selfspec.Cascade(selfspec.PromptLookup(), selfspec.PromptLookup())
+CALLS["Cascade of one kind inside"] = lambda g: selfspec.Cascade(
+    selfspec.PromptLookup(), selfspec.Cascade(selfspec.Recycling(), selfspec.PromptLookup())
+)
+_each("Union", NO_DRAFTERS, lambda g, v: selfspec.Union(selfspec.Recycling(), v))
+CALLS["Union of none"] = lambda g: selfspec.Union()
+CALLS["Union of equals"] = lambda g: selfspec.Union(selfspec.Recycling(), selfspec.Recycling())
+CALLS["Union of exits"] = lambda g: selfspec.Union(selfspec.EarlyExit(1), selfspec.EarlyExit(1))
+
+# Rules, controls, costs, runtimes.
+_each("Typical epsilon", [*NO_NUMBERS, -0.1, 1.5], lambda g, v: Typical(epsilon=v))
+_each("Typical delta", [*NO_NUMBERS, -0.1], lambda g, v: Typical(delta=v))
+_each("TopKTolerance top_k", NO_COUNTS, lambda g, v: TopKTolerance(top_k=v))
+_each(
+    "TopKTolerance tolerance", [NAN, -INF, "0.5", None, True, [0.5], 1j, -0.1], lambda g, v: TopKTolerance(tolerance=v)
+)
+_each(
+    "thresholds",
+    [
+        "epsilon=nan",
+        "epsilon=-1",
+        "epsilon=2",
+        "delta=inf",
+        "epsilon=",
+        "epsilon",
+        "x=1",
+        "epsilon=0.1,epsilon=0.2",
+        "epsilon=\uff10.1",
+        "epsilon=1_0",
+    ],
+    lambda g, v: selfspec.wrap(g.model, accept=f"relaxed-typical:{v}"),
+)
+_each(
+    "whole thresholds",
+    ["top_k=0", "top_k=-1", "top_k=1.5", "top_k=\uff13", "tolerance=-1", "tolerance=nan", "top_k=1_0"],
+    lambda g, v: selfspec.wrap(g.model, accept=f"relaxed-top-k:{v}"),
+)
+_each("FixedLength", NO_COUNTS, lambda g, v: selfspec.FixedLength(v))
+_each("FixedLength nodes", [*NO_COUNTS, 1, 2**40], lambda g, v: selfspec.FixedLength(3, v), None)
+_each("CostAware", NO_COUNTS, lambda g, v: selfspec.CostAware(v))
+_each("CostAware nodes", [*NO_COUNTS, 1, 2**40], lambda g, v: selfspec.CostAware(3, nodes=v), None)
+_each("CostAware costs", [3, {}, "x", selfspec.Costs], lambda g, v: selfspec.CostAware(costs=v))
+_each("ConfidenceStop", [*NO_NUMBERS, 1.5, -0.1], lambda g, v: selfspec.ConfidenceStop(v))
+_each("ConfidenceStop longest", NO_COUNTS, lambda g, v: selfspec.ConfidenceStop(longest=v))
+_each("Costs", [*NO_NUMBERS, -1], lambda g, v: selfspec.Costs(v))
+for name in ("verify", "widening", "overhead", "each_row", "out_of_step"):
+    _each(f"Costs {name}", NO_NUMBERS, _field(name, lambda g: partial(selfspec.Costs, 0.3)))
+_each("Costs rows", NO_COUNTS, lambda g, v: selfspec.Costs(0.3, rows=v))
+_each(
+    "BatchCosts", [(), None, 3, "x", [0.3], (selfspec.Costs,), selfspec.Costs(0.3)], lambda g, v: selfspec.BatchCosts(v)
+)
+CALLS["BatchCosts of rows twice"] = lambda g: selfspec.BatchCosts((selfspec.Costs(0.3), selfspec.Costs(0.4)))
+_each("Traced", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.Traced(after=v))
+_each("Compiled", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.Compiled(after=v))
+_each("CudaGraphs", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.CudaGraphs(after=v))
+_each("pack", NO_MODELS, lambda g, v: selfspec.pack(v))
+_each("unpack", [None, 3, "x", PreTrainedModel], lambda g, v: selfspec.unpack(v))
+
+# Adapters.
+_each(
+    "Adapter layers",
+    [3, None, True, "model.nothing", "", b"x", "lm_head"],
+    lambda g, v: selfspec.wrap(g.model, adapter=selfspec.Adapter(("llama",), layers=v)),
+)
+_each(
+    "Adapter attention",
+    [3, None, True, "nothing", "", (), (3,)],
+    lambda g, v: selfspec.wrap(g.model, adapter=selfspec.Adapter(("llama",), attention=v)),
+)
+_each(
+    "Adapter mlp",
+    [3, None, True, "nothing", "", (3,)],
+    lambda g, v: selfspec.wrap(g.model, adapter=selfspec.Adapter(("llama",), mlp=v)),
+)
+_each(
+    "Adapter layer_returns",
+    NO_COUNTS,
+    lambda g, v: selfspec.wrap(g.model, adapter=selfspec.Adapter(("llama",), layer_returns=v)),
+)
+_each(
+    "Adapter ragged",
+    [3, None, "x", True],
+    lambda g, v: selfspec.wrap(g.model, adapter=selfspec.Adapter(("llama",), ragged=v)),
+)
+
+# Profiles.
+_each("Profile.load", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.Profile.load(v))
+_each("Profile.save", NO_PATHS, lambda g, v: profile_of(g.model).save(v))
+
+# Serving.
+_each("Engine spec", [*NO_MODELS, selfspec.SelfSpeculative], lambda g, v: selfspec.Engine(v))
+for name in ("max_rows", "cache_bytes", "prefill_tokens", "max_waiting"):
+    _each(
+        f"Engine {name}",
+        NO_COUNTS,
+        _field(name, lambda g: partial(selfspec.Engine, selfspec.wrap(g.model))),
+        *([None] if name == "cache_bytes" else []),
+    )
+CALLS["Engine of an assistant"] = lambda g: selfspec.Engine(
+    selfspec.wrap(g.model, selfspec.Assistant(tiny.llama(dtype=torch.float32)))
+)
+CALLS["Engine relaxed"] = lambda g: selfspec.Engine(selfspec.wrap(g.model, accept="relaxed-typical"))
+
+
+def _running(ground: Ground, call: Callable[[selfspec.Engine], object]) -> object:
+    with selfspec.Engine(selfspec.wrap(ground.model)) as engine:
+        return call(engine)
+
+
+def _submitted(ground: Ground, **request: Any) -> object:
+    sampling = {name: request.pop(name) for name in list(request) if name in RowSampling.__dataclass_fields__}
+    if sampling.keys() & {"top_k", "top_p", "min_p"}:
+        sampling["temperature"] = 0.7
+    asked = {"input_ids": (1, 2), "max_new_tokens": 2, "sampling": RowSampling(**sampling), **request}
+    return _running(ground, lambda engine: engine.submit(RowRequest(**asked)))
+
+
+ROWS: dict[str, list[Any]] = {
+    "input_ids": [(), None, 3, "12", (1.5,), (True,), (-1,), (99,), ("1",), (2**70,), ((1, 2),), b"\1\2"],
+    "max_new_tokens": [*NO_COUNTS, 10**6],
+    "sampling": [3, "x", {}, RowSampling],
+    "eos": [3, "1", [1.5], ["1"], [True], frozenset({2**70}), frozenset({"a"})],
+    "logprobs": [-1, 1.5, "3", True, NAN, 10**6],
+    "temperature": [-0.1, NAN, INF, "1", True, [1.0], 1j],
+    "top_k": [-1, 1.5, "3", True, NAN],
+    "top_p": [-0.1, 1.5, NAN, "0.5", True],
+    "min_p": [-0.1, 1.5, NAN, "0.5", True],
+    "seed": [1.5, "3", True, 2**64, NAN, [1]],
+    "logit_bias": [
+        3,
+        "x",
+        [(1, 1.0)],
+        {99: 1.0},
+        {-1: 1.0},
+        {1: NAN},
+        {1: "1"},
+        {"1": 1.0},
+        {1.5: 1.0},
+        {True: 1.0},
+        {1: True},
+    ],
+    "presence_penalty": [NAN, INF, "1", True, None, [1.0]],
+    "frequency_penalty": [NAN, INF, "1", True, None, [1.0]],
+    "repetition_penalty": [0.0, -1.0, NAN, INF, "1", True],
+    "processors": [3, [3], "x", (None,), (object,)],
+}
+for field, wrong in ROWS.items():
+    _each(f"RowRequest {field}", wrong, _field(field, lambda g: partial(_submitted, g)))
+_each("submit", [None, 3, {"input_ids": (1,)}, RowRequest], lambda g, v: _running(g, lambda engine: engine.submit(v)))
+_each("on_event", [3, "x", True], lambda g, v: _running(g, lambda engine: engine.submit(RowRequest((1, 2), 2), v)))
+CALLS["submit to what does not run"] = lambda g: selfspec.Engine(selfspec.wrap(g.model)).submit(RowRequest((1, 2), 2))
+_each("stop timeout", ["3", NAN, -1.0, True, [1]], lambda g, v: selfspec.Engine(selfspec.wrap(g.model)).stop(timeout=v))
+
+# Tools.
+_each("ablate model", NO_MODELS, lambda g, v: selfspec.ablate(v, tiny.prompt(5)))
+_each(
+    "ablate prompts",
+    [
+        None,
+        3,
+        "text",
+        [],
+        [3],
+        tiny.prompt(5)[0],
+        tiny.prompt(5).float() + 0.5,
+        torch.full((1, 5), 99),
+        torch.full((1, 5), -1),
+        ["a"],
+    ],
+    lambda g, v: selfspec.ablate(g.model, v),
+)
+_each("ablate tokenizer", [3, "gpt2", True], lambda g, v: selfspec.ablate(g.model, ["a", "b"], tokenizer=v))
+_each(
+    "ablate to",
+    [3, b"x", True, "a\0b"],
+    lambda g, v: selfspec.ablate(g.model, tiny.prompt(5), to=v, drafts=["exit:2"], confirm=0),
+)
+STUDIES: dict[str, list[Any]] = {
+    "drafts": [3, [], [3], ["x"], "exit:99", None, ["exit:2", "exit:2"]],
+    "draft_lengths": ["3", [], [0], [-1], [1.5], ["3"], [True], [2, 2]],
+    "temperatures": ["x", [], [-1.0], [NAN], ["1"], [True], [0.0, 0.0]],
+    "accept": [3, [], ["x"], [3], ["token", "token"]],
+    "seeds": ["x", [], [1.5], ["1"], [True], [1, 1]],
+    "max_new_tokens": NO_COUNTS,
+    "nothing": [3],
+}
+for field, wrong in STUDIES.items():
+    _each(f"ablate {field}", wrong, _field(field, lambda g: partial(selfspec.ablate, g.model, tiny.prompt(5))))
+for name in ("max_new_tokens", "longest_draft", "batch", "repeats"):
+    _each(f"Measurements {name}", NO_COUNTS, _field(name, lambda g: Measurements))
+_each("Measurements temperature", [*NO_NUMBERS, 0.0, -0.1], lambda g, v: Measurements(temperature=v))
+_each("Measurements nodes", [-1, 1.5, "3", True, None, NAN, 10**6], lambda g, v: Measurements(nodes=v))
+_each("Settings accept", [[], ["x"], ["token", "token"], [3], 3, None, "token"], lambda g, v: Settings(accept=v))
+for name in ("max_new_tokens", "draft_length", "samples"):
+    _each(f"Settings {name}", NO_COUNTS, _field(name, lambda g: Settings))
+_each("Settings level", [*NO_NUMBERS, 0.0, 1.5, -0.1], lambda g, v: Settings(level=v))
+_each("Settings seed", [1.5, "3", None, NAN, [1]], lambda g, v: Settings(seed=v))
+for name in ("steps", "batch", "length", "save_every", "evaluate_every", "accumulate"):
+    _each(f"Course {name}", NO_COUNTS, _field(name, lambda g: Course))
+for name in ("learning_rate", "warmup", "decay"):
+    _each(f"Course {name}", [*NO_NUMBERS, -0.1], _field(name, lambda g: Course))
+_each("export to", NO_PATHS, lambda g, v: export_checkpoint(g.model, None, selfspec.EarlyExit(2), v))
+_each(
+    "export drafter",
+    [3, "exit:2", selfspec.PromptLookup()],
+    lambda g, v: export_checkpoint(g.model, None, v, g.folder / "x"),
+)
+_each("export model", NO_MODELS, lambda g, v: export_checkpoint(v, None, selfspec.EarlyExit(2), g.folder / "x"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_call_cannot_use_is_refused_by_a_typed_error(name: str, ground: Ground) -> None:
+    with pytest.raises(SelfSpecError) as refused:
+        CALLS[name](ground)
+    assert str(refused.value).strip()
