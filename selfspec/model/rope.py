@@ -49,9 +49,9 @@ def check_rotary(
             )
         if width is not None and known + width <= boundary:
             raise UnsupportedOptionError(
-                f"rotary tables of type 'longrope' change at {boundary} tokens, and prompts are read {width} tokens at a "
-                f"time, first by other tables than later; raise memory or prefill_chunk_size, or shorten prompt and "
-                f"max_new_tokens to {boundary} tokens together"
+                f"rotary tables of type 'longrope' change at {boundary} tokens, and prompts "
+                f"are read {width} tokens at a time, first by other tables than later; read more at once, or shorten "
+                f"prompt and max_new_tokens to {boundary} tokens together"
             )
 
 

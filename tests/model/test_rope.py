@@ -162,7 +162,7 @@ def test_prompts_that_are_read_in_pieces_of_other_tables_are_refused(at_once: in
     with pytest.raises(UnsupportedOptionError, match="tokens at a time"):
         generated(spec, words(40), 8)
     spec.limits = None
-    with pytest.raises(UnsupportedOptionError, match="prefill_chunk_size"):
+    with pytest.raises(UnsupportedOptionError, match="read more at once"):
         spec.generate(words(40), torch.ones_like(words(40)), max_new_tokens=8, prefill_chunk_size=at_once, **GREEDY)
 
 
