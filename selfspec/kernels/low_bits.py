@@ -33,6 +33,7 @@ class LowBitsLinear(nn.Module, ABC):
 
     Attributes:
         bias: the same.
+        in_features, out_features: sizes of the layer, for modules that look at them besides calling it.
 
     Raises:
         RuntimeError: no kernel takes this size.
@@ -42,14 +43,14 @@ class LowBitsLinear(nn.Module, ABC):
 
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self._inputs, self._dtype = rounded.inputs, dtype
+        self.in_features, self.out_features, self._dtype = rounded.inputs, rounded.levels.shape[0], dtype
         self.register_parameter("bias", None if bias is None else _fixed(bias.detach()))
 
     @property
     def weight(self) -> Tensor:
         """The rounded weight, `[out, in]`, made anew for modules that look at it besides calling the layer."""
         device = next(self.parameters()).device
-        return self._product(torch.eye(self._inputs, dtype=self._dtype, device=device)).t().to(self._dtype)
+        return self._product(torch.eye(self.in_features, dtype=self._dtype, device=device)).t().to(self._dtype)
 
     @property
     def nbytes(self) -> int:

@@ -68,6 +68,17 @@ def test_a_wrapped_adapter_gives_its_own_text(config: Any) -> None:
         assert torch.equal(wrapper.generate(input_ids=prompts, custom_generate=spec, **OPTIONS), wanted)
 
 
+@pytest.mark.parametrize(
+    "draft", [None, selfspec.EarlyExit(2), selfspec.LowPrecision(), selfspec.LowPrecision(4)], ids=str
+)
+def test_an_attention_that_looks_at_its_linears_runs_in_fewer_bits(draft: selfspec.Drafter | None) -> None:
+    model = tiny.llama(hidden_size=64, dtype=torch.float32)
+    wrapper = adapted(peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, **CAUSAL), model)
+    wanted = wrapper.generate(input_ids=tiny.prompt(PROMPT), **OPTIONS)
+    spec = selfspec.wrap(wrapper, draft, draft_length=3)
+    assert torch.equal(spec.generate(tiny.prompt(PROMPT), **OPTIONS).sequences, wanted)
+
+
 def test_mixed_and_compiled_wrappers_are_opened(llama: PreTrainedModel) -> None:
     wrapper = adapted(lora(), llama)
     wanted = wrapper.generate(input_ids=tiny.prompt(PROMPT), **OPTIONS)

@@ -2639,4 +2639,32 @@ CATALOGUE = (
         "False",
         ("test_a_study_goes_on_with_the_sizes_it_began_with",),
     ),
+    Mutation(
+        "keys of a past that were rotated by the tables of shorter texts are kept",
+        "prefill",
+        "request.past is not None and not request.anew",
+        "request.past is not None",
+        ("test_a_past_from_below_is_read_anew_beyond",),
+    ),
+    Mutation(
+        "a long prompt is read in pieces, the first of them by the tables of shorter texts",
+        "check_rotary",
+        "width is not None and known + width <= boundary",
+        "False",
+        ("test_prompts_that_are_read_in_pieces_of_other_tables_are_refused",),
+    ),
+    Mutation(
+        "serving: scrap behind the end of a row changes the rotary tables of all rows",
+        "RowDecoder.__init__",
+        "min([context, *boundaries(self._config)])",
+        "context",
+        ("test_rows_of_an_engine_end_at_the_change_with_drafts_of_others_beside_them",),
+    ),
+    Mutation(
+        "chat: a conversation that grew shorter keeps keys that were rotated for its length",
+        "Conversation._keep",
+        "shared <= boundary < len(read.tokens)",
+        "False",
+        ("test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length",),
+    ),
 )
