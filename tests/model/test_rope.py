@@ -52,7 +52,7 @@ def rope(half: int = 4) -> dict[str, Any]:
 
 def phi3(model_type: str = "phi3") -> PreTrainedModel:
     """A model whose `generate` drops a past that it would rotate otherwise."""
-    partial = {"partial_rotary_factor": 1.0} if model_type == "phi3" else {}
+    partial: dict[str, Any] = {"partial_rotary_factor": 1.0} if model_type == "phi3" else {}
     return shrunken(model_type, original_max_position_embeddings=BOUNDARY, rope_parameters=rope(), **partial)
 
 

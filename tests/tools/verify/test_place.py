@@ -62,7 +62,7 @@ def test_no_likely_outcome_is_left_out() -> None:
 
 # States of the sizes that these types have by default would take gigabytes over all branches.
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-RECURRENT: dict[str, dict[str, int]] = {
+RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": {},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 8},
     "falcon_mamba": {},
