@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def llama(**options: Any) -> PreTrainedModel:
     return tiny.llama(rope_parameters=rope(), **options)
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "phi3": phi3,
     "phimoe": lambda: phi3("phimoe"),
