@@ -517,8 +517,10 @@ class SelfSpeculative:
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if request.input_ids.shape[0] > 1:
             self._check_rows_differ()
-        widths = (request.prefill_width, self.limits and self.limits.prefill_width(len(request.lengths)))
-        request = replace(request, prefill_width=min(filter(None, widths), default=None))
+        widths = [] if self.limits is None else [self.limits.prefill_width(len(request.lengths))]
+        if request.prefill_width is not None:
+            widths.append(request.prefill_width)
+        request = replace(request, prefill_width=min(widths, default=None))
         check_rotary(
             self.model.config.get_text_config(decoder=True),
             request.lengths,

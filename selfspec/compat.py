@@ -28,7 +28,7 @@ def cache_name(names: Iterable[str]) -> str | None:
     return next((name for name in CACHE_NAMES if name in given), None)
 
 
-OUTPUT_CACHE = cache_name(field.name for field in fields(GenerateDecoderOnlyOutput))
+OUTPUT_CACHE = next(field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES)
 """What `model.generate` calls the cache that it returns."""
 
 

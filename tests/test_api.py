@@ -945,7 +945,6 @@ def test_custom_generate_refuses_positions_it_would_have_to_ignore(llama: PreTra
 def test_custom_generate_refuses_token_types_it_would_have_to_ignore() -> None:
     model = tiny.gpt2()
     spec = selfspec.wrap(model, DRAFTS["exit"], draft_length=4)
-    _no_forward(model)
     types = torch.ones_like(tiny.prompt(5))
     with pytest.raises(UnsupportedOptionError, match="token_type_ids"):
         model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, token_type_ids=types)

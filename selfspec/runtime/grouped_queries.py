@@ -55,7 +55,8 @@ def _shares_heads(module: nn.Module) -> bool:
 
 def _written_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the `forward` of a module's class without decorators, which may accept older names."""
-    return inspect.unwrap(type(module).forward)
+    forward: Callable[..., Any] = inspect.unwrap(type(module).forward)
+    return forward
 
 
 def _runs_stock_kernel(module: nn.Module) -> bool:

@@ -77,7 +77,7 @@ QUICK_RECORDED = (
 QUICK_IN_FEWER_BITS = ("deepseek_v3", "falcon", "gpt_oss", "jamba", "mixtral")
 
 # Linear layers of their own kind: such models refuse drafts in fewer bits.
-WITHOUT_SUBSTITUTES = {"falcon"}
+WITHOUT_SUBSTITUTES: set[str] = set()
 
 # Their modules make numbers of lengths, so a recording fails at the next length and the stock modules go on.
 NOT_RECORDED = {"falcon"}

@@ -183,7 +183,7 @@ def test_what_cannot_be_taken_over_is_refused_before_anything_runs(llama: PreTra
     refused = selfspec.UnsupportedOptionError
     with pytest.raises(selfspec.PromptError, match="holds 13 tokens and input_ids 13"):
         spec.generate(tiny.prompt(13), cache=past, **GREEDY)
-    with pytest.raises(refused, match="hold 1 rows, the batch has 2"):
+    with pytest.raises(refused, match="holds 1 rows, the batch has 2"):
         spec.generate(tiny.prompt(20, 2), cache=past, **GREEDY)
     with pytest.raises(refused, match="a cache of type StaticCache"):
         spec.generate(tiny.prompt(20), cache=StaticCache(config=llama.config, max_cache_len=64), **GREEDY)

@@ -336,7 +336,8 @@ def test_modules_that_look_at_a_weight_see_the_rounded_one(precision: Precision)
     assert (weight.shape, weight.dtype, weight.device) == (layer.weight.shape, layer.weight.dtype, layer.weight.device)
     assert not torch.equal(weight, layer.weight)
     torch.testing.assert_close(weight, layer.weight, rtol=0, atol=0.02)
-    assert [substitute.in_features, substitute.out_features] == [64, 96]
+    sizes: Any = (substitute.in_features, substitute.out_features)
+    assert sizes == (64, 96)
 
 
 EXPERTS = {"mixtral": "mlp.experts", "gpt_oss": "mlp.experts", "nemotron_h": "mixer.experts"}

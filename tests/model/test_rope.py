@@ -61,7 +61,7 @@ def llama(**options: Any) -> PreTrainedModel:
     return tiny.llama(rope_parameters=rope(), **options)
 
 
-MODELS: dict[str, Callable[..., PreTrainedModel]] = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "phi3": phi3,
     "phimoe": lambda: phi3("phimoe"),

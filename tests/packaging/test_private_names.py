@@ -42,7 +42,8 @@ def looked_up(node: ast.AST) -> Iterator[str]:
         parts = [part for part in node.module.split(".") if is_private(part)]
         yield from parts or [alias.name for alias in node.names]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"getattr", "hasattr"}:
-        yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+        names = (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+        yield from (name for name in names if isinstance(name, str))
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
         yield from (
             each.value for each in node.args[:1] if isinstance(each, ast.Constant) and isinstance(each.value, str)

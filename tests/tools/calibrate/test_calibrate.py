@@ -72,6 +72,9 @@ def test_of_many_exits_those_with_promise_are_measured() -> None:
 
 def test_a_model_that_is_quantised_is_not_quantised_again(llama: PreTrainedModel) -> None:
     llama.config.quantization_config = {}
+    for layer in llama.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
     fit = fitting(considered(4, None), llama, find_adapter(llama))
     assert list(fit) == ["exit:1", "exit:2", "exit:3"]
 

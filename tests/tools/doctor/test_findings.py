@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from email.message import Message
+from importlib import metadata
 
 import pytest
 
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor import packages
 from selfspec.tools.doctor.findings import findings
 from selfspec.tools.doctor.machine import Kernels, Machine, read_machine
 from selfspec.tools.doctor.packages import Packages, read_packages
@@ -67,9 +67,9 @@ def test_versions_newer_than_tested_are_named() -> None:
 
 def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.15.1+cpu", "transformers": "5.24.9"}
-    monkeypatch.setattr(packages.metadata, "version", lambda name: installed.get(name, "9.0"))
-    monkeypatch.setattr(packages.metadata, "requires", lambda _: ["torch>=2.13,<2.16", "transformers>=5.20,<5.26"])
-    monkeypatch.setattr(packages.metadata, "metadata", lambda _: Message())
+    monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "9.0"))
+    monkeypatch.setattr(metadata, "requires", lambda _: ["torch>=2.13,<2.16", "transformers>=5.20,<5.26"])
+    monkeypatch.setattr(metadata, "metadata", lambda _: Message())
     found = read_packages()
     assert found.newer == {"torch": "2.14"}
     assert not found.untested
