@@ -162,7 +162,7 @@ def test_prompts_that_are_read_in_pieces_of_other_tables_are_refused(at_once: in
     with pytest.raises(UnsupportedOptionError, match="tokens at a time"):
         generated(spec, words(40), 8)
     spec.limits = None
-    with pytest.raises(UnsupportedOptionError, match="read more at once"):
+    with pytest.raises(UnsupportedOptionError, match="tokens at a time"):
         spec.generate(words(40), torch.ones_like(words(40)), max_new_tokens=8, prefill_chunk_size=at_once, **GREEDY)
 
 
@@ -187,7 +187,7 @@ def test_programs_recorded_below_hold_beyond_or_are_not_used(name: str) -> None:
     spec.programs = GraphCache(spec.runtime, ticking())
     for length, new in ((8, 15), (8, 15), (40, 15), (8, 15)):
         equal(generated(spec, words(length), new), generated(model, words(length), new))
-    # Where the code decides by values of tensors, which of them do depends on the version, nothing is recorded.
+    # Where the code decides by values of tensors, and which does depends on the version, nothing is recorded.
     refusals = spec.programs.refusals.values()
     assert spec.programs.proved or all("depends on values" in reason for reason in refusals)
 
