@@ -72,7 +72,7 @@ class TextStream:
         return other._fresh().removeprefix(self._fresh())
 
     def _fresh(self, count: int | None = None) -> str:
-        """The text of so many of the tokens that are not given out yet; None: of all of them."""
+        """Return the text of the first `count` tokens that are not given out yet; None: of all of them."""
         until = None if count is None else self._given + count
         before, new = self._ids[self._context : self._given], self._ids[self._given : until]
         return continuation(self._tokenizer, before, new, self._special)

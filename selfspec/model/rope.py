@@ -63,7 +63,7 @@ def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequenc
         known: tokens of each prompt that the cache holds.
         prompts: length of each prompt.
     """
-    return any(min(known) <= boundary < max(prompts) - 1 for boundary in boundaries(config))
+    return tables_change(config, min(known), max(prompts) - 1)
 
 
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from selfspec.compat import over_cache
@@ -41,9 +41,22 @@ def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[T
         return
     start = 0
     for block in blocks:
-        # Some models count from 0 in every pass, unless they are told.
-        yield model(block, **over_cache(model, cache), **_positions(model, block, start)).logits[0]
+        yield logits_after(model, cache, block, start)[0]
         start += block.shape[1]
+
+
+def logits_after(model: PreTrainedModel, cache: Cache, tokens: Tensor, start: int) -> Tensor:
+    """Pass tokens that follow those in a cache, and return their logits, `[rows, tokens, vocab]`.
+
+    Args:
+        model: the stock model.
+        cache: extended by the tokens.
+        tokens: token ids, `[rows, tokens]`.
+        start: position of the first.
+    """
+    # As `generate` does: some models count from 0 in every pass, unless they are told.
+    logits: Tensor = model(tokens, **over_cache(model, cache), **_positions(model, tokens, start)).logits
+    return logits
 
 
 def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -68,7 +81,8 @@ def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterat
 def _positions(model: PreTrainedModel, block: Tensor, start: int) -> dict[str, Tensor]:
     if not takes(model, "position_ids"):
         return {}
-    return {"position_ids": torch.arange(start, start + block.shape[1], device=block.device)[None]}
+    positions = torch.arange(start, start + block.shape[1], device=block.device)
+    return {"position_ids": positions.expand(*block.shape)}
 
 
 def _with_own_buffers(module: nn.Module, others: Any) -> nn.Module | None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from selfspec.decode.rows.logprobs import TokenLogprobs
 from selfspec.model.stock_passes import block_logits
 
-# Logits of so many places are in memory at once.
+# The most places whose logits are in memory at once.
 _AT_ONCE = 128
 
 

@@ -1,4 +1,4 @@
-"""One generation, gone on with elsewhere than it began: other modes of torch, or not at all."""
+"""A generation that is continued in another mode of torch than it began in, or abandoned."""
 
 from __future__ import annotations
 

@@ -2613,7 +2613,7 @@ CATALOGUE = (
     ),
     Mutation(
         "the stock model's passes over a cache are given no positions, and some models count from 0",
-        "_logits_after",
+        "_positions",
         'takes(model, "position_ids")',
         "False",
         ("test_branches_of_models_with_states[bamba]",),

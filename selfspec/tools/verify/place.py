@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec.compat import over_cache
 from selfspec.measure.stock import end_tokens
-from selfspec.model.adapter import takes
+from selfspec.model.stock_passes import logits_after
 
 NEW_TOKENS = 3
 """Tokens of an outcome: two drafted tokens and the one after them."""
@@ -106,10 +105,10 @@ def _cells(
     mass = torch.ones(len(branches), dtype=torch.double, device=prefixes.device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     if prefixes.shape[1] > 1:
-        _logits_after(model, cache, prefixes[:, :-1], 0)
+        logits_after(model, cache, prefixes[:, :-1], 0)
     token = prefixes[:, -1:]
     for length in range(1, NEW_TOKENS + 1):
-        logits = _logits_after(model, cache, token, prefixes.shape[1] + length - 2)[:, -1].float()
+        logits = logits_after(model, cache, token, prefixes.shape[1] + length - 2)[:, -1].float()
         joint = mass[:, None] * (logits / temperature).softmax(-1).double()
         rows, choices = (joint >= smallest).nonzero(as_tuple=True)
         mass, longer, kept = joint[rows, choices], [], []
@@ -127,15 +126,6 @@ def _cells(
         # Of states too, which have no `batch_select_indices`.
         cache.reorder_cache(rows[kept])
     return found
-
-
-def _logits_after(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, start: int) -> Tensor:
-    """Logits of tokens, `[rows, tokens, vocab]`, that follow those in the cache, from the position `start` on."""
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(*tokens.shape)
-    # As `generate` does: some models count from 0 in every pass.
-    where = {"position_ids": positions} if takes(model, "position_ids") else {}
-    logits: Tensor = model(tokens, **where, **over_cache(model, cache)).logits
-    return logits
 
 
 def _variety(cells: Mapping[Outcome, float]) -> float:
