@@ -36,6 +36,7 @@ REFUSED: dict[str, str] = {
     "hrm_text": "it runs its two stacks of layers several times for each token",
     "longcat_flash": "each of its layers holds two attentions and two MLPs",
     "mllama": "it mixes text with images in cross-attention layers",
+    "moss_transcribe_diarize": "it transcribes sound; its language model is a qwen3, which works alone",
     "moshi": "its window is in its own cache alone, not in its masks",
     "openai-gpt": "it has no key-value cache",
     "prophetnet": "it predicts several streams of tokens at once",

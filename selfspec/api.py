@@ -59,7 +59,7 @@ from selfspec.placement.plan import TOKENS_AT_ONCE
 from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
-from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime import CudaGraphs, Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.saved.recipe import Recipe
 from selfspec.values import checked_path
@@ -103,8 +103,8 @@ def wrap(
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture that selfspec does not know.
-        runtime: how passes run: `Eager`, `Compiled`, `CudaGraphs`, or the default `Traced`; where weights are streamed
-            from the disk, the default is `Eager`.
+        runtime: how passes run: `Eager`, `Traced`, `Compiled` or `CudaGraphs`. None: `CudaGraphs` where the model is on
+            one CUDA device, `Eager` where weights are streamed from the disk, else `Traced`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
@@ -118,8 +118,7 @@ def wrap(
     check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
     check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
     found = find_adapter(model) if adapter is None else adapter
-    run_by = _default_runtime(model) if runtime is None else runtime
-    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, run_by)
+    return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, runtime)
 
 
 def load(
@@ -203,7 +202,7 @@ class SelfSpeculative:
         draft_length: int | Control | None,
         accept: str | Rule | None,
         adapter: Adapter,
-        runtime: Runtime,
+        runtime: Runtime | None,
         substitutes: Substitutes | None = None,
     ) -> None:
         self.model = model
@@ -212,8 +211,9 @@ class SelfSpeculative:
         self._draft_length = draft_length
         self.rule = None if accept is None else find_rule(accept)
         self.adapter = adapter
-        self.runtime = runtime
-        self.programs = GraphCache(runtime)
+        self._wanted_runtime = runtime
+        self.runtime = _default_runtime(model) if runtime is None else runtime
+        self.programs = GraphCache(self.runtime)
         placement = placement_of(model)
         own = Substitutes() if placement is None else placement.substitutes
         self.substitutes = own if substitutes is None else substitutes
@@ -262,7 +262,7 @@ class SelfSpeculative:
         self._check_open()
         check_in_memory(self.model, "moved")
         self.model.to(find_device(device))
-        self._prepare()
+        self._follow_device()
         return self
 
     def generate(
@@ -417,7 +417,7 @@ class SelfSpeculative:
         self._check_open()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(
-            self.model, found, draft_length, self.rule, self.adapter, self.runtime, self.substitutes
+            self.model, found, draft_length, self.rule, self.adapter, self._wanted_runtime, self.substitutes
         )
         other.limits = self.limits
         other.programs = self.programs
@@ -434,6 +434,8 @@ class SelfSpeculative:
         """
         self._check_open()
         check_decodable(self.model)
+        if self._prepared_on != self._device():
+            self._follow_device()
         self._follow_vocabulary()
         self._check_rows_differ()
         if self.rule is not None and not self.rule.lossless:
@@ -510,6 +512,8 @@ class SelfSpeculative:
     ) -> Generation:
         self._check_open()
         check_decodable(self.model)
+        if self._prepared_on != self._device():
+            self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
@@ -543,9 +547,21 @@ class SelfSpeculative:
             self.limits,
         )
 
+    def _device(self) -> torch.device:
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def _follow_device(self) -> None:
+        """Prepare anew where the model is by now, by the runtime that is the default there if none was chosen."""
+        if self._wanted_runtime is None and self.runtime != (runtime := _default_runtime(self.model)):
+            self.runtime = runtime
+            self.programs = GraphCache(runtime)
+        self._prepare()
+
     def _prepare(self) -> None:
         """Check runtime and draft on the model's device, and estimate costs there."""
-        self.runtime.check(self.model.get_input_embeddings().weight.device)
+        self._prepared_on = self._device()
+        self.runtime.check(self._prepared_on)
         if isinstance(self.draft, DraftPolicy):
             self.draft.check_model(self.model, self.adapter)
             self._choices = {greedy: self._checked(self.draft.choose_draft(greedy)) for greedy in (True, False)}
@@ -610,8 +626,12 @@ class SelfSpeculative:
 
 def _default_runtime(model: PreTrainedModel) -> Runtime:
     placement = placement_of(model)
-    # A recording takes memory, which such a budget has better uses for.
-    return Eager() if placement is not None and placement.streams_from_disk else Traced()
+    if placement is not None:
+        # A recording takes memory, which a budget of reads from the disk has better uses for.
+        return Eager() if placement.streams_from_disk else Traced()
+    # There most of a pass over a few tokens is the launching of its kernels, which a graph does at once.
+    devices = {parameter.device for parameter in model.parameters()}
+    return CudaGraphs() if len(devices) == 1 and devices.pop().type == "cuda" else Traced()
 
 
 def _named(draft: Drafter | str | bool) -> Drafter | bool:

@@ -178,3 +178,28 @@ def test_the_profiler_sees_what_waits() -> None:
 def test_weights_on_a_device_are_not_packed(model: PreTrainedModel) -> None:
     with pytest.raises(selfspec.UnsupportedModelError, match="on a CPU"):
         selfspec.pack(model)
+
+
+def test_a_model_on_one_device_runs_by_graphs_unless_something_else_is_asked_for(model: PreTrainedModel) -> None:
+    spec, traced = selfspec.wrap(model), selfspec.wrap(model, runtime=selfspec.Traced())
+    assert isinstance(spec.runtime, selfspec.CudaGraphs)
+    prompts = tiny.prompt(7)
+    expected = model.generate(prompts.to("cuda"), max_new_tokens=NEW, do_sample=False)
+    # Moved by itself, and by its wrapper.
+    model.to("cpu")
+    assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected.cpu())
+    assert isinstance(spec.runtime, selfspec.Traced)
+    assert isinstance(spec.to("cuda").runtime, selfspec.CudaGraphs)
+    assert isinstance(traced.runtime, selfspec.Traced)
+    assert torch.equal(spec.generate(prompts.to("cuda"), max_new_tokens=NEW, do_sample=False).sequences, expected)
+
+
+def test_no_pass_meets_attention_that_plans_for_every_length(model: PreTrainedModel) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    seen: set[bool] = set()
+    layer = model.model.layers[0]
+    handle = layer.register_forward_pre_hook(lambda *_: seen.add(torch.backends.cuda.cudnn_sdp_enabled()))
+    selfspec.wrap(model, selfspec.EarlyExit(2)).generate(tiny.prompt(7).to("cuda"), max_new_tokens=NEW)
+    handle.remove()
+    assert seen == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -7,6 +7,7 @@ from functools import partial
 from device.costs import cost_cases
 from device.gpu_tests import test_cases
 from device.memory import memory_cases
+from device.products import piece_cases
 from device.speed import speed_cases, tree_cases
 from device.stage import Stage
 from device.streaming import streaming_cases
@@ -15,6 +16,7 @@ from device.waits import wait_cases
 
 STAGES = (
     Stage("tests", "The tests that need a device, `pytest -m gpu`", 5, test_cases),
+    Stage("pieces", "Products in fewer bits, and attention over lengths that are new", 1, piece_cases),
     Stage("verify", "`selfspec verify` in bfloat16: whether tokens are the model's own", 5, verification_cases),
     Stage("waits", "How often a round waits for the device, and how busy it is", 3, wait_cases),
     Stage("costs-1B", "c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),

@@ -95,13 +95,14 @@ class Arms:
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts; may be repeated.")
     ] = None
     runtime: Annotated[
-        Literal["eager", "traced", "compiled", "graphs"],
+        Literal["eager", "traced", "compiled", "graphs"] | None,
         typer.Option(
             metavar="RUNTIME",
             help="How selfspec runs passes: `eager`, `traced`, `compiled` (with a larger --warm-up: each kind of pass "
-            "compiles for some ten seconds) or `graphs`, on a CUDA device only.",
+            "compiles for some ten seconds) or `graphs`, on a CUDA device only. Default: `graphs` there, else "
+            "`traced`.",
         ),
-    ] = "traced"
+    ] = None
     exit_layer: Annotated[
         int | None, typer.Option(min=1, help="Exit of `early-exit`; default: a third of the depth.")
     ] = None
@@ -120,16 +121,18 @@ class Arms:
         from selfspec.tools.bench.arms import ArmSpec
 
         depth = model.prepare()
+        on_cuda = find_device(model.device).type == "cuda"
         third = max(depth // 3, 1)
         exit_layer = self.exit_layer or third
         kinds: set[str] = {"lookup", "early-exit", "assistant", "draft"} if self.arm is None else {*self.arm}
-        if self.arm is None and find_device(model.device).type == "cuda":
+        if self.arm is None and on_cuda:
             kinds.add("static")
         if "early-exit" in kinds and exit_layer >= depth:
             raise DraftConfigError(
                 f"--exit-layer {exit_layer} is out of range: the model has {depth} layers; choose 1..{depth - 1}"
             )
-        own = ArmSpec("plain", packed=model.packed, runtime=RuntimeName(self.runtime))
+        runtime = RuntimeName(self.runtime or (RuntimeName.GRAPHS if on_cuda else RuntimeName.TRACED))
+        own = ArmSpec("plain", packed=model.packed, runtime=runtime)
         early = ArmSpec("early-exit", exit_layer=exit_layer, length=self.exit_length)
         named = [draft.strip() for draft in self.draft or ()]
         assistants = [ArmSpec("assistant", draft) for draft in named if draft.startswith(ASSISTANT)]

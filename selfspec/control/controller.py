@@ -52,6 +52,7 @@ class Controller:
     """
 
     judges_prompt = False
+    rows_apart = False
 
     def __init__(self, most: Budget, rows_apart: bool = False) -> None:
         self.most = most

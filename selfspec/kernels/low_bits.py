@@ -1,8 +1,9 @@
 """Linear layers and experts in fewer bits, packed for the kernels of a device.
 
 The products read a quarter or a sixth of float32's bytes: on a CPU by selfspec's kernels if they were built (4 bits in
-groups of 32), all else by ATen's own weight-only kernels, which take bfloat16 inputs. They take plain tensors, so
-passes with them can be recorded. A draft may round as it likes: q is what it makes of the states.
+groups of 32), on a CUDA device by those in Triton where it is installed, all else by ATen's own weight-only kernels,
+which take bfloat16 inputs. They take plain tensors, so passes with them can be recorded. A draft may round as it likes:
+q is what it makes of the states.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from enum import Enum, auto
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +22,29 @@ from selfspec.kernels.rounded import RoundedWeight
 
 # With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes, or is wrong.
 _ATEN_INPUTS = 16
+# What its kernel for 4 bits on a CUDA device takes multiples of.
+_ATEN_INPUTS_IN_FOUR_BITS, _ATEN_OUTPUTS = 128, 8
 # A multiple of the rows in any block of ATen's kernels for 4 bits.
 _ROWS_AT_ONCE = 1024
+# The oldest CUDA devices whose matrix units take what the kernels in Triton give them.
+_LEAST_CAPABILITY = (8, 0)
+
+
+class Kernels(Enum):
+    """Whose products run."""
+
+    ATEN = auto()
+    NATIVE = auto()
+    TRITON = auto()
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """The fastest kernels for weights on a device."""
+    if device.type == "cpu" and native.load_kernels():
+        return Kernels.NATIVE
+    if device.type == "cuda" and find_spec("triton") and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY:
+        return Kernels.TRITON
+    return Kernels.ATEN
 
 
 class LowBitsLinear(nn.Module, ABC):
@@ -74,20 +98,22 @@ class EightBitsLinear(LowBitsLinear):
 
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(rounded, bias, dtype)
-        self._natively = _runs_natively(rounded.levels.device)
+        self._kernels = kernels_of(rounded.levels.device)
         if not self.takes(rounded.levels):
             raise RuntimeError(f"{rounded.inputs} inputs: ATen's kernel takes multiples of {_ATEN_INPUTS}")
         self.levels = _fixed(rounded.levels)
-        self.scales = _fixed(rounded.scales.float() if self._natively else rounded.scales)
+        self.scales = _fixed(rounded.scales.float() if self._kernels is Kernels.NATIVE else rounded.scales)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Whether a kernel takes weights with this number of inputs, `[..., in]`."""
-        return weight.shape[-1] % _ATEN_INPUTS == 0 or _runs_natively(weight.device)
+        return weight.shape[-1] % _ATEN_INPUTS == 0 or kernels_of(weight.device) is not Kernels.ATEN
 
     def _product(self, states: Tensor) -> Tensor:
-        if self._natively:
+        if self._kernels is Kernels.NATIVE:
             return _few_at_a_time(lambda some: native.few_rows(some, self.levels, None, self.scales), states)
+        if self._kernels is Kernels.TRITON:
+            return _by_triton(states, self.levels, self.scales, None)
         return _in_rows(lambda rows: torch.ops.aten._weight_int8pack_mm(rows, self.levels, self.scales), states)
 
 
@@ -98,8 +124,11 @@ class FourBitsLinear(LowBitsLinear):
         super().__init__(rounded, bias, dtype)
         assert rounded.zeros is not None
         self.group_size = rounded.inputs // rounded.scales.shape[1]
-        self._natively = self.group_size == native.GROUP_SIZE and _runs_natively(rounded.levels.device)
-        if self._natively:
+        self._kernels = self._fastest(rounded)
+        if self._kernels is Kernels.TRITON:
+            self.levels, self.scales, self.zeros = map(_fixed, (rounded.levels, rounded.scales, rounded.zeros))
+            return
+        if self._kernels is Kernels.NATIVE:
             # A few rows at a time: copies of a whole head would take more memory than its substitute.
             parts = zip(*(part.split(_ROWS_AT_ONCE) for part in rounded.parts.values()), strict=True)
             self.levels = _fixed(torch.cat([native.in_blocks(*part) for part in parts]))
@@ -107,9 +136,21 @@ class FourBitsLinear(LowBitsLinear):
         self.levels = _fixed(_packed(rounded.levels))
         self.scales_and_zeros = _fixed(torch.stack([rounded.scales, rounded.zeros], -1).transpose(0, 1).contiguous())
 
+    def _fastest(self, rounded: RoundedWeight) -> Kernels:
+        kernels = kernels_of(rounded.levels.device)
+        aten_takes = self.in_features % _ATEN_INPUTS_IN_FOUR_BITS == 0 == self.out_features % _ATEN_OUTPUTS
+        # In 4 bits ATen's are a little faster than those in Triton, but they do not take every size.
+        if (kernels is Kernels.NATIVE and self.group_size != native.GROUP_SIZE) or (
+            kernels is Kernels.TRITON and aten_takes
+        ):
+            return Kernels.ATEN
+        return kernels
+
     def _product(self, states: Tensor) -> Tensor:
-        if self._natively:
+        if self._kernels is Kernels.NATIVE:
             return _few_at_a_time(lambda some: native.few_rows_in_four_bits(some, self.levels), states)
+        if self._kernels is Kernels.TRITON:
+            return _by_triton(states, self.levels, self.scales, self.zeros)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
         return _in_rows(lambda rows: kernel(rows, self.levels, self.group_size, self.scales_and_zeros), states)
@@ -155,8 +196,14 @@ class LowBitsExperts(nn.Module):
         return total
 
 
-def _runs_natively(device: torch.device) -> bool:
-    return device.type == "cpu" and native.load_kernels()
+def _by_triton(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    # It is not everywhere.
+    from selfspec.kernels.triton_products import low_bits_product
+
+    shape = [int(size) for size in states.shape]
+    found = low_bits_product(states.reshape(math.prod(shape[:-1]), shape[-1]), levels, scales, zeros)
+    product: Tensor = found.view(*shape[:-1], int(found.shape[-1]))
+    return product
 
 
 def _few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

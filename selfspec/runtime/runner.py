@@ -22,6 +22,7 @@ from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
+from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.grouped_queries import for_grouped_queries
 from selfspec.runtime.norms import for_norms
@@ -123,7 +124,8 @@ class ModelRunner:
 
     def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
         """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
-        logits = self._run_stock(PassCall(LayerPath.full(self.depth), embeddings)).logits
+        with for_new_lengths(self.device):
+            logits = self._run_stock(PassCall(LayerPath.full(self.depth), embeddings)).logits
         assert logits is not None
         return logits
 
@@ -146,7 +148,8 @@ class ModelRunner:
         """
         view = compared_view(self._model, self._adapter, exit_layer, head)
         kept = {"logits_to_keep": min(most, tokens.shape[1])} if self.keeps_last_logits else {}
-        target, draft = view(**self._inputs(tokens), **kept).logits[:, -most:].chunk(2)
+        with for_new_lengths(self.device):
+            target, draft = view(**self._inputs(tokens), **kept).logits[:, -most:].chunk(2)
         return (draft if head is None else head.alone(draft)), target
 
     def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
@@ -156,12 +159,13 @@ class ModelRunner:
             tokens: `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
             counts: how many of them each row has; what comes behind them is scrap.
         """
-        if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
-            self._run_stock(PassCall(LayerPath.full(self.depth), tokens, base=self._base))
-            return
-        # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
-        base = self._model.get_submodule(self._base)
-        base(**self._inputs(tokens))
+        with for_new_lengths(self.device):
+            if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
+                self._run_stock(PassCall(LayerPath.full(self.depth), tokens, base=self._base))
+                return
+            # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
+            base = self._model.get_submodule(self._base)
+            base(**self._inputs(tokens))
         self._cache.record(tokens.shape[1])
 
     def _spread(self, result: PassResult, head: DraftHead | None) -> Pass:
@@ -175,7 +179,7 @@ class ModelRunner:
     def _run(self, call: PassCall) -> PassResult:
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(call.tokens.shape[1], call.first):
+        with self._cache.reading(call.tokens.shape[1], call.first), for_new_lengths(self.device):
             return self._run_in_block(call)
 
     def _run_in_block(self, call: PassCall) -> PassResult:

@@ -1552,7 +1552,7 @@ CATALOGUE = (
     Mutation(
         "an output in 8 bits is scaled by its neighbour's scale",
         "EightBitsLinear.__init__",
-        "rounded.scales.float() if self._natively else rounded.scales",
+        "rounded.scales.float() if self._kernels is Kernels.NATIVE else rounded.scales",
         "rounded.scales.roll(1)",
         ("test_each_output_and_each_group_has_a_scale_of_its_own",),
     ),

@@ -21,7 +21,8 @@ def _kernels(machine: Machine, products: Mapping[str, Products]) -> Iterator[str
     found, torchs = machine.kernels, products["torch"]
     if found.loaded:
         return
-    said = f"torch reads weights at {torchs.gigabytes_a_second:.0f} GB/s for one token"
+    where = "on the CPU, " if machine.gpus else ""
+    said = f"{where}torch reads weights at {torchs.gigabytes_a_second:.0f} GB/s for one token"
     if torchs.four_rows > _DEAR:
         said += f", and four tokens cost {torchs.four_rows:.1f} times one, which eats what drafts gain"
     if found.compiler is None:

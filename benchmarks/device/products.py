@@ -1,0 +1,102 @@
+"""The pieces of a pass by themselves: products in fewer bits, and attention over lengths that were not met before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from device.figure import Figure, Rows
+from device.models import DTYPE
+from device.stage import Bench, Case
+from torch import Tensor
+from torch.nn import functional
+
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, kernels_of
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.timer import Timer
+
+# Of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B: outputs and inputs.
+_SHAPES = ((576, 576), (1536, 576), (2048, 2048), (8192, 2048), (2048, 8192), (128_256, 2048), (4096, 4096))
+_ROWS = (1, 8)
+_REPEATS = 9
+# More than any cache of a device holds, so that weights come from its memory.
+_BYTES = 240 * 2**20
+_HEADS, _HEAD_DIM, _TOKENS, _LENGTHS = 32, 64, 8, 12
+
+
+def piece_cases(bench: Bench) -> Iterator[Case]:
+    """Products of each precision, and attention."""
+    for bits in (8, 4):
+        yield Case(f"products, {bits} bits", partial(_products, bench, bits))
+    yield Case("attention over new lengths", partial(_attention, bench))
+
+
+def _products(bench: Bench, bits: int) -> Rows:
+    rows: dict[str, dict[str, Figure]] = {}
+    for outputs, inputs in ((64, 128),) if bench.miniature else _SHAPES:
+        weight = torch.randn(outputs, inputs, device=bench.device, dtype=DTYPE)
+        rounded = round_weight(weight, Precision(bits, 32))
+        for number in _ROWS:
+            states = torch.randn(number, inputs, device=bench.device, dtype=DTYPE)
+            rows[f"{outputs} x {inputs}, {number} rows"] = {
+                "bfloat16": _timed(bench, partial(functional.linear, states), _copies(bench, weight)),
+                f"{bits} bits": _timed(bench, lambda layer, x=states: layer(x), _layers(bench, rounded, bits)),
+                "by": Figure(kernels_of(bench.device).name.lower()),
+            }
+    return rows
+
+
+def _copies(bench: Bench, weight: Tensor) -> list[Tensor]:
+    return [weight.clone() for _ in range(1 if bench.miniature else max(1, _BYTES // weight.nbytes))]
+
+
+def _layers(bench: Bench, rounded: RoundedWeight, bits: int) -> list[torch.nn.Module]:
+    kind = EightBitsLinear if bits == 8 else FourBitsLinear
+    number = 1 if bench.miniature else max(1, _BYTES // rounded.nbytes)
+    return [kind(replace(rounded, levels=rounded.levels.clone()), None, DTYPE) for _ in range(number)]
+
+
+@torch.inference_mode()
+def _timed(bench: Bench, product: Callable[..., object], weights: list[Tensor] | list[torch.nn.Module]) -> Figure:
+    """One product, launched with the others of a graph where there are such, as a pass launches it."""
+    timer = Timer(time.perf_counter, bench.device)
+
+    def all_of_them() -> None:
+        for weight in weights:
+            product(weight)
+
+    all_of_them()
+    run: Callable[[], object] = all_of_them
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of_them()
+        run = graph.replay
+        run()
+    return Figure.of([1e6 * timer.of(run) / len(weights) for _ in range(_REPEATS)], "us")
+
+
+@torch.inference_mode()
+def _attention(bench: Bench) -> Rows:
+    """Each length once: what is measured is what the first pass over it takes."""
+    timer = Timer(time.perf_counter, bench.device)
+    query = torch.randn(1, _HEADS, _TOKENS, _HEAD_DIM, device=bench.device, dtype=DTYPE)
+
+    def milliseconds(length: int) -> float:
+        key = torch.randn(1, _HEADS, length, _HEAD_DIM, device=bench.device, dtype=DTYPE)
+        mask = torch.ones(1, 1, _TOKENS, length, device=bench.device, dtype=torch.bool)
+        return 1e3 * timer.of(lambda: functional.scaled_dot_product_attention(query, key, key, attn_mask=mask))
+
+    def over(first: int) -> Figure:
+        # The first three also load the kernels.
+        return Figure.of([milliseconds(length) for length in range(first, first + _LENGTHS)][3:], "ms")
+
+    as_torch_chooses = over(500)
+    with for_new_lengths(bench.device):
+        chosen = over(700)
+    return {"": {"as torch chooses": as_torch_chooses, "as selfspec's passes have it": chosen}}

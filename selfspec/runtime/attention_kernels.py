@@ -1,0 +1,51 @@
+"""Keeps cuDNN's attention out of passes on a CUDA device.
+
+cuDNN makes a plan for each number of tokens and of slots that it has not met, 40 ms on an H100 (torch 2.11), and every
+round of a draft meets new ones. torch's other kernels take 0.1 ms and make no plans.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import torch
+
+from selfspec.runtime.process_lock import ProcessLock
+
+
+def for_new_lengths(device: torch.device) -> AbstractContextManager[None]:
+    """Where attention is fast over lengths that were not met before. The settings of torch are as before after it."""
+    return _WITHOUT_CUDNN if device.type == "cuda" else nullcontext()
+
+
+class _WithoutCudnn(AbstractContextManager[None]):
+    """May be entered by several threads at once: torch has one setting for all, which the last to leave restores."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._inside = 0
+        self._changed = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                kernels = torch.backends.cuda
+                # Whoever allows nothing else is not to be left without any.
+                flash, efficient = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()
+                others = flash or efficient or kernels.math_sdp_enabled()
+                self._changed = others and kernels.cudnn_sdp_enabled()
+                if self._changed:
+                    kernels.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._changed:
+                torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()

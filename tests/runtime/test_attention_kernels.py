@@ -1,0 +1,83 @@
+"""cuDNN's attention is off while passes run on a CUDA device, whatever threads there are, and as it was after them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from selfspec.runtime.attention_kernels import for_new_lengths
+
+CUDA = torch.device("cuda")
+
+
+def enabled() -> bool:
+    found: bool = torch.backends.cuda.cudnn_sdp_enabled()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    kernels = torch.backends.cuda
+    before = (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled(), enabled())
+    yield
+    for enable, value in zip(
+        (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp, kernels.enable_cudnn_sdp),
+        before,
+        strict=True,
+    ):
+        enable(value)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_it_is_off_inside_and_as_it_was_outside(before: bool) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    with for_new_lengths(CUDA):
+        assert not enabled()
+        with for_new_lengths(CUDA):
+            assert not enabled()
+        assert not enabled()
+    assert enabled() is before
+
+
+def test_it_is_as_before_after_an_error() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with pytest.raises(ValueError, match="inside"), for_new_lengths(CUDA):
+        raise ValueError("inside")
+    assert enabled()
+
+
+def test_a_cpu_changes_no_setting() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with for_new_lengths(torch.device("cpu")):
+        assert enabled()
+
+
+def test_whoever_allows_nothing_else_keeps_it() -> None:
+    kernels = torch.backends.cuda
+    for enable in (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp):
+        enable(False)
+    kernels.enable_cudnn_sdp(True)
+    with for_new_lengths(CUDA):
+        assert enabled()
+
+
+def test_the_last_thread_to_leave_restores_it() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    entered, leave = threading.Event(), threading.Event()
+
+    def passes() -> None:
+        with for_new_lengths(CUDA):
+            entered.set()
+            leave.wait(10)
+
+    other = threading.Thread(target=passes)
+    with for_new_lengths(CUDA):
+        other.start()
+        assert entered.wait(10)
+    assert not enabled()
+    leave.set()
+    other.join()
+    assert enabled()
