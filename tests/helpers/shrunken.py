@@ -183,6 +183,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_text": {"rope_parameters": _sections(2, 1, 1)},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 46},
     "qwen2_5_vl_text": {"rope_parameters": _sections(2, 1, 1)},
+    "qwen2_5_vl_vision": {"window_size": 112},
     "qwen2_vl_text": {"rope_parameters": _sections(2, 1, 1)},
     "qwen3_omni_moe_text": {"rope_parameters": _sections(2, 1, 1), "sliding_window": None},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 46},
