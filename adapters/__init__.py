@@ -14,5 +14,6 @@ ADAPTERS: dict[str, Adapter] = {
     if file.name not in _NO_DECLARATION
     for adapter in (import_module(f"{__name__}.{file.name}").ADAPTER,)
     for model_type in adapter.model_types
+    if model_type not in REFUSED
 }
 """Every declared adapter by the `model_type` it serves."""

@@ -1,5 +1,7 @@
 """Architectures that selfspec refuses, each with the reason."""
 
+from selfspec.compat import OLDER_THAN_5_21
+
 _WITH_STATES = """
 bailing_hybrid qwen4_exp qwen4_exp_text inkling2_loop_text inkling2_text inkling_text lfm3 minimax
 recurrent_gemma rwkv xlstm zamba zamba2 zaya
@@ -46,4 +48,7 @@ REFUSED: dict[str, str] = {
     "xmod": "its MLP takes the language of each row, and adapts to it",
     "xlnet": "it has no key-value cache: it predicts in permuted order",
 }
+if OLDER_THAN_5_21:
+    REFUSED["cohere_compass_text"] = "transformers before 5.21 cannot build it"
+    REFUSED["olmo_hybrid"] = "in transformers before 5.21 all its layers ask the last one whether there is a state"
 """Why, by `model_type`."""

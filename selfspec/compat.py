@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -30,6 +31,10 @@ def cache_name(names: Iterable[str]) -> str | None:
 
 OUTPUT_CACHE = next(field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES)
 """What `model.generate` calls the cache that it returns."""
+
+
+OLDER_THAN_5_21 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
+"""Whether there are types that are built or run wrongly; `adapters/refused.py` names them."""
 
 
 RENAMED_CACHE = OUTPUT_CACHE == "cache"

@@ -27,6 +27,7 @@ from transformers import (
 
 import selfspec
 from helpers.tiers import in_turns
+from selfspec.compat import RENAMED_CACHE
 
 RECORDED = Path(__file__).parent / "data" / "pinned_outputs.json"
 VOCABULARY, PAD, ROWS, PROMPT, NEW, DRAFTED = 32, 0, 3, 9, 16, 3
@@ -184,6 +185,7 @@ def recorded() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.skipif(not RENAMED_CACHE, reason="older transformers make other random models and penalise padding")
 @pytest.mark.parametrize(("model_type", "draft"), in_turns(tuple(ARCHITECTURES), tuple(DRAFTS)))
 def test_outputs_are_those_that_were_recorded(model_type: str, draft: str) -> None:
     found = everything(model_type, draft)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
 
 from helpers.checkpoints import MULTIMODAL, TEXT, line, table
 
@@ -21,6 +22,8 @@ QUICK = ("llama4", "llava", "qwen2_vl", "qwen3_5", "qwen3_vl", "mllama", "palige
 )
 def test_the_line_of_the_table_holds(model_type: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = line(model_type)
