@@ -331,6 +331,21 @@ def test_a_wrapper_answers_as_its_model_does(llama: PreTrainedModel) -> None:
     assert spec.to("cpu") is spec
 
 
+def test_a_model_that_moves_runs_by_the_default_of_its_new_place(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.api._default_runtime", lambda _: selfspec.Eager())
+        spec, chosen = selfspec.wrap(llama), selfspec.wrap(llama, runtime=selfspec.Eager())
+    expected = llama.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False)
+    for each in (spec, chosen):
+        # As if the model had been elsewhere.
+        each._prepared_on = torch.device("meta")
+        assert torch.equal(each.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).sequences, expected)
+    assert isinstance(spec.runtime, selfspec.Traced)
+    assert isinstance(chosen.runtime, selfspec.Eager)
+
+
 # Hooks of the user's own.
 
 

@@ -2667,4 +2667,18 @@ CATALOGUE = (
         "False",
         ("test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length",),
     ),
+    Mutation(
+        "a thread that ends its pass turns cuDNN's attention on under another's",
+        "_WithoutCudnn.__exit__",
+        "self._inside == 0 and self._changed",
+        "self._changed",
+        ("test_the_last_thread_to_leave_restores_it",),
+    ),
+    Mutation(
+        "a wrapper runs graphs of a CUDA device for a model that has left it",
+        "SelfSpeculative._follow_device",
+        "self._wanted_runtime is None",
+        "False",
+        ("test_a_model_that_moves_runs_by_the_default_of_its_new_place",),
+    ),
 )
