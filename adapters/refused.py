@@ -9,7 +9,13 @@ recurrent_gemma rwkv xlstm zamba zamba2 zaya
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
 
+_BEFORE_5_21 = {
+    "cohere_compass_text": "transformers before 5.21 cannot build it",
+    "olmo_hybrid": "in transformers before 5.21 all its layers ask the last one whether there is a state",
+}
+
 REFUSED: dict[str, str] = {
+    **(_BEFORE_5_21 if OLDER_THAN_5_21 else {}),
     **dict.fromkeys(_WITH_STATES.split(), _RECURRENT),
     **dict.fromkeys(
         [
@@ -48,7 +54,4 @@ REFUSED: dict[str, str] = {
     "xmod": "its MLP takes the language of each row, and adapts to it",
     "xlnet": "it has no key-value cache: it predicts in permuted order",
 }
-if OLDER_THAN_5_21:
-    REFUSED["cohere_compass_text"] = "transformers before 5.21 cannot build it"
-    REFUSED["olmo_hybrid"] = "in transformers before 5.21 all its layers ask the last one whether there is a state"
 """Why, by `model_type`."""

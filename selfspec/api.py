@@ -415,6 +415,8 @@ class SelfSpeculative:
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
+        # Programs are shared, so they must be of the place where the other is made.
+        self._follow_device()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(
             self.model, found, draft_length, self.rule, self.adapter, self._wanted_runtime, self.substitutes
@@ -434,8 +436,7 @@ class SelfSpeculative:
         """
         self._check_open()
         check_decodable(self.model)
-        if self._prepared_on != self._device():
-            self._follow_device()
+        self._follow_device()
         self._follow_vocabulary()
         self._check_rows_differ()
         if self.rule is not None and not self.rule.lossless:
@@ -512,8 +513,7 @@ class SelfSpeculative:
     ) -> Generation:
         self._check_open()
         check_decodable(self.model)
-        if self._prepared_on != self._device():
-            self._follow_device()
+        self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
@@ -552,7 +552,9 @@ class SelfSpeculative:
         return device
 
     def _follow_device(self) -> None:
-        """Prepare anew where the model is by now, by the runtime that is the default there if none was chosen."""
+        """Prepare anew where the model has moved, by the runtime that is the default there if none was chosen."""
+        if self._prepared_on == self._device():
+            return
         if self._wanted_runtime is None and self.runtime != (runtime := _default_runtime(self.model)):
             self.runtime = runtime
             self.programs = GraphCache(runtime)

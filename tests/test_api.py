@@ -341,6 +341,8 @@ def test_a_model_that_moves_runs_by_the_default_of_its_new_place(
     for each in (spec, chosen):
         # As if the model had been elsewhere.
         each._prepared_on = torch.device("meta")
+        other = each.drafting("exit:2")
+        assert (other.runtime, other.programs) == (each.runtime, each.programs)
         assert torch.equal(each.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).sequences, expected)
     assert isinstance(spec.runtime, selfspec.Traced)
     assert isinstance(chosen.runtime, selfspec.Eager)

@@ -138,7 +138,9 @@ def low_bits_product(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tens
         scales: `[out]`; in 4 bits `[out, groups]`, of a power of two of inputs.
         zeros: the value of level 8, laid out as the scales; None in 8 bits.
     """
-    return _launched(states, levels, scales, zeros)
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(states):
+        return _launched(states, levels, scales, zeros)
 
 
 @low_bits_product.register_fake
