@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel, pytorch_utils
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -475,7 +476,7 @@ def test_adapters_come_and_go() -> None:
 @pytest.mark.clients
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_of_transformers_come_and_go() -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model, prompt = _llama(), tiny.prompt(PROMPT)
     spec = selfspec.wrap(model, runtime=StandIn(0, 8))
     spec.programs = GraphCache(spec.runtime, ticking())
