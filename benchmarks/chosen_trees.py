@@ -23,7 +23,7 @@ from torch import Tensor
 import selfspec
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.environment import environment
 from selfspec.measure.embedded import model_place
 from selfspec.measure.estimate import Estimate

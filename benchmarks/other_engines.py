@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.environment import environment
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint

@@ -25,7 +25,7 @@ import selfspec
 from selfspec.control import FixedLength
 from selfspec.control.costs import Costs
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.environment import environment
 from selfspec.measure.acceptance import forced_logits
 from selfspec.measure.candidates import Candidates, candidates_at_one_place, distributions

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from selfspec import accept as rules
+    from selfspec import draft as drafts
     from selfspec.api import SelfSpeculative, load, wrap
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.control.costs import BatchCosts, Costs
@@ -117,8 +119,10 @@ __all__ = [
     "ablate",
     "build_kernels",
     "demo",
+    "drafts",
     "load",
     "pack",
+    "rules",
     "unpack",
     "wrap",
 ]
@@ -159,10 +163,13 @@ _HOMES = {
 }
 
 
+_MODULES = {"demo": "measure.embedded", "drafts": "draft", "rules": "accept"}
+
+
 def __getattr__(name: str) -> object:
     """The public name, from the module it lives in."""
-    if name == "demo":
-        return import_module("selfspec.measure.embedded")
+    if name in _MODULES:
+        return import_module(f"selfspec.{_MODULES[name]}")
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"selfspec.{module}"), name)

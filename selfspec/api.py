@@ -33,9 +33,8 @@ from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.rows.decoder import Drafting, RowDecoder
 from selfspec.draft import Budget, Drafter
-from selfspec.draft.draft_state import Memory
-from selfspec.draft.named import AUTO, draft_name, parse_draft
-from selfspec.draft.recycling import RecyclingMemory
+from selfspec.draft.drafter import Memory
+from selfspec.draft.registry import AUTO, draft_name, parse_draft
 from selfspec.errors import (
     ClosedError,
     DraftConfigError,
@@ -386,24 +385,25 @@ class SelfSpeculative:
         for drafter in [key for key, memory in self._memories.items() if isinstance(memory, Memory)]:
             del self._memories[drafter]
 
-    def save_candidates(self, file: str | Path) -> None:
-        """Write the table that `Recycling` has by now, bound to the model's tokenizer, for `Recycling.from_file`.
+    def save_memory(self, file: str | Path) -> None:
+        """Write what its drafter has learnt from texts by now, bound to the model's tokenizer.
 
-        Folders that are missing on the way to the file are made.
+        `Recycling.from_file` reads it. Folders that are missing on the way to the file are made.
 
         Raises:
-            DraftConfigError: nothing was recycled yet.
+            DraftConfigError: nothing was learnt yet that has a file.
             UnsupportedOptionError: the file is no path.
             StorageError: the file cannot be written.
         """
         self._check_open()
         place = checked_path("file", file)
         self._follow_vocabulary()
-        memories = (memory for memory in self._memories.values() if isinstance(memory, RecyclingMemory))
-        memory = next(memories, None)
-        if memory is None:
-            raise DraftConfigError("nothing was recycled yet; wrap with draft='recycle', and generate first")
-        memory.save(place, Vocabulary.of(self.model))
+        memories = [memory for memory in self._memories.values() if isinstance(memory, Memory) and memory.has_file]
+        if not memories:
+            raise DraftConfigError(
+                "nothing was learnt yet that has a file; wrap with draft='recycle', and generate first"
+            )
+        memories[0].save(place, Vocabulary.of(self.model))
 
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from selfspec.decode.output import GenerateOutput
+from typing import Any
 
 
 class SelfSpecError(Exception):
@@ -89,11 +86,11 @@ class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
     The rows concerned ended at the last token committed before that; the other rows ran to their end.
 
     Attributes:
-        output: what was generated, as `generate` would have returned it.
+        output: what was generated, a `GenerateOutput` as `generate` would have returned it.
         rows: the rows that ended early.
     """
 
-    def __init__(self, output: GenerateOutput, rows: tuple[int, ...]) -> None:
+    def __init__(self, output: Any, rows: tuple[int, ...]) -> None:
         self.output = output
         self.rows = rows
         kept = ", ".join(f"row {row} after {output.lengths[row]} new tokens" for row in rows)

@@ -138,13 +138,13 @@ _each(
     lambda g, v: selfspec.wrap(g.model).save_pretrained(g.folder, tokenizer=v),
 )
 _each(
-    "save_candidates",
+    "save_memory",
     NO_PATHS,
-    lambda g, v: (g.spec.generate(tiny.prompt(5), max_new_tokens=4), g.spec.save_candidates(v)),
+    lambda g, v: (g.spec.generate(tiny.prompt(5), max_new_tokens=4), g.spec.save_memory(v)),
 )
-CALLS["save_candidates folder"] = lambda g: (
+CALLS["save_memory folder"] = lambda g: (
     g.spec.generate(tiny.prompt(5), max_new_tokens=4),
-    g.spec.save_candidates(g.folder),
+    g.spec.save_memory(g.folder),
 )
 
 # Drafters.

@@ -13,7 +13,7 @@ from device.stage import Bench, Case
 
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN, draft_name, parse_draft
+from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter

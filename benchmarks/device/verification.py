@@ -10,7 +10,7 @@ from device.stage import Bench, Case
 
 from selfspec.api import wrap
 from selfspec.draft import Drafter, LowPrecision
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.measure.prompts import BEGINNINGS
 from selfspec.measure.stock import bare
 from selfspec.tools.verify.report import Report

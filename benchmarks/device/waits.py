@@ -17,7 +17,7 @@ from torch import Tensor
 
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.decode.generation import Generation
-from selfspec.draft.named import PLAIN, parse_draft
+from selfspec.draft.registry import PLAIN, parse_draft
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
 from selfspec.runtime.named import RuntimeName

@@ -2,9 +2,20 @@
 
 from selfspec.accept.block import Block
 from selfspec.accept.coupled import Coupled
-from selfspec.accept.named import RULES, default_rule, find_rule
+from selfspec.accept.named import default_rule, find_rule, rule_name, rules
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.accept.rule import Rule
 from selfspec.accept.token_level import TokenLevel
 
-__all__ = ["RULES", "Block", "Coupled", "Rule", "TokenLevel", "TopKTolerance", "Typical", "default_rule", "find_rule"]
+__all__ = [
+    "Block",
+    "Coupled",
+    "Rule",
+    "TokenLevel",
+    "TopKTolerance",
+    "Typical",
+    "default_rule",
+    "find_rule",
+    "rule_name",
+    "rules",
+]

@@ -1,11 +1,12 @@
-"""The rules by the names under which callers ask for them."""
+"""Rules by name: those of this package, those that other packages declare, and `module:Class`."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
-from types import MappingProxyType
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
 
 from selfspec.accept.block import Block
 from selfspec.accept.coupled import Coupled
@@ -15,62 +16,81 @@ from selfspec.accept.token_level import TokenLevel
 from selfspec.arguments import check_kind
 from selfspec.errors import UnsupportedOptionError
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
+GROUP = "selfspec.rules"
+"""The group of entry points in which other packages name their rules: `name = module:Class`."""
+
+_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+
+
+@cache
+def rules() -> Mapping[str, Rule]:
+    """Return every rule by name. The names of ours that are not lossless begin with `relaxed-`.
+
+    Raises:
+        UnsupportedOptionError: a package declares a name that is taken, or what it names is no rule.
+    """
+    found: dict[str, Rule] = {
         "token": TokenLevel(),
         "block": Block(),
         "coupled": Coupled(),
         "relaxed-typical": Typical(),
         "relaxed-top-k": TopKTolerance(),
     }
-)
-"""Every rule by name. The names of those that are not lossless begin with `relaxed-`."""
+    for point in entry_points(group=GROUP):
+        if point.name in found:
+            raise UnsupportedOptionError(f"{point.value} declares the rule {point.name!r}, and there is one already")
+        found[point.name] = _made(point.load(), point.value)
+    return found
 
 
 def default_rule(greedy: bool) -> Rule:
-    """The rule of callers who name none: block verification where tokens are sampled.
+    """Return the rule of callers who name none: block verification where tokens are sampled.
 
     Under greedy decoding all lossless rules accept alike, and the token-level one has the least to compute.
     """
-    return RULES["token" if greedy else "block"]
+    return TokenLevel() if greedy else Block()
 
 
 def find_rule(accept: str | Rule) -> Rule:
-    """The rule of that name, or the rule itself.
-
-    The thresholds of a relaxed rule may follow its name: `relaxed-typical:epsilon=0.1,delta=0.03`.
+    """Return the rule of that name, or that `module:Class` names, or the rule itself.
 
     Raises:
-        UnsupportedOptionError: there is none of that name or with such thresholds, or it is no rule.
+        UnsupportedOptionError: there is none of that name, or it is no rule.
     """
+    listed = ", ".join(rules())
     if not isinstance(accept, str):
-        check_kind("accept", accept, Rule, f"choose one of {', '.join(RULES)}")
+        check_kind("accept", accept, Rule, f"choose one of {listed}")
         return accept
-    name, _, thresholds = accept.partition(":")
-    if name not in RULES:
-        raise UnsupportedOptionError(f"no acceptance rule {accept!r}; choose one of {', '.join(RULES)}")
-    return _with_thresholds(name, thresholds) if thresholds else RULES[name]
+    if accept in rules():
+        return rules()[accept]
+    named = _CLASS.fullmatch(accept)
+    if named is None or accept.partition(":")[0] in rules():
+        raise UnsupportedOptionError(f"no acceptance rule {accept!r}; choose one of {listed}, or module:Class")
+    try:
+        found = getattr(import_module(named[1]), named[2])
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UnsupportedOptionError(f"no acceptance rule {accept!r}: {error}; choose one of {listed}") from error
+    return _made(found, accept)
 
 
-def _with_thresholds(name: str, written: str) -> Rule:
-    rule = RULES[name]
-    known: dict[str, type] = (
-        {field.name: type(getattr(rule, field.name)) for field in fields(rule)} if is_dataclass(rule) else {}
-    )
-    if not known:
-        raise UnsupportedOptionError(f"rule {name!r} has no thresholds, got {written!r}; write {name!r} alone")
-    given = {}
-    for part in written.split(","):
-        field, _, value = part.partition("=")
-        try:
-            # Python reads digits of any script, and grouped ones.
-            if field in given or not value.isascii() or "_" in value:
-                raise ValueError(value)
-            given[field] = known[field](value)
-        except (KeyError, ValueError):
-            example = ",".join(f"{each}={getattr(rule, each)}" for each in known)
-            raise UnsupportedOptionError(f"{part!r} is no threshold of {name!r}; write {name}:{example}") from None
-        if not 0 <= given[field] < math.inf:
-            raise UnsupportedOptionError(f"thresholds of {name!r} are at least 0 and finite, got {part!r}")
-    changed: Rule = replace(rule, **given)  # type: ignore[type-var]
-    return changed
+def rule_name(rule: Rule) -> str | None:
+    """Return the name that `find_rule` reads; None: it has none."""
+    known = next((name for name, each in rules().items() if each == rule), None)
+    kind = type(rule)
+    named = f"{kind.__module__}:{kind.__qualname__}"
+    if known is not None or _CLASS.fullmatch(named) is None or kind.__module__ == "__main__":
+        return known
+    try:
+        return named if kind() == rule else None
+    except TypeError:
+        return None
+
+
+def _made(kind: object, named: str) -> Rule:
+    try:
+        made = kind() if isinstance(kind, type) else None
+    except TypeError:
+        made = None
+    if isinstance(made, Rule):
+        return made
+    raise UnsupportedOptionError(f"{named} is no acceptance rule that can be made without arguments; see selfspec.rules.Rule")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,11 +27,6 @@ from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_layer import RoundedLayer
 from selfspec.cache.shared_layer import SharedLayer
 from selfspec.cache.tree import Tree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfspec.model.adapter import Adapter
 
 _STEPS = 16
 _LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": HostLayer, "int8": RoundedLayer}
@@ -99,32 +94,6 @@ class SharedCache(Cache):
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
-
-    @classmethod
-    def of_model(
-        cls,
-        model: PreTrainedModel,
-        adapter: Adapter,
-        batch: int,
-        limit: int,
-        slack: int = 0,
-        *,
-        device: torch.device | None = None,
-        bucket: int = 1,
-        kept: CacheKind = "exact",
-    ) -> SharedCache:
-        """Make the cache that a model's passes need. `device` is the model's by default; the rest as in the class."""
-        return cls(
-            len(adapter.decoder_layers(model)),
-            batch,
-            limit,
-            slack,
-            model.device if device is None else device,
-            aligned="right" if adapter.ragged == "padding" else "left",
-            recurrent=recurrent_layers(model.config) if adapter.recurrent else {},
-            bucket=bucket,
-            kept=kept,
-        )
 
     @property
     def seq_lens(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
 from selfspec.cli.doctor import doctor
+from selfspec.cli.drafts import drafts
 from selfspec.cli.export import export
 from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.index import index
@@ -37,7 +38,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, list[Callable[..., None]]] = {
     "Decode": [generate, chat, serve, demo, inspect, kernels, doctor],
     "Measure": [calibrate, verify, bench],
-    "Find drafts": [quantize, index, search, ablate],
+    "Find drafts": [drafts, quantize, index, search, ablate],
     "Hand over": [export],
 }
 for title, commands in _COMMANDS.items():

@@ -115,10 +115,9 @@ class Arms:
         """
         from selfspec.control.named import control_of
         from selfspec.draft import Drafter
-        from selfspec.draft.named import ASSISTANT
         from selfspec.model.checkpoint import find_device
         from selfspec.runtime.named import RuntimeName
-        from selfspec.tools.bench.arms import ArmSpec
+        from selfspec.tools.bench.arms import ASSISTANT, ArmSpec
 
         depth = model.prepare()
         on_cuda = find_device(model.device).type == "cuda"

@@ -140,7 +140,7 @@ def _costs(measured: Sequence[Mapping[str, Any]]) -> Table:
     """Costs of every draft, and of what was chosen in batches of other sizes."""
     from rich.table import Column
 
-    from selfspec.draft.named import PLAIN
+    from selfspec.draft.registry import PLAIN
 
     columns = ["rows", "step, ms", "c", *(f"V({width})" for width in _WIDTHS), "o", "out of step"]
     table = figures_table(None, [Column("draft", no_wrap=True)], columns)

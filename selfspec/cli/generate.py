@@ -23,25 +23,10 @@ if TYPE_CHECKING:
     from selfspec.decode.output import RowRound
     from selfspec.decode.stats import Stats
 
-DRAFTS = {
-    "none": "plain decoding",
-    "exit:4": "early exit: the first 4 layers, then the head",
-    "int8": "the same layers in 8 bits; `int4` in 4, `int8+exit:4` the first 4 of them",
-    "int4:m4.safetensors": "the same from a file, by `selfspec quantize`",
-    "skip:attn=3,5;mlp=4;layers=7-9": "all but these sublayers and layers",
-    "skip-file:skip.json": "the skip set that `selfspec search` found",
-    "head:HEADS": "a trained exit head, by `selfspec train exit`; `head:HEADS@4`: that of layer 4",
-    "exit:4+vocab:v.json": "any of these with fewer rows of the head, by `selfspec train vocabulary`",
-    "lookup": "copy from the text so far",
-    "assistant:FOLDER": "another checkpoint with the same vocabulary, over a cache of its own",
-    "recycle": "trees of candidates that earlier passes left over",
-    "lookup+exit:4": "copy where the text repeats itself, else draft by any of these; so `lookup+recycle+int8`",
-    "auto": "the fastest one here, by `selfspec calibrate`",
-    "auto:profile.json": "the same from a file",
-}
-"""Every kind of draft: an example, and what it does."""
-
-EPILOG = "Drafts:\n\n" + "\n".join(f"- `{draft}`: {meaning}" for draft, meaning in DRAFTS.items())
+EPILOG = (
+    "Drafts: `exit:4`, `int8`, `skip:attn=3,5`, `lookup`, `recycle` and others, or several, as in `lookup+int8`; "
+    "`selfspec drafts` lists all of them."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +145,7 @@ def generate(
     from selfspec.control.draft_policy import DraftPolicy
     from selfspec.control.named import control_of
     from selfspec.decode.option_values import Scope, check_values
-    from selfspec.draft.named import draft_name
+    from selfspec.draft.registry import draft_name
     from selfspec.environment import versions
     from selfspec.model.checkpoint import Checkpoint
 

@@ -235,7 +235,7 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
 
     `auto` stays a name: which profile fits is known once there is a model.
     """
-    from selfspec.draft.named import AUTO, parse_draft
+    from selfspec.draft.registry import AUTO, parse_draft
 
     name = text.strip()
     if name == AUTO:

@@ -4,7 +4,7 @@ from selfspec.control.confidence import ConfidenceStop
 from selfspec.control.controller import Control, Controller, Evidence
 from selfspec.control.cost_aware import CostAware
 from selfspec.control.fixed import FixedLength
-from selfspec.control.row_outcome import RowOutcome
+from selfspec.draft.verdict import RowOutcome
 
 __all__ = [
     "ConfidenceStop",

@@ -10,7 +10,7 @@ from selfspec.control.profile import Profile
 from selfspec.control.profile_place import find_profile
 from selfspec.control.setting import Setting
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
-from selfspec.draft.named import AUTO, parse_draft
+from selfspec.draft.registry import AUTO, parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
 

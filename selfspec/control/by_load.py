@@ -15,9 +15,9 @@ from statistics import median
 from torch import Tensor
 
 from selfspec.control.controller import Controller, Evidence
-from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
+from selfspec.draft.verdict import RowOutcome
 
 # At first: plain rounds and rounds with drafts in a pair of turns, and pairs. Passes get faster once they are recorded,
 # which takes some thirty of a kind, so it takes many plain rounds to know what drafts have to beat.

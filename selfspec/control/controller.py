@@ -15,9 +15,9 @@ from torch import Tensor
 
 from selfspec.arguments import shown
 from selfspec.control.costs import CostsByRows
-from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape, largest_products
+from selfspec.draft.verdict import RowOutcome
 from selfspec.errors import DraftConfigError
 
 MOST_NODES = 1024

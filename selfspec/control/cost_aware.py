@@ -15,9 +15,9 @@ from selfspec.control.controller import Control, Controller, Evidence, check_len
 from selfspec.control.costs import Costs, CostsByRows, RaggedCosts
 from selfspec.control.forecast import Prospects
 from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, Progress, may_lose
-from selfspec.control.row_outcome import RowOutcome
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape, largest_products, sizes_within
+from selfspec.draft.verdict import RowOutcome
 
 # Matches of a look-up this long or longer are one source of drafts.
 _LONG_MATCH = 12

@@ -16,7 +16,7 @@ from selfspec.control.controller import MOST_NODES
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.control.setting import Setting
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_sealed

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache
 
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.tree import Tree
 from selfspec.control import Controller
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.sampling import Sampling, proper
@@ -16,27 +17,14 @@ from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.decode.stopping import Stopping
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.draft_state import DraftState
+from selfspec.draft.rows_view import DrawnToken
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
 
-@dataclass(frozen=True)
-class DrawnToken:
-    """A child of each of some nodes, in each row.
-
-    Attributes:
-        token: `[rows, nodes]`.
-        q: the distribution that it is scored with, `[rows, nodes, vocab]`.
-    """
-
-    token: Tensor
-    q: Tensor
-
-
 @dataclass
 class Batch:
-    """The rows of one generation.
+    """The rows of one generation. Drafters see of it what `RowsView` says.
 
     Attributes:
         runner: runs the model over the cache.
@@ -55,7 +43,6 @@ class Batch:
         nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
             and values of that token may be the cause, so these rows get a round without a draft before they are ended.
         failed: numbers of the rows that ended because the target's logits were not finite.
-        draft_states: what each drafter keeps during this generation, by its `id`: see `Drafter.begin`.
         memories: what drafters keep as long as the wrapper.
         programs: the wrapper's recorded passes; None: the stock modules run all.
         prefill_width: tokens of each prompt that one pass may read; None: all.
@@ -75,7 +62,6 @@ class Batch:
     needs_lockstep: bool = False
     nonfinite_rows: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    draft_states: dict[int, DraftState | None] = field(default_factory=dict)
     memories: dict[Hashable, object] = field(default_factory=dict)
     programs: GraphCache | None = None
     prefill_width: int | None = None
@@ -99,6 +85,38 @@ class Batch:
     def running(self) -> list[int]:
         """Numbers of the rows that passes run, in the order in which tensors hold them."""
         return self.sequences.running
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all rows take the likeliest token."""
+        return self.sampling.greedy
+
+    @property
+    def chains_only(self) -> bool:
+        """Whether logits processors with memory judge drafts place by place, which takes chains."""
+        return self.sampling.in_order
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether logits processors depend on the tokens before a place."""
+        return self.sampling.reads_prefixes
+
+    @property
+    def are_text(self) -> bool:
+        """Whether prompts are token ids alone: no embeddings, and no past of other tokens."""
+        return self.sequences.are_text
+
+    def text(self, row: int, start: int = 0) -> list[int]:
+        """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
+        return self.sequences.text_from(row, start)
+
+    def text_length(self, row: int) -> int:
+        """Count these tokens."""
+        return self.sequences.text_length(row)
+
+    def open_block(self, tree: Tree) -> None:
+        """Make room in the cache for a draft of this shape, before its first pass."""
+        self.cache.open(tree)
 
     @property
     def longest(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from selfspec.decode.batch import Batch
 from selfspec.decode.nonfinite_rows import settle_nonfinite_rows
 from selfspec.decode.output import Round, RowRound
-from selfspec.decode.verdict import Verdict
 from selfspec.draft import Draft
+from selfspec.draft.verdict import Verdict
 
 
 def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:

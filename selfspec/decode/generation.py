@@ -22,7 +22,7 @@ from selfspec.decode.request import Request
 from selfspec.decode.score_record import ScoreRecord, ScoreRecords
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import PhaseClock, Stats
-from selfspec.draft import Drafter
+from selfspec.draft import Drafter, Proposer
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
@@ -61,9 +61,8 @@ class Generation(Iterator[Round]):
         longest = max(request.lengths) + request.stopping.max_new_tokens
         if limits is not None:
             limits.check(rows, longest)
-        cache = SharedCache.of_model(
+        cache = adapter.shared_cache(
             model,
-            adapter,
             batch=rows,
             limit=longest,
             # No draft is deeper than what remains to be generated, whatever the controller allows.
@@ -106,14 +105,13 @@ class Generation(Iterator[Round]):
             programs=programs,
             prefill_width=request.prefill_width,
         )
-        if draft is not None:
-            draft.state(batch)
+        proposer = None if draft is None else draft.begin(batch)
         # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
         self._committed, self._failed = batch.committed, batch.failed
         self._records = batch.records
         self._unfinished, self._past = batch.unfinished, batch.past
         self._text_ends = batch.sequences.text_ends
-        self._rounds = _rounds(batch, request, draft, rule, self.stats)
+        self._rounds = _rounds(batch, request, proposer, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
         self._inference = torch.is_inference_mode_enabled()
@@ -183,18 +181,18 @@ class Generation(Iterator[Round]):
 
 @torch.no_grad()
 def _rounds(
-    batch: Batch, request: Request, drafter: Drafter | None, rule: Rule, stats: Stats
+    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats
 ) -> Generator[Round, None, None]:
     """Run the loop; then store the past, the times and the bytes of the whole generation."""
     clock = PhaseClock(batch.last_tokens.device)
     try:
-        yield from rounds(batch, request, drafter, rule, stats, clock)
+        yield from rounds(batch, request, proposer, rule, stats, clock)
         if batch.past is not None and can_store(batch.cache):
             store_past(batch.cache, batch.past, request.mask)
     finally:
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes
-        stats.draft_bytes = sum(state.nbytes for state in batch.draft_states.values() if state is not None)
+        stats.draft_bytes = 0 if proposer is None else proposer.nbytes
         stats.seconds = clock.seconds()
 
 

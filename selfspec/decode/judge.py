@@ -18,8 +18,8 @@ from selfspec.decode.coupling import effective
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.row_lengths import ended, within
 from selfspec.decode.sequences import Prefixes
-from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
+from selfspec.draft.verdict import RowVerdict, Verdict
 
 
 def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:

@@ -17,8 +17,8 @@ from selfspec.accept import Rule
 from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import effective
-from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
+from selfspec.draft.verdict import RowVerdict, Verdict
 from selfspec.errors import UnsupportedOptionError
 
 

@@ -16,38 +16,37 @@ from selfspec.decode.prefill import prefill
 from selfspec.decode.propose import propose
 from selfspec.decode.request import Request
 from selfspec.decode.stats import PhaseClock, Stats
-from selfspec.decode.verdict import Verdict
 from selfspec.decode.verify import verify
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Draft, Proposer, Verdict
 
 Judge = Callable[[Batch, Draft, Tensor, Rule], Verdict]
 """Judges a draft by the target's logits: `judge_together` and its like."""
 
 
 def rounds(
-    batch: Batch, request: Request, drafter: Drafter | None, rule: Rule, stats: Stats, clock: PhaseClock
+    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats, clock: PhaseClock
 ) -> Generator[Round, None, None]:
     """Generate, and yield what each round committed; `stats` counts the rounds, and `clock` times their phases."""
     judge = judge_in_order if batch.sampling.in_order else judge_together
     with clock.phase("prefill"):
-        prefill(batch, request, drafter)
+        prefill(batch, request, proposer)
     while batch.unfinished:
-        yield run_round(batch, drafter, rule, judge, stats, clock)
+        yield run_round(batch, proposer, rule, judge, stats, clock)
 
 
 def run_round(
-    batch: Batch, drafter: Drafter | None, rule: Rule, judge: Judge, stats: Stats, clock: PhaseClock
+    batch: Batch, proposer: Proposer | None, rule: Rule, judge: Judge, stats: Stats, clock: PhaseClock
 ) -> Round:
     """Run one round, and return what it committed. Arguments as in `rounds`; `judge` makes the verdict."""
     with clock.phase("draft"):
-        draft = propose(batch, drafter)
+        draft = propose(batch, proposer)
     with clock.phase("verify"):
         logits = verify(batch, draft)
     with clock.phase("accept"):  # ends with the one synchronisation of the round
         verdict = judge(batch, draft, logits, rule)
     with clock.phase("commit"):
-        if drafter is not None:
-            drafter.learn(batch, draft, logits, verdict)
+        if proposer is not None:
+            proposer.learn(batch, draft, logits, verdict)
         committed = commit(batch, draft, verdict)
         batch.controller.learn(draft, verdict.outcomes())
         stats.count(len(draft.tree), draft.length, verdict)

@@ -9,8 +9,8 @@ draft token left. If the logits are not finite again, plain decoding fails there
 from __future__ import annotations
 
 from selfspec.decode.batch import Batch
-from selfspec.decode.verdict import Verdict
 from selfspec.draft import Draft
+from selfspec.draft.verdict import Verdict
 
 
 def scrub_nonfinite_rows(batch: Batch) -> None:

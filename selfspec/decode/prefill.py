@@ -17,13 +17,14 @@ from selfspec.control import Evidence
 from selfspec.decode.batch import Batch
 from selfspec.decode.request import Request
 from selfspec.decode.sequences import Prefixes
-from selfspec.draft import Drafter
+from selfspec.draft import Proposer
+from selfspec.draft.drafter import Exit
 
 # How many tokens of the prompt are compared at most, and the fewest that tell anything.
 _MOST, _FEWEST = 32, 4
 
 
-def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
+def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     """Fill the cache with each prompt but its last token, which the first round reads.
 
     Rows are stored without their padding: each is moved to the left, and what follows it is never read. What a past
@@ -32,7 +33,7 @@ def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
     Args:
         batch: before its first round.
         request: the prompts, and the past.
-        drafter: compared with the target on the prompt, if it leaves the network early and the controller asks for it.
+        proposer: compared with the target on the prompt, if it leaves the network early and the controller asks for it.
     """
     if request.past is not None and not request.anew:
         load_past(request.past, batch.cache, request.mask)
@@ -45,8 +46,9 @@ def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
     for row, count in enumerate(unread):
         prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
     prompts = prompts.to(batch.last_tokens.device)
-    if drafter is not None and not request.embeddings and _gives_evidence(batch, drafter, unread):
-        batch.controller.learn_prompt(prefill_with_evidence(batch, drafter, prompts))
+    early_exit = None if proposer is None or request.embeddings else proposer.early_exit
+    if early_exit is not None and _gives_evidence(batch, unread):
+        batch.controller.learn_prompt(prefill_with_evidence(batch, early_exit, prompts))
         batch.cache.commit(unread)
         return
     start = 0
@@ -57,17 +59,15 @@ def prefill(batch: Batch, request: Request, drafter: Drafter | None) -> None:
         start += width
 
 
-def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Evidence:
+def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Evidence:
     """Run the prompts through the cache, and compare draft and target on their last tokens.
 
     Args:
         batch: with empty slots for the tokens. Its cursors do not move.
-        drafter: leaves the network early.
+        early_exit: where the draft leaves the network.
         prompts: `[rows, tokens]`.
     """
-    end = drafter.leaves_at(batch.runner.depth)
-    assert end is not None
-    draft, target = batch.runner.compare(end.layer, end.head, prompts, _MOST)
+    draft, target = batch.runner.compare(early_exit.layer, early_exit.head, prompts, _MOST)
     prefixes = Prefixes(batch.sequences)
     q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (draft, target))
     chances = torch.minimum(p, q).sum(-1)
@@ -78,11 +78,10 @@ def prefill_with_evidence(batch: Batch, drafter: Drafter, prompts: Tensor) -> Ev
     return Evidence(tuple(table[0]), tuple(table[1]))
 
 
-def _gives_evidence(batch: Batch, drafter: Drafter, unread: Sequence[int]) -> bool:
+def _gives_evidence(batch: Batch, unread: Sequence[int]) -> bool:
     """Whether the controller asks for evidence, and a prefill of `unread` tokens of each row can give it."""
     return (
         batch.controller.judges_prompt
-        and drafter.leaves_at(batch.runner.depth) is not None
         and not batch.sampling.reads_prefixes
         and batch.cache.rolls_back_by_cursor
         and len(set(unread)) == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from selfspec.decode.verdict import Verdict
+from selfspec.draft.verdict import Verdict
 
 
 @dataclass

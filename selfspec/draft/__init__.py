@@ -2,36 +2,46 @@
 
 from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade
+from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft, Resume
-from selfspec.draft.draft_state import DraftState
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
+from selfspec.draft.offer import Offer
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
+from selfspec.draft.rows_view import RowsView
 from selfspec.draft.skip_file import SkipFile
 from selfspec.draft.suffixes import Suffixes
 from selfspec.draft.union import Union
+from selfspec.draft.verdict import RowVerdict, Verdict
 
 __all__ = [
     "Assistant",
     "Budget",
     "Cascade",
     "Draft",
-    "DraftState",
     "Drafter",
     "EarlyExit",
     "ExitHead",
+    "FreeProposer",
     "LayerSkip",
     "LowPrecision",
+    "Offer",
     "PromptLookup",
+    "Proposer",
     "Recycling",
     "ReducedVocabulary",
     "Resume",
+    "RowVerdict",
+    "RowsView",
     "SkipFile",
+    "Stateless",
     "Suffixes",
     "Union",
+    "Verdict",
+    "drafter",
 ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.draft.draft import Budget, Draft, Resume
-from selfspec.draft.drafter import Exit
-from selfspec.draft.growing import GrowingDrafter
+from selfspec.draft.drafter import MODEL, Drafter, Exit
+from selfspec.draft.growing import CHANCES, GrowingProposer
+from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import grow
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
@@ -19,16 +20,15 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.weights_read import share_read
 
-if TYPE_CHECKING:
-    from selfspec.decode.batch import Batch
 
-
-class LayerPathDrafter(GrowingDrafter):
+class LayerPathDrafter(Drafter):
     """Drafts with the target's own layers, fewer of them: one step of the path for each token, or each level of a tree.
 
-    What the path computes before its first missing
-    sublayer is exact; it stays in the shared cache and goes to the target as `Resume`.
+    What the path computes before its first missing sublayer is exact; it stays in the shared cache and goes to the
+    target as `Resume`.
     """
+
+    runs = "layers"
 
     @abstractmethod
     def path(self, depth: int) -> LayerPath:
@@ -43,31 +43,58 @@ class LayerPathDrafter(GrowingDrafter):
         """What reads the path's last states; the same object every time. None: the model's own norm and head."""
         return None
 
-    def check(self, depth: int) -> None:
-        self.path(depth)
+    @property
+    def chances(self) -> Sequence[float]:
+        """How often siblings of each rank are held to be accepted before any were."""
+        return CHANCES
 
-    def leaves_at(self, depth: int) -> Exit | None:
+    def early_exit(self, depth: int) -> Exit | None:
+        """Where a network of `depth` layers is left, between two of them, having skipped nothing; None: it is not."""
         path = self.path(depth)
         start = path.resume_point
         if start is None or start.part is not Part.ATTENTION or path != LayerPath.up_to(depth, start):
             return None
         return Exit(start.layer, self.head)
 
+    def check(self, depth: int) -> None:
+        self.path(depth)
+
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        if not batch.controller.tries(match=0):
-            return batch.no_draft()
-        path = self.path(batch.runner.depth)
+    def begin(self, rows: RowsView) -> LayerPathProposer:
+        return LayerPathProposer(self, rows.runner.depth)
+
+
+class LayerPathProposer(GrowingProposer):
+    """Runs the path of a `LayerPathDrafter`.
+
+    Args:
+        drafter: its configuration.
+        depth: layers of the network.
+    """
+
+    def __init__(self, drafter: LayerPathDrafter, depth: int) -> None:
+        super().__init__(drafter.chances)
+        self._path = drafter.path(depth)
+        self._head = drafter.head
+        self._early_exit = drafter.early_exit(depth)
+
+    @property
+    def early_exit(self) -> Exit | None:
+        return self._early_exit
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        if not rows.controller.tries(MODEL):
+            return rows.no_draft()
         states: list[ExactStates] = []
 
         def read(tokens: Tensor, first: int) -> Tensor:
-            step = batch.runner.logits(path, tokens, head=self.head, first=first)
+            step = rows.runner.logits(self._path, tokens, head=self._head, first=first)
             if step.states is not None:
                 states.append(step.states)
             return step.logits
 
-        draft = grow(batch, self.tree(batch, budget), read)
-        start = path.resume_point
+        draft = grow(rows, self.tree(rows, budget), read)
+        start = self._path.resume_point
         return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))

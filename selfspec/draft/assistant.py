@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.arguments import check_kind, check_weights, shown
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft.assistant_state import AssistantState
+from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.growing import GrowingDrafter
+from selfspec.draft.drafter import MODEL, Drafter
+from selfspec.draft.growing import GrowingProposer
+from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.adapter import Adapter
@@ -27,12 +28,10 @@ from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 
-if TYPE_CHECKING:
-    from selfspec.decode.batch import Batch
 
-
+@drafter("assistant", argument=":FOLDER", help="another checkpoint with the same vocabulary, over a cache of its own")
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Assistant(GrowingDrafter):
+class Assistant(Drafter):
     """A second, smaller model with the same vocabulary drafts, as in Leviathan et al. (2023) and Chen et al. (2023).
 
     Its passes run over a cache of its own, which costs memory beside its weights; it is there to compare
@@ -48,6 +47,7 @@ class Assistant(GrowingDrafter):
     model: PreTrainedModel
     adapter: Adapter
     source: str | None
+    runs = "model"
 
     def __init__(self, model: nn.Module | str | Path, adapter: Adapter | None = None) -> None:
         """Load or take over the assistant.
@@ -73,9 +73,6 @@ class Assistant(GrowingDrafter):
         for name, value in {"model": own, "adapter": adapter, "source": source}.items():
             object.__setattr__(self, name, value)
 
-    def check(self, depth: int) -> None:
-        return
-
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_decodable(self.model)
         own = {id(weight) for weight in self.model.parameters()}
@@ -100,45 +97,37 @@ class Assistant(GrowingDrafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return bytes_read(self.model, self.adapter) / bytes_read(model, adapter)
 
-    def begin(self, batch: Batch) -> AssistantState:
-        self._check_batch(batch)
-        sequences = batch.sequences
-        programs = batch.programs and batch.memories.setdefault(self, batch.programs.for_another_model())
+    def begin(self, rows: RowsView) -> AssistantProposer:
+        self._check_rows(rows)
+        programs = rows.programs and rows.memories.setdefault(self, rows.programs.for_another_model())
         assert programs is None or isinstance(programs, GraphCache)
-        cache = SharedCache.of_model(
+        cache = self.adapter.shared_cache(
             self.model,
-            self.adapter,
-            batch.size,
-            limit=max(map(sequences.text_length, sequences.running)) + batch.stopping.max_new_tokens,
-            slack=batch.controller.most.nodes,
+            rows.size,
+            limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running),
+            slack=rows.controller.most.nodes,
             bucket=1 if programs is None else programs.bucket,
         )
         runner = runner_for(self.model, self.adapter, cache, programs)
         weights = sum(weight.nbytes for weight in self.model.parameters())
-        return AssistantState(runner, cache, sequences.running, batch.runner.vocabulary, weights)
-
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        state = self.state(batch)
-        assert isinstance(state, AssistantState)
-        budget = budget.within(self._room(batch))
-        if not budget.depth or not batch.controller.tries(match=0):
-            return batch.no_draft()
-        tree = self.tree(batch, budget)
-
-        def read(tokens: Tensor, first: int) -> Tensor:
-            return state.after_text(batch.sequences, tree) if first < 0 else state.after(tokens, first)
-
-        return grow(batch, tree, read)
+        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        state = AssistantState(runner, cache, rows.running, rows.runner.vocabulary, weights)
+        return AssistantProposer(state, context)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__ if self.source is None else repr(self.source)})"
 
-    def _room(self, batch: Batch) -> int:
-        """Return how many tokens its context leaves to be drafted; the last of them is not read."""
-        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return batch.stopping.max_new_tokens if context is None else context - batch.longest + 1
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Assistant:
+        if not argument:
+            raise ValueError(argument)
+        return cls(argument)
 
-    def _check_batch(self, batch: Batch) -> None:
+    @property
+    def spelling(self) -> str | None:
+        return None if self.source is None else f"assistant:{self.source}"
+
+    def _check_rows(self, rows: RowsView) -> None:
         """Refuse prompts that the assistant cannot read.
 
         Raises:
@@ -147,21 +136,52 @@ class Assistant(GrowingDrafter):
             DraftConfigError: they are on another device.
         """
         check_decodable(self.model)
-        if batch.controller.most.nodes > batch.controller.most.depth:
+        if rows.controller.most.nodes > rows.controller.most.depth:
             self.adapter.check_trees(self.model)
-        name, own, device = type(self.model).__name__, self.model.device, batch.last_tokens.device
-        if not batch.sequences.are_text:
+        name, own, device = type(self.model).__name__, self.model.device, rows.last_tokens.device
+        if not rows.are_text:
             raise UnsupportedOptionError(
                 f"the assistant {name} reads token ids, and these prompts have embeddings, a soft prompt or a past of "
                 "other tokens; pass the whole text as input_ids, or draft with the model itself"
             )
-        if self.adapter.ragged == "none" and batch.size > 1:
+        if self.adapter.ragged == "none" and rows.size > 1:
             raise UnsupportedModelError(
                 f"the assistant {name} counts positions in a way that rows of different lengths cannot share; pass one "
                 "prompt at a time"
             )
         if own != device:
             raise DraftConfigError(f"the assistant {name} is on {own} and the model on {device}; move one of them")
+
+
+class AssistantProposer(GrowingProposer):
+    """Grows drafts with an assistant.
+
+    Args:
+        state: its passes and its cache.
+        context: tokens that it can read; None: any number.
+    """
+
+    def __init__(self, state: AssistantState, context: int | None) -> None:
+        super().__init__()
+        self._state = state
+        self._context = context
+
+    @property
+    def nbytes(self) -> int:
+        return self._state.nbytes
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        if self._context is not None:
+            # The last token of a draft is not read.
+            budget = budget.within(self._context - rows.longest + 1)
+        if not budget.depth or not rows.controller.tries(MODEL):
+            return rows.no_draft()
+        tree = self.tree(rows, budget)
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            return self._state.after_text(rows, tree) if first < 0 else self._state.after(tokens, first)
+
+        return grow(rows, tree, read)
 
 
 def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> None:

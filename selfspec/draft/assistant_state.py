@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,16 +10,12 @@ from torch.nn.functional import pad
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
-from selfspec.draft.growing import CHANCES, WEIGHT
-from selfspec.draft.rank_chances import RankChances
+from selfspec.draft.rows_view import RowsView
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import ModelRunner
 
-if TYPE_CHECKING:
-    from selfspec.decode.sequences import Sequences
 
-
-class AssistantState(RankChances):
+class AssistantState:
     """Reads each row's committed text, and draft tokens after it, into the cache of another model.
 
     The text alone says what to keep of a draft: when the next one begins, the cursor of each row moves over the nodes
@@ -37,7 +32,6 @@ class AssistantState(RankChances):
     def __init__(
         self, runner: ModelRunner, cache: SharedCache, rows: Sequence[int], vocabulary: int, weights: int
     ) -> None:
-        super().__init__(CHANCES, WEIGHT)
         self._runner = runner
         self._cache = cache
         self._rows = list(rows)
@@ -50,22 +44,23 @@ class AssistantState(RankChances):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its weights, keys and values."""
         return self._weights + self._cache.most_bytes
 
-    def after_text(self, sequences: Sequences, tree: Tree) -> Tensor:
+    def after_text(self, view: RowsView, tree: Tree) -> Tensor:
         """Read what is committed, and begin a draft; return the logits after each row's last token.
 
         Args:
-            sequences: the text.
+            view: of the target's rows.
             tree: of the draft.
 
         Returns:
             `[rows, 1, vocab]`.
         """
-        self._keep_committed(sequences)
-        self._drop(sequences.running)
-        self._cache.reserve(max(map(sequences.text_length, self._rows)))
-        texts = self._catch_up(sequences)
+        self._keep_committed(view)
+        self._drop(view.running)
+        self._cache.reserve(max(map(view.text_length, self._rows)))
+        texts = self._catch_up(view)
         unread = [len(text) - 1 for text in texts]
         tokens = self._tokens(texts, max(unread) + 1)
         logits = self._logits(tokens, first=-1)
@@ -89,11 +84,11 @@ class AssistantState(RankChances):
         self._cache.narrow([self._rows.index(row) for row in running])
         self._rows = list(running)
 
-    def _keep_committed(self, sequences: Sequences) -> None:
+    def _keep_committed(self, view: RowsView) -> None:
         """Move the cursors over the last committed token of the round before, and the draft tokens that were kept."""
         if self._drafted is None:
             return
-        runs, texts = torch.cat(self._drafted, 1).tolist(), self._unread_texts(sequences)
+        runs, texts = torch.cat(self._drafted, 1).tolist(), self._unread_texts(view)
         # The last token of a text starts the next block.
         paths = [self._followed(run, text)[: len(text) - 1] for run, text in zip(runs, texts, strict=True)]
         self._cache.commit_paths(paths)
@@ -110,14 +105,14 @@ class AssistantState(RankChances):
             path.append(found)
         return path
 
-    def _catch_up(self, sequences: Sequences) -> list[list[int]]:
+    def _catch_up(self, view: RowsView) -> list[list[int]]:
         """Read all that does not fit into one pass with the last token; return what is left of each row, that included.
 
         Recurrent layers would take into their state what fills up the rows with less to read.
         """
         most = self._cache.slack if self._cache.rolls_back_by_cursor else 0
         while True:
-            texts = self._unread_texts(sequences)
+            texts = self._unread_texts(view)
             unread = [len(text) - 1 for text in texts]
             if max(unread) <= most:
                 return texts
@@ -127,10 +122,10 @@ class AssistantState(RankChances):
             self._runner.prefill(self._tokens(texts, width), counts)
             self._cache.commit(counts)
 
-    def _unread_texts(self, sequences: Sequences) -> list[list[int]]:
+    def _unread_texts(self, view: RowsView) -> list[list[int]]:
         """Return each row's text from its cursor on."""
         cursors = zip(self._rows, self._cache.seq_lens, strict=True)
-        return [sequences.text_from(row, cursor) for row, cursor in cursors]
+        return [view.text(row, cursor) for row, cursor in cursors]
 
     def _tokens(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """Return the first tokens of each text, filled up on the right, `[rows, width]`."""

@@ -1,24 +1,28 @@
-"""What a drafter is: it turns the state of a generation into a Draft."""
+"""What a drafter is: a configuration, whose proposer turns the state of one generation into drafts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import ClassVar, Literal, Self
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.draft.declaration import Declaration, name_of
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.draft_state import DraftState
+from selfspec.draft.offer import Offer
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.verdict import Verdict
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from selfspec.decode.batch import Batch
-    from selfspec.decode.verdict import Verdict
+MODEL = 0
+"""The match length of drafts for which a model ran."""
 
 
 @dataclass(frozen=True)
@@ -34,77 +38,212 @@ class Exit:
     head: DraftHead | None
 
 
-class Drafter(ABC):
-    """Proposes tokens. A drafter is configuration only: it holds nothing of a model or of a generation."""
+class Memory:
+    """What a drafter keeps of texts as long as the wrapper, in `RowsView.memories`."""
+
+    has_file: ClassVar[bool] = False
+    """Whether `save` writes it to a file."""
+
+    def save(self, file: str | Path, vocabulary: Vocabulary) -> None:
+        """Write all of it to a file, which names the tokenizer that it is for.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no file")
+
+
+class Proposer(ABC):
+    """What drafts in one generation, and all that it keeps meanwhile. Made by `Drafter.begin`."""
+
+    matches: ClassVar[tuple[int, ...]] = (MODEL,)
+    """The match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`."""
 
     @abstractmethod
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        """Propose tokens for each row, a tree of the same shape for all, or none if the controller advises against it.
+
+        Leaves the cursors of the cache where they were.
+
+        Args:
+            rows: before the round.
+            budget: the most that the draft may take, a depth of at least 1.
+        """
+
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft | None:
+        """Propose without asking the controller, if that takes no pass of a model; None: it takes one."""
+        return None
+
+    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
+        """Return what a proposer without a model offers to each running row, for `Union` to merge.
+
+        Here its draft, whose tokens are trusted alike.
+        """
+        found = self.look_up(rows, budget)
+        if found is None or not found.length:
+            return [()] * len(rows.running)
+        lengths = found.row_lengths or (found.length,) * len(rows.running)
+        return [
+            (Offer.of_draft(found, tokens, length),) if length else ()
+            for tokens, length in zip(found.tokens.tolist(), lengths, strict=True)
+        ]
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
+        """Learn from a round, before it is committed.
+
+        Args:
+            rows: before the round is committed.
+            draft: of the round, by whatever source.
+            logits: the target's own, `[rows, nodes + 1, vocab]`.
+            verdict: on the draft.
+        """
+
+    @property
+    def early_exit(self) -> Exit | None:
+        """Where it leaves the network early, between two layers, having skipped nothing; None: it does not."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, keys and values that it takes beside the model's own."""
+        return 0
+
+    def join(self, other: Self) -> None:  # noqa: B027 - most keep nothing of rows
+        """Take over what a proposer of the same drafter keeps for the rows of another batch, behind one's own."""
+
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - most keep nothing of rows
+        """Keep only what belongs to some rows, which are numbered anew in the order given."""
+
+
+class FreeProposer(Proposer):
+    """Drafts without a pass of any model."""
+
+    matches: ClassVar[tuple[int, ...]] = ()
+
+    @abstractmethod
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
+        """Propose; no tokens where nothing is known of any unfinished row, or none would pay."""
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        found = self.look_up(rows, budget)
+        return found if found.length and rows.controller.tries(found.match_length) else rows.no_draft()
+
+
+class Drafter(ABC):
+    """Proposes tokens. A drafter is configuration alone, hashable: it holds nothing of a model or of a generation.
+
+    Attributes:
+        declared: its names, and what is said of it in help and docs: see `selfspec.draft.registry.drafter`.
+        runs: what a draft step runs.
+        bits: of the substitutes that it runs layers with; None: it runs none.
+        sources: the drafters that it is made of, in order; none: it is one itself.
+    """
+
+    declared: ClassVar[tuple[Declaration, ...]] = ()
+    runs: Literal["nothing", "layers", "model"] = "nothing"
+    bits: int | None = None
+    sources: tuple[Drafter, ...] = ()
+
+    @abstractmethod
+    def begin(self, rows: RowsView) -> Proposer:
+        """Make what drafts in one generation, before any pass.
+
+        Raises:
+            SelfSpecError: the drafter cannot draft for these prompts.
+        """
+
     def check(self, depth: int) -> None:
         """Refuse a network of `depth` layers that this drafter does not fit.
 
         Raises:
             DraftConfigError: naming what is out of range.
         """
+        for source in self.sources:
+            source.check(depth)
 
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         """Refuse a model that this drafter was not made for. Asked once, when the model is wrapped.
 
         Raises:
             SelfSpecError: naming what does not fit.
         """
+        for source in self.sources:
+            source.check_model(model, adapter)
 
-    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:  # noqa: B027 - most have no files
-        """Read substitutes that the drafter has in a file. Asked when the model is wrapped, and when it was moved.
-
-        Raises:
-            SelfSpecError: the file cannot be used, or is another model's.
-        """
-
-    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
-        return 0.0
-
-    def leaves_at(self, depth: int) -> Exit | None:
-        """Where the drafter leaves a network of `depth` layers early, between two of them; None: it does not."""
-        return None
-
-    def begin(self, batch: Batch) -> DraftState | None:
-        """Make what the drafter keeps during one generation, before any pass; `state` returns it. None: nothing.
-
-        Raises:
-            SelfSpecError: the drafter cannot draft for these prompts.
-        """
-        return None
-
-    def state(self, batch: Batch) -> DraftState | None:
-        """Return what the drafter keeps during this generation: what `begin` made when this was first asked."""
-        if id(self) not in batch.draft_states:
-            batch.draft_states[id(self)] = self.begin(batch)
-        return batch.draft_states[id(self)]
-
-    def check_joining(self) -> None:  # noqa: B027 - most can
+    def check_joining(self) -> None:
         """Refuse to draft for rows that join a running batch and leave it.
 
         Raises:
             DraftConfigError: what it keeps belongs to the batch as a whole.
         """
+        for source in self.sources:
+            source.check_joining()
 
-    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
-        """Learn from a round, before it is committed.
+    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
+        """Read substitutes that the drafter has in a file. Asked when the model is wrapped, and when it was moved.
 
-        Args:
-            batch: before the round is committed.
-            draft: of the round, by whatever source.
-            logits: the target's own, `[rows, nodes + 1, vocab]`.
-            verdict: on the draft.
+        Raises:
+            SelfSpecError: the file cannot be used, or is another model's.
         """
+        for source in self.sources:
+            source.prepare(model, substitutes)
 
-    @abstractmethod
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        """Propose tokens for each row, a tree of the same shape for all, or none if the controller advises against it.
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
+        return max((source.cost(model, adapter) for source in self.sources), default=0.0)
 
-        Leaves the cursors of the cache where they were.
+    @property
+    def last(self) -> Drafter:
+        """The drafter that runs a model, of those it is made of, else the last of them; itself if it is of none."""
+        found = [source.last for source in self.sources] or [self]
+        return next((each for each in found if each.runs != "nothing"), found[-1])
 
-        Args:
-            batch: before the round.
-            budget: the most that the draft may take, a depth of at least 1.
+    def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
+        """Return the same with something else in the place of each drafter that it is made of, or of itself."""
+        return change(self)
+
+    def followed_by(self, behind: Drafter) -> Drafter | None:
+        """Return the drafter that is written as this one, `+` and another; None: a cascade of the two."""
+        return None
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Drafter:
+        """Return the drafter that is written `name` or `name:argument`; the name is one that it declares.
+
+        Raises:
+            ValueError: the argument is not of the grammar.
+            SelfSpecError: what it names cannot be used.
         """
+        if argument is not None:
+            raise ValueError(argument)
+        return cls()
+
+    @classmethod
+    def spelled_behind(cls, before: Drafter, argument: str | None) -> Drafter:
+        """Return the drafter that is written behind another one, `before+name:argument`.
+
+        Raises:
+            ValueError: the argument is not of the grammar, or it does not go behind that one.
+            SelfSpecError: what it names cannot be used.
+        """
+        raise ValueError(argument)
+
+    @property
+    def spelling(self) -> str | None:
+        """How it is written, as `spelled` reads it; None: no name says all of it."""
+        try:
+            return name_of(type(self)) if self == type(self)() else None
+        except TypeError:
+            return None
+
+    @classmethod
+    def variants(cls, depth: int) -> Sequence[Drafter]:
+        """Return what `selfspec calibrate` tries of this kind on a network of `depth` layers."""
+        return ()
+
+
+class Stateless(Drafter, Proposer):
+    """A drafter that keeps nothing: it is its own proposer."""
+
+    def begin(self, rows: RowsView) -> Proposer:
+        return self

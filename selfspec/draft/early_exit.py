@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.declaration import drafter, read_number
+from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
+@drafter("exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head")
 @dataclass(frozen=True)
 class EarlyExit(LayerPathDrafter):
     """Self-speculation from an exit layer, as in LayerSkip (Elhoushi et al., 2024).
@@ -30,3 +34,15 @@ class EarlyExit(LayerPathDrafter):
                 + (f"choose 1..{depth - 1}" if depth > 1 else "too few to leave early")
             )
         return LayerPath.up_to(depth, Sublayer(self.layer, Part.ATTENTION))
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> EarlyExit:
+        return cls(read_number(argument))
+
+    @property
+    def spelling(self) -> str:
+        return f"exit:{self.layer}"
+
+    @classmethod
+    def variants(cls, depth: int) -> Sequence[Drafter]:
+        return [cls(layer) for layer in range(1, depth)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.declaration import drafter, read_number
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.errors import ExitHeadError
 from selfspec.files.json_text import read_json
@@ -71,6 +72,12 @@ class ExitAdapter(nn.Module):
         return adapted
 
 
+@drafter(
+    "head",
+    argument=":FOLDER@E",
+    example="head:FOLDER@4",
+    help="a trained exit head, by `selfspec train exit`; without @E its best exit",
+)
 @dataclass(frozen=True, eq=False)
 class ExitHead(LayerPathDrafter):
     """Self-speculation from an exit layer through a head trained for it, on a base that stays as it is.
@@ -144,8 +151,21 @@ class ExitHead(LayerPathDrafter):
                 "selfspec train exit"
             )
 
-    def __repr__(self) -> str:
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> ExitHead:
+        if not argument:
+            raise ValueError(argument)
+        folder, at, layer = argument.rpartition("@")
+        if at and folder and layer.isascii() and layer.isdigit():
+            return cls.from_pretrained(folder, read_number(layer))
+        return cls.from_pretrained(argument)
+
+    @property
+    def spelling(self) -> str:
         return f"head:{self.source}@{self.layer}"
+
+    def __repr__(self) -> str:
+        return self.spelling
 
 
 def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -9,6 +10,7 @@ from itertools import islice
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.declaration import drafter, read_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
@@ -17,6 +19,16 @@ MOST_LAYERS = 10_000
 """Far more layers than any model has; a number beyond it is a slip of the hand."""
 
 
+_PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+
+
+@drafter(
+    "skip",
+    argument=":PART=LAYERS",
+    example="skip:attn=3,5;mlp=4;layers=7-9",
+    help="all but some attention (attn), MLPs (mlp) and whole layers",
+)
 @dataclass(frozen=True, init=False)
 class LayerSkip(LayerPathDrafter):
     """Self-speculation with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
@@ -71,6 +83,32 @@ class LayerSkip(LayerPathDrafter):
                 f"mlp={lacking}: these layers of {type(model).__name__} have no MLP that could be skipped; skip "
                 "attention or whole layers"
             )
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> LayerSkip:
+        skipped: dict[str, list[int]] = {kind: [] for kind in _PARTS.values()}
+        for part in (argument or "").split(";"):
+            kind, _, ranges = part.strip().partition("=")
+            if kind not in _PARTS or skipped[_PARTS[kind]]:
+                raise ValueError(argument)
+            for numbers in ranges.split(","):
+                skipped[_PARTS[kind]] += _range(numbers.strip())
+        return cls(skipped["attention"], skipped["mlp"], skipped["layers"])
+
+    @property
+    def spelling(self) -> str:
+        parts = ((name, getattr(self, part)) for name, part in _PARTS.items())
+        return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)
+
+
+def _range(numbers: str) -> range:
+    found = _RANGE.fullmatch(numbers)
+    if found is None:
+        raise ValueError(numbers)
+    first, last = read_number(found[1]), read_number(found[2] or found[1])
+    if last < first or last >= MOST_LAYERS:
+        raise ValueError(numbers)
+    return range(first, last + 1)
 
 
 def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from selfspec.cache.tree import Tree
-from selfspec.draft.draft import Budget
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import sizes_within
 
 Path = tuple[int, ...]
@@ -27,6 +27,18 @@ class Offer:
 
     kind: int
     shares: dict[Path, float]
+
+    @classmethod
+    def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
+        """The draft of one row, down to the depth that is meant for it; its tokens are held to be right.
+
+        Args:
+            draft: of all rows.
+            tokens: of this row, one for each node.
+            length: the depth.
+        """
+        paths = (path for path in draft.tree.paths if len(path) <= length)
+        return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
     def reach(self, trust: float) -> dict[Path, float]:
         """The chance that all tokens of a path are accepted, of each path.

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-
+from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.draft_state import DraftState
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, FreeProposer
+from selfspec.draft.rows_apart import chains
+from selfspec.draft.rows_view import RowsView
 from selfspec.draft.suffix_index import SuffixIndex
 from selfspec.errors import DraftConfigError
-
-if TYPE_CHECKING:
-    from selfspec.decode.batch import Batch
 
 # The index of a text takes memory in proportion to the square of this.
 _LONGEST = 64
 
 
+@drafter("lookup", help="copies from the text so far")
 @dataclass(frozen=True)
 class PromptLookup(Drafter):
     """Prompt look-up decoding (Saxena, 2023; LLMA, Yang et al., 2023): copies from prompt and output.
@@ -45,56 +42,50 @@ class PromptLookup(Drafter):
                 f"{self.longest!r}"
             )
 
-    def check(self, depth: int) -> None:
-        return
+    def begin(self, rows: RowsView) -> LookUpProposer:
+        return LookUpProposer(self.shortest, self.longest, rows.size)
 
-    def begin(self, batch: Batch) -> LookUpState:
-        return LookUpState([SuffixIndex(self.shortest, self.longest) for _ in range(batch.size)])
+    @classmethod
+    def variants(cls, depth: int) -> Sequence[Drafter]:
+        return (cls(),)
 
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        found = self.look_up(batch, budget)
-        return found if batch.controller.tries(found.match_length) else batch.no_draft()
 
-    def look_up(self, batch: Batch, budget: Budget) -> Draft:
+class LookUpProposer(FreeProposer):
+    """Knows where suffixes of each row's text were.
+
+    Args:
+        shortest: tokens of the shortest match that counts.
+        longest: tokens up to which matches are indexed.
+        rows: how many there are.
+    """
+
+    def __init__(self, shortest: int, longest: int, rows: int) -> None:
+        self._shortest = shortest
+        self._indexes = [SuffixIndex(shortest, longest) for _ in range(rows)]
+
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
-        state = self.state(batch)
-        assert isinstance(state, LookUpState)
-        pacing = batch.pacing
-        rows: list[list[int]] = []
+        pacing = rows.pacing
+        found: list[list[int]] = []
         # Matches of the rows that matter: in one generation, what others gain does not end the batch sooner.
         behind: list[int] = []
-        for row in batch.running:
-            index = state.indexes[row]
-            index.extend(batch.sequences.text_from(row, len(index)))
-            match = index.find() if row in batch.unfinished else None
+        for row in rows.running:
+            index = self._indexes[row]
+            index.extend(rows.text(row, len(index)))
+            match = index.find() if row in rows.unfinished else None
             if row in pacing:
                 behind.append(0 if match is None else match.length)
-            rows.append([] if match is None else list(index.after(match, budget.depth)))
-        if not any(rows):
-            return batch.no_draft()
-        last = batch.last_tokens[:, 0].tolist()
+            found.append([] if match is None else list(index.after(match, budget.depth)))
+        if not any(found):
+            return rows.no_draft()
         share = sum(match > 0 for match in behind) / len(behind)
+        most = min(budget.depth, rows.controller.look_up_length(share))
         # What a batch can hope for is set by the row with least to go by.
-        least = max(min(behind), self.shortest)
-        most = min(budget.depth, batch.controller.look_up_length(share))
-        if most == 0:
-            return batch.no_draft()
-        tokens = [row[:most] or [token] * most for row, token in zip(rows, last, strict=True)]
-        lengths = tuple(most if row else 0 for row in rows)
-        return Draft.chain(
-            torch.tensor(tokens, device=batch.last_tokens.device), match_length=least, row_lengths=lengths
-        )
+        least = max(min(behind), self._shortest)
+        return chains(rows, [row[:most] for row in found], match_length=least)
 
+    def join(self, other: LookUpProposer) -> None:
+        self._indexes.extend(other._indexes)
 
-@dataclass(frozen=True)
-class LookUpState(DraftState):
-    """Where suffixes of each row's text were, by the number of the row."""
-
-    indexes: list[SuffixIndex]
-
-    def join(self, other: DraftState | None) -> None:
-        assert isinstance(other, LookUpState)
-        self.indexes.extend(other.indexes)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.indexes[:] = [self.indexes[row] for row in rows]
+    def select(self, rows: Sequence[int]) -> None:
+        self._indexes[:] = [self._indexes[row] for row in rows]

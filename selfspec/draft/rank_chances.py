@@ -8,10 +8,9 @@ from itertools import accumulate
 import numpy as np
 
 from selfspec.cache.tree import Tree
-from selfspec.draft.draft_state import DraftState
 
 
-class RankChances(DraftState):
+class RankChances:
     """How often the first, second, ... child of a place is accepted where the place is reached.
 
     Args:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +17,22 @@ from transformers import PreTrainedModel
 from selfspec.cache.tree import Tree
 from selfspec.draft.candidate_file import About, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
+from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.draft_state import DraftState, Memory
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, FreeProposer, Memory
 from selfspec.draft.offer import Offer
 from selfspec.draft.rank_chances import RankChances
 from selfspec.draft.rows_apart import chains
+from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_shape import best_shape, largest_products
+from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.values import checked_path, shown
 
-if TYPE_CHECKING:
-    from selfspec.decode.batch import Batch
-    from selfspec.decode.verdict import Verdict
-
-CANDIDATES = 1
-"""The match length of drafts of recycled candidates: they are one source of drafts."""
+# The match length of drafts of recycled candidates: they are one source of drafts.
+_CANDIDATES = 1
 
 _RANGES = (("candidates", 1, 64), ("longest", 1, 16), ("most_bytes", 1 << 13, 1 << 34))
 # Of what a row learns apart from others, at most.
@@ -43,6 +42,7 @@ _ROW_BYTES = 8 << 20
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
+@drafter("recycle", argument="[:FILE]", help="trees of candidates that earlier passes left over")
 @dataclass(frozen=True)
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
@@ -78,7 +78,7 @@ class Recycling(Drafter):
 
     @classmethod
     def from_file(cls, file: str | Path) -> Recycling:
-        """Begin with a table that `SelfSpeculative.save_candidates` wrote. The file stays as it is.
+        """Begin with a table that `SelfSpeculative.save_memory` wrote. The file stays as it is.
 
         Args:
             file: safetensors; nothing is unpickled.
@@ -89,109 +89,33 @@ class Recycling(Drafter):
         about = CandidateFile(checked_path("file", file, DraftConfigError)).about
         return cls(about.candidates, about.longest, about.most_bytes, str(file))
 
-    def check(self, depth: int) -> None:
-        return
-
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         adapter.check_trees(model)
         if self.saved is not None:
             self._check_file(CandidateFile(self.saved), Vocabulary.of(model))
 
-    def begin(self, batch: Batch) -> RecyclingState:
-        if self not in batch.memories:
+    @classmethod
+    def variants(cls, depth: int) -> Sequence[Drafter]:
+        return (cls(),)
+
+    def begin(self, rows: RowsView) -> RecyclingProposer:
+        if self not in rows.memories:
             made = RecyclingMemory(self.candidates, self.longest, self.most_bytes, self.saved)
             if self.saved is not None:
                 # Models of one tokenizer may have heads of different sizes.
-                made.table.keep_below(batch.runner.vocabulary)
-            batch.memories[self] = made
-        memory = batch.memories[self]
+                made.table.keep_below(rows.runner.vocabulary)
+            rows.memories[self] = made
+        memory = rows.memories[self]
         assert isinstance(memory, RecyclingMemory)
-        state = RecyclingState(memory, batch.rows_apart)
-        for row in range(batch.size):
-            state.table(row).learn_text(batch.sequences.text_from(row, 0))
-        return state
+        return RecyclingProposer(self, memory, rows)
 
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        found = self.look_up(batch, budget)
-        return found if found.length and batch.controller.tries(found.match_length) else batch.no_draft()
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Recycling:
+        return cls() if argument is None else cls.from_file(argument)
 
-    def look_up(self, batch: Batch, budget: Budget) -> Draft:
-        """Propose a tree; none where nothing is known of some unfinished row, or none would pay."""
-        state = self._state(batch)
-        contexts = self._contexts(batch)
-        state.lengths = self._known(batch, state, contexts)
-        # What a batch can hope for is set by the row with least to go by.
-        lengths = [state.lengths[index] for index, row in enumerate(batch.running) if row in batch.unfinished]
-        if not any(lengths):
-            return batch.no_draft()
-        if batch.rows_apart:
-            state.proposed = self._chains(batch, state, contexts, budget)
-            return state.proposed
-        # Logits processors with memory judge chains alone.
-        chances = state.memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if batch.sampling.in_order else None]
-        tree = best_shape(chances, lambda nodes: batch.controller.round_cost(0, nodes), budget).tree
-        tokens = torch.from_numpy(state.memory.table.grown(contexts, tree)).to(batch.last_tokens.device)
-        state.proposed = Draft(tokens, tree, match_length=CANDIDATES)
-        return state.proposed
-
-    def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return what is offered to each running row: the tree of `look_up`, for each row by itself."""
-        state = self._state(batch)
-        contexts = self._contexts(batch)
-        lengths = self._known(batch, state, contexts).tolist()
-        return [
-            (self._offer(state.rates(length), state.table(row), context[None], length, batch.budget_of(row, budget)),)
-            for row, context, length in zip(batch.running, contexts, lengths, strict=True)
-        ]
-
-    def _offer(
-        self,
-        chances: tuple[float, ...],
-        table: CandidateTable,
-        context: NDArray[np.int64],
-        length: int,
-        budget: Budget,
-    ) -> Offer:
-        tree = largest_products(chances, budget.nodes if length else 0, budget.depth).tree
-        tokens: list[int] = table.grown(context, tree)[0].tolist()
-        shares: dict[tuple[int, ...], float] = {}
-        for path, rank in zip(tree.paths, tree.ranks, strict=True):
-            # A candidate that is there twice has the chance of the first.
-            shares.setdefault(tuple(tokens[node] for node in path), chances[rank])
-        return Offer(length, shares)
-
-    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        state = self._state(batch)
-        if draft is state.proposed:
-            for length, row in zip(state.lengths.tolist(), verdict.running, strict=True):
-                if length and row in verdict.rows:
-                    state.memory.chances[length - 1].count(draft.tree, verdict.rows[row].path)
-        contexts = contexts_of(self._contexts(batch), draft.tokens.cpu().numpy(), draft.tree)
-        candidates = logits.topk(min(self.candidates, logits.shape[-1])).indices.cpu().numpy()
-        if not batch.rows_apart:
-            state.memory.table.learn(contexts.reshape(-1, self.longest), candidates.reshape(-1, candidates.shape[-1]))
-            return
-        for index, (row, length) in enumerate(zip(batch.running, batch.row_lengths(draft), strict=True)):
-            if row in verdict.rows:
-                # What only fills the row up is another number of tokens beside other rows.
-                state.table(row).learn(contexts[index, : length + 1], candidates[index, : length + 1])
-        if all(found.ended for found in verdict.rows.values()):
-            state.hand_over()
-
-    def _known(self, batch: Batch, state: RecyclingState, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of the longest context that is known of each running row, `[rows]`."""
-        if not batch.rows_apart:
-            return state.memory.table.find(contexts).lengths
-        each = zip(batch.running, contexts, strict=True)
-        return np.array([state.table(row).find(context).lengths for row, context in each])
-
-    def _chains(self, batch: Batch, state: RecyclingState, contexts: NDArray[np.int64], budget: Budget) -> Draft:
-        tree = Tree.chain(budget.depth)
-        rows: list[list[int]] = [
-            state.table(row).grown(context[None], tree)[0].tolist() if length and row in batch.unfinished else []
-            for row, context, length in zip(batch.running, contexts, state.lengths, strict=True)
-        ]
-        return chains(batch, rows, match_length=CANDIDATES)
+    @property
+    def spelling(self) -> str | None:
+        return super().spelling if self.saved is None else f"recycle:{self.saved}"
 
     def _check_file(self, file: CandidateFile, vocabulary: Vocabulary) -> None:
         if not file.about.vocabulary.is_same(vocabulary):
@@ -202,17 +126,6 @@ class Recycling(Drafter):
         about = (file.about.candidates, file.about.longest, file.about.most_bytes)
         if about != (self.candidates, self.longest, self.most_bytes):
             raise DraftConfigError(f"{self.saved} holds another table by now; make the draft of it anew")
-
-    def _state(self, batch: Batch) -> RecyclingState:
-        state = self.state(batch)
-        assert isinstance(state, RecyclingState)
-        return state
-
-    def _contexts(self, batch: Batch) -> NDArray[np.int64]:
-        """The last tokens of each running row, `[rows, longest]`."""
-        sequences = batch.sequences
-        ends = [sequences.text_from(row, max(sequences.text_length(row) - self.longest, 0)) for row in batch.running]
-        return np.array([[*[NONE] * (self.longest - len(end)), *end] for end in ends], dtype=np.int64)
 
 
 class RecyclingMemory(Memory):
@@ -228,6 +141,8 @@ class RecyclingMemory(Memory):
         table: candidates of each context.
         chances: of the ranks, in drafts after contexts of one token, of two, ...
     """
+
+    has_file = True
 
     def __init__(self, candidates: int, longest: int, nbytes: int, saved: str | None = None) -> None:
         self._size = (candidates, longest, nbytes)
@@ -258,45 +173,113 @@ class RecyclingMemory(Memory):
         return CandidateTable(candidates, longest, min(nbytes, _ROW_BYTES), under=self.table)
 
 
-class RecyclingState(DraftState):
-    """What the drafter keeps during a generation.
+class RecyclingProposer(FreeProposer):
+    """Drafts from the wrapper's table, or where rows are apart from tables of their own over it.
 
     Args:
+        config: of the drafter.
         memory: what it keeps as long as the wrapper.
-        rows_apart: see `Batch`.
-
-    Attributes:
-        memory: as given.
-        proposed: its last draft, whether or not the round took it.
-        lengths: tokens of the longest known context of each running row then.
+        rows: before the first round.
     """
 
-    def __init__(self, memory: RecyclingMemory, rows_apart: bool) -> None:
-        self.memory = memory
-        self.proposed: Draft | None = None
-        self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    matches = (_CANDIDATES,)
+
+    def __init__(self, config: Recycling, memory: RecyclingMemory, rows: RowsView) -> None:
+        self._candidates = config.candidates
+        self._longest = config.longest
+        self._memory = memory
+        self._rows_apart = rows.rows_apart
+        # Its last draft, whether or not the round took it, and how long the known context of each row was then.
+        self._proposed: Draft | None = None
+        self._lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         # What rows learn apart, and what was known of ranks before.
-        self._tables: defaultdict[int, CandidateTable] | None = defaultdict(memory.of_row) if rows_apart else None
-        self._rates = [chances.rates() for chances in memory.chances] if rows_apart else None
+        self._tables: defaultdict[int, CandidateTable] = defaultdict(memory.of_row)
+        self._rates = [chances.rates() for chances in memory.chances]
+        for row in range(rows.size):
+            self._table(row).learn_text(rows.text(row))
 
     @property
     def nbytes(self) -> int:
-        own = () if self._tables is None else self._tables.values()
-        return self.memory.table.nbytes + sum(table.nbytes for table in own)
+        return self._memory.table.nbytes + sum(table.nbytes for table in self._tables.values())
 
-    def table(self, row: int) -> CandidateTable:
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
+        """Propose a tree; none where nothing is known of some unfinished row, or none would pay."""
+        contexts = self._contexts(rows)
+        self._lengths = self._known(rows, contexts)
+        # What a batch can hope for is set by the row with least to go by.
+        lengths = [self._lengths[index] for index, row in enumerate(rows.running) if row in rows.unfinished]
+        if not any(lengths):
+            return rows.no_draft()
+        if self._rows_apart:
+            self._proposed = self._chains(rows, contexts, budget)
+            return self._proposed
+        chances = self._memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if rows.chains_only else None]
+        tree = best_shape(chances, lambda nodes: rows.controller.round_cost(0, nodes), budget).tree
+        tokens = torch.from_numpy(self._memory.table.grown(contexts, tree)).to(rows.last_tokens.device)
+        self._proposed = Draft(tokens, tree, match_length=_CANDIDATES)
+        return self._proposed
+
+    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
+        """Return what is offered to each running row: the tree of `look_up`, for each row by itself."""
+        contexts = self._contexts(rows)
+        lengths = self._known(rows, contexts).tolist()
+        return [
+            (self._offer(row, context, length, rows.budget_of(row, budget)),)
+            for row, context, length in zip(rows.running, contexts, lengths, strict=True)
+        ]
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        if draft is self._proposed:
+            for length, row in zip(self._lengths.tolist(), verdict.running, strict=True):
+                if length and row in verdict.rows:
+                    self._memory.chances[length - 1].count(draft.tree, verdict.rows[row].path)
+        contexts = contexts_of(self._contexts(rows), draft.tokens.cpu().numpy(), draft.tree)
+        candidates = logits.topk(min(self._candidates, logits.shape[-1])).indices.cpu().numpy()
+        if not self._rows_apart:
+            self._memory.table.learn(contexts.reshape(-1, self._longest), candidates.reshape(-1, candidates.shape[-1]))
+            return
+        for index, (row, length) in enumerate(zip(rows.running, rows.row_lengths(draft), strict=True)):
+            if row in verdict.rows:
+                # What only fills the row up is another number of tokens beside other rows.
+                self._table(row).learn(contexts[index, : length + 1], candidates[index, : length + 1])
+        if all(found.ended for found in verdict.rows.values()):
+            for _, table in sorted(self._tables.items()):
+                self._memory.table.take(table)
+
+    def _table(self, row: int) -> CandidateTable:
         """Return what a row drafts from and teaches: where rows are apart its own, over what was known before."""
-        return self.memory.table if self._tables is None else self._tables[row]
+        return self._tables[row] if self._rows_apart else self._memory.table
 
-    def rates(self, length: int) -> tuple[float, ...]:
-        """Return the chances of ranks after known contexts of `length` tokens; where rows are apart, as before."""
+    def _offer(self, row: int, context: NDArray[np.int64], length: int, budget: Budget) -> Offer:
         place = max(length, 1) - 1
-        return self.memory.chances[place].rates() if self._rates is None else self._rates[place]
+        chances = self._rates[place] if self._rows_apart else self._memory.chances[place].rates()
+        tree = largest_products(chances, budget.nodes if length else 0, budget.depth).tree
+        tokens: list[int] = self._table(row).grown(context[None], tree)[0].tolist()
+        shares: dict[tuple[int, ...], float] = {}
+        for path, rank in zip(tree.paths, tree.ranks, strict=True):
+            # A candidate that is there twice has the chance of the first.
+            shares.setdefault(tuple(tokens[node] for node in path), chances[rank])
+        return Offer(length, shares)
 
-    def hand_over(self) -> None:
-        """Give what rows learnt apart to later generations."""
-        for _, table in sorted((self._tables or {}).items()):
-            self.memory.table.take(table)
+    def _known(self, rows: RowsView, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of the longest context that is known of each running row, `[rows]`."""
+        if not self._rows_apart:
+            return self._memory.table.find(contexts).lengths
+        each = zip(rows.running, contexts, strict=True)
+        return np.array([self._table(row).find(context).lengths for row, context in each])
+
+    def _chains(self, rows: RowsView, contexts: NDArray[np.int64], budget: Budget) -> Draft:
+        tree = Tree.chain(budget.depth)
+        found: list[list[int]] = [
+            self._table(row).grown(context[None], tree)[0].tolist() if length and row in rows.unfinished else []
+            for row, context, length in zip(rows.running, contexts, self._lengths, strict=True)
+        ]
+        return chains(rows, found, match_length=_CANDIDATES)
+
+    def _contexts(self, rows: RowsView) -> NDArray[np.int64]:
+        """The last tokens of each running row, `[rows, longest]`."""
+        ends = [rows.text(row, max(rows.text_length(row) - self._longest, 0)) for row in rows.running]
+        return np.array([[*[NONE] * (self._longest - len(end)), *end] for end in ends], dtype=np.int64)
 
 
 def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:

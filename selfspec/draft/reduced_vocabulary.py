@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter
@@ -19,6 +22,13 @@ from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.values import checked_path, shown
 
 
+@drafter(
+    "vocab",
+    argument=":FILE",
+    written="behind",
+    example="exit:4+vocab:FILE",
+    help="any of these with fewer rows of the head, by `selfspec train vocabulary`",
+)
 @dataclass(frozen=True, eq=False)
 class ReducedVocabulary(LayerPathDrafter):
     """Another path drafter, whose draft steps read only the rows of the head that belong to some tokens.
@@ -47,6 +57,7 @@ class ReducedVocabulary(LayerPathDrafter):
                 f"a reduced vocabulary must list token ids, at least one and none twice; got {shown(self.tokens)}"
             )
         object.__setattr__(self, "tokens", tuple(listed))
+        object.__setattr__(self, "bits", self.draft_with.bits)
         tokens = torch.tensor(self.tokens)
         object.__setattr__(self, "_head", replace(self.draft_with.head or DraftHead(), tokens=tokens))
 
@@ -60,6 +71,26 @@ class ReducedVocabulary(LayerPathDrafter):
         remedy = "write a vocabulary with selfspec train vocabulary: it lists token ids under tokens"
         place = checked_path("file", file, DraftConfigError)
         return cls(draft_with, read_json(place, _Vocabulary, DraftConfigError, remedy).tokens, str(file))
+
+    @classmethod
+    def spelled_behind(cls, before: Drafter, argument: str | None) -> ReducedVocabulary:
+        if not argument or not isinstance(before, LayerPathDrafter) or isinstance(before, ReducedVocabulary):
+            raise ValueError(argument)
+        return cls.from_file(before, argument)
+
+    @property
+    def spelling(self) -> str | None:
+        before = self.draft_with.spelling
+        return None if self.source is None or before is None else f"{before}+vocab:{self.source}"
+
+    @property
+    def chances(self) -> Sequence[float]:
+        return self.draft_with.chances
+
+    def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
+        found = self.draft_with.mapped(change)
+        assert isinstance(found, LayerPathDrafter)
+        return replace(self, draft_with=found)
 
     @property
     def head(self) -> DraftHead:

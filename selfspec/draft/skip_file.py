@@ -10,6 +10,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.declaration import drafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
@@ -31,6 +32,7 @@ class _Content:
     layers: list[int] = field(default_factory=list)
 
 
+@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
 @dataclass(frozen=True)
 class SkipFile(LayerPathDrafter):
     """A `LayerSkip` for one checkpoint and no other.
@@ -58,6 +60,16 @@ class SkipFile(LayerPathDrafter):
 
     def path(self, depth: int) -> LayerPath:
         return self.skip.path(depth)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> SkipFile:
+        if not argument:
+            raise ValueError(argument)
+        return cls.from_file(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"skip-file:{self.source}"
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         try:

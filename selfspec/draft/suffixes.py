@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.arguments import shown
 from selfspec.draft.corpus_file import LONGEST, CorpusFile
-from selfspec.draft.draft import Budget
-from selfspec.draft.draft_state import DraftState
-from selfspec.draft.merging import MergingDrafter, MergingState
+from selfspec.draft.declaration import drafter
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import Drafter
+from selfspec.draft.merging import MergingProposer
 from selfspec.draft.offer import Offer, counted
-from selfspec.draft.text_places import NONE, TextMemory, Tokens, places_in
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.text_places import NONE, SortedCorpus, TextMemory, Tokens, places_in
+from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from selfspec.decode.batch import Batch
-    from selfspec.decode.verdict import Verdict
-    from selfspec.draft.draft import Draft
 
 # Places that are enough to count; where fewer are alike in as many tokens, those alike in fewer count too, less each.
 _ENOUGH, _SHORTER = 8, 0.3
@@ -34,8 +30,9 @@ _ENOUGH, _SHORTER = 8, 0.3
 _LONG_MATCH = 12
 
 
+@drafter("suffix", argument="[:FILE]", help="what followed in earlier texts, and in a corpus by `selfspec index`")
 @dataclass(frozen=True)
-class Suffixes(MergingDrafter):
+class Suffixes(Drafter):
     """Suffix trees of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
 
     Continuations of the longest matches in the prompt, the output, earlier texts of the wrapper and a corpus are merged
@@ -66,38 +63,78 @@ class Suffixes(MergingDrafter):
             object.__setattr__(self, "_opened", CorpusFile(self.corpus))
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        super().check_model(model, adapter)
+        adapter.check_trees(model)
         if self._opened is not None:
             self._opened.check(Vocabulary.of(model))
 
-    def begin(self, batch: Batch) -> SuffixState:
-        memory = batch.memories.setdefault(self, TextMemory(self.most_bytes))
+    def begin(self, rows: RowsView) -> SuffixProposer:
+        memory = rows.memories.setdefault(self, TextMemory(self.most_bytes))
         assert isinstance(memory, TextMemory)
-        return SuffixState(memory, [OwnText() for _ in range(batch.size)], batch.rows_apart)
+        return SuffixProposer(rows, memory, None if self._opened is None else self._opened.corpus)
 
-    def offers(self, batch: Batch, budget: Budget) -> list[tuple[Offer, ...]]:
-        state = self.state(batch)
-        assert isinstance(state, SuffixState)
-        return [(self._offer(state, batch, row, batch.budget_of(row, budget).depth),) for row in batch.running]
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Suffixes:
+        return cls(argument)
 
-    def learn(self, batch: Batch, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(batch, draft, logits, verdict)
-        state = self.state(batch)
-        assert isinstance(state, SuffixState)
+    @property
+    def spelling(self) -> str | None:
+        has_file = self.corpus is not None and self == Suffixes(self.corpus)
+        return f"suffix:{self.corpus}" if has_file else super().spelling
+
+    @classmethod
+    def variants(cls, depth: int) -> Sequence[Drafter]:
+        return (cls(),)
+
+
+class SuffixProposer(MergingProposer):
+    """Counts what followed in each row's text, in earlier texts and in a corpus.
+
+    Args:
+        rows: before the first round.
+        memory: earlier texts of the wrapper.
+        corpus: None: there is none.
+    """
+
+    def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
+        super().__init__(rows)
+        self._memory = memory
+        self._corpus = corpus
+        self._texts = [OwnText() for _ in range(rows.size)]
+        self._at_first = memory.tokens
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.tokens.nbytes
+
+    def join(self, other: SuffixProposer) -> None:
+        self._texts.extend(other._texts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._texts[:] = [self._texts[row] for row in rows]
+
+    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
+        return [(self._offer(rows, row, rows.budget_of(row, budget).depth),) for row in rows.running]
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(rows, draft, logits, verdict)
         for row, found in verdict.rows.items():
-            if found.ended and self.most_bytes:
-                state.memory.add([*batch.sequences.text_from(row, 0), *found.tokens])
+            if found.ended:
+                self._memory.add([*rows.text(row), *found.tokens])
 
-    def _offer(self, state: SuffixState, batch: Batch, row: int, depth: int) -> Offer:
-        own = state.texts[row]
-        own.extend(batch.sequences.text_from(row, own.length))
+    @property
+    def _earlier(self) -> Tokens:
+        """Earlier texts: where rows are apart those before this generation, else also rows of it that have ended."""
+        return self._at_first if self.rows_apart else self._memory.tokens
+
+    def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
+        own = self._texts[row]
+        own.extend(rows.text(row, own.length))
         context: list[int] = own.tokens[-LONGEST:].tolist()
         # Of a loop that reaches the end of the text, what follows is its beginning.
         found = [_Found(own.tokens, places_in(own.tokens, context, LONGEST), goes_round=True)]
-        found.append(_Found(state.earlier, places_in(state.earlier, context, LONGEST)))
-        if self._opened is not None:
-            corpus = self._opened.corpus
-            found.append(_Found(corpus.tokens, corpus.places(context, LONGEST)))
+        found.append(_Found(self._earlier, places_in(self._earlier, context, LONGEST)))
+        if self._corpus is not None:
+            found.append(_Found(self._corpus.tokens, self._corpus.places(context, LONGEST)))
         longest = max(len(each.places) for each in found)
         shares = counted(_weighted(found, longest, depth))
         return Offer(min(longest, _LONG_MATCH), shares)
@@ -167,35 +204,3 @@ class OwnText:
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
         self._tokens[self.length : self.length + len(tokens)] = tokens
         self.length += len(tokens)
-
-
-class SuffixState(MergingState):
-    """What the drafter keeps during a generation.
-
-    Args:
-        memory: earlier texts of the wrapper.
-        texts: of each row.
-        rows_apart: see `Batch`.
-    """
-
-    def __init__(self, memory: TextMemory, texts: list[OwnText], rows_apart: bool) -> None:
-        super().__init__(rows_apart)
-        self.memory = memory
-        self.texts = texts
-        self._at_first = memory.tokens
-
-    @property
-    def earlier(self) -> Tokens:
-        """Earlier texts: where rows are apart those before this generation, else also rows of it that have ended."""
-        return self._at_first if self.rows_apart else self.memory.tokens
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.tokens.nbytes
-
-    def join(self, other: DraftState | None) -> None:
-        assert isinstance(other, SuffixState)
-        self.texts.extend(other.texts)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.texts[:] = [self.texts[row] for row in rows]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.draft.draft_state import Memory
+from selfspec.draft.drafter import Memory
 
 Tokens = NDArray[np.int32]
 
@@ -59,6 +59,8 @@ class TextMemory(Memory):
 
     def add(self, text: Sequence[int]) -> None:
         """Take in a text, and drop of the oldest what there is no room for."""
+        if not self._most:
+            return
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
         self.tokens = kept[max(len(kept) - self._most, 0) :]
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
-
-if TYPE_CHECKING:
-    from selfspec.decode.batch import Batch
+from selfspec.draft.rows_view import RowsView
 
 
-def grow(batch: Batch, tree: Tree, read: Callable[[Tensor, int], Tensor]) -> Draft:
+def grow(rows: RowsView, tree: Tree, read: Callable[[Tensor, int], Tensor]) -> Draft:
     """Draft a tree, or the first levels of it where the controller ends the draft.
 
     Siblings are drawn without replacement from one q: each from what its earlier siblings leave of it, normalised. That
@@ -25,29 +22,29 @@ def grow(batch: Batch, tree: Tree, read: Callable[[Tensor, int], Tensor]) -> Dra
     tokens, and of a coupled draft those that the noise of their position likes best. None is left out for its score.
 
     Args:
-        batch: before the round.
+        rows: before the round.
         tree: as `by_level` numbers it. Nodes that are read come first, so that verification can build on them.
         read: makes a draft step over consecutive nodes: takes their tokens, `[rows, nodes]`, and the number of the
             first; gives logits, `[rows, nodes, vocab]`.
     """
-    batch.cache.open(tree)
-    growth = growth_of(tree, batch.last_tokens.device)
-    tokens, probs, steps = [batch.last_tokens[:, :0]], [], 0
+    rows.open_block(tree)
+    growth = growth_of(tree, rows.last_tokens.device)
+    tokens, probs, steps = [rows.last_tokens[:, :0]], [], 0
     for level in growth.levels:
-        reads = batch.last_tokens if level.first < 0 else _picked(tokens, level.draws)
-        scores = left = _scores(batch, read(reads, level.first), tokens, level)
+        reads = rows.last_tokens if level.first < 0 else _picked(tokens, level.draws)
+        scores = left = _scores(rows, read(reads, level.first), tokens, level)
         for rank, nodes in enumerate(level.families):
             if rank:
                 left = left[:, :nodes].scatter(-1, tokens[-1][:, :nodes, None], -torch.inf)
-            drawn = batch.draw_draft(left, level.first, sum(each.shape[1] for each in tokens))
+            drawn = rows.draw_draft(left, level.first, sum(each.shape[1] for each in tokens))
             tokens.append(drawn.token)
             probs.append(drawn.q)
         steps += 1
-        if steps < len(growth.levels) and not batch.controller.goes_on(scores[:, :1]):
+        if steps < len(growth.levels) and not rows.controller.goes_on(scores[:, :1]):
             tree = upper_levels(tree, steps)
-            growth = growth_of(tree, batch.last_tokens.device)
+            growth = growth_of(tree, rows.last_tokens.device)
             break
-    drawn_from = None if batch.sampling.greedy else _picked([torch.cat(probs, 1)], growth.draws)
+    drawn_from = None if rows.greedy else _picked([torch.cat(probs, 1)], growth.draws)
     return Draft(_picked([torch.cat(tokens, 1)], growth.draws), tree, drawn_from, steps=steps)
 
 
@@ -127,13 +124,13 @@ def upper_levels(tree: Tree, depth: int) -> Tree:
     return by_level(Tree(tuple(-1 if tree.parents[node] < 0 else kept.index(tree.parents[node]) for node in kept)))
 
 
-def _scores(batch: Batch, logits: Tensor, tokens: Sequence[Tensor], level: Level) -> Tensor:
+def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Level) -> Tensor:
     """Return what the children of each node are drawn by, `[rows, nodes, vocab]`: each has its own path before it."""
-    if not batch.sampling.reads_prefixes or level.draws is None:
-        return batch.draft_scores(logits, tokens)
+    if not rows.reads_prefixes or level.draws is None:
+        return rows.draft_scores(logits, tokens)
     drawn = torch.cat(list(tokens), 1)
     each = zip(logits.split(1, 1), level.paths, strict=True)
-    return torch.cat([batch.draft_scores(logits, [drawn[:, path]]) for logits, path in each], 1)
+    return torch.cat([rows.draft_scores(logits, [drawn[:, path]]) for logits, path in each], 1)
 
 
 def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.estimate import Estimate
@@ -157,7 +156,7 @@ def forced_logits(
         drafter.check(readout.depth)
         drafter.check_model(model, adapter)
         drafter.prepare(model, substitutes)
-    exits = {name: left for name, each in drafters.items() if (left := each.leaves_at(readout.depth)) is not None}
+    exits = {name: left for name, each in drafters.items() if (left := each.early_exit(readout.depth)) is not None}
     progress = watch or Unwatched()
     progress.begin(len(texts))
     for text in texts:
@@ -174,7 +173,7 @@ def forced_logits(
                 head = left.head or DraftHead()
                 draft = head.alone(readout.logits(head.adapted(states[left.layer][:, judged])))[0]
             else:
-                cache = SharedCache.of_model(model, adapter, batch=1, limit=ids.shape[1])
+                cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
                 cache.reserve(ids.shape[1])
                 runner = ModelRunner(model, adapter, cache, substitutes)
                 draft = runner.logits(drafter.path(readout.depth), ids, head=drafter.head).logits[0, judged]

@@ -25,7 +25,7 @@ from selfspec.control.costs import Costs
 from selfspec.decode.generation import Generation
 from selfspec.draft import Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.probe import Given, Probe, Sample

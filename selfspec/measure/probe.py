@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.verify import verify
-from selfspec.draft import Budget, Draft, Drafter
+from selfspec.draft import Budget, Draft, Proposer, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN
+from selfspec.draft.registry import PLAIN
 from selfspec.model.adapter import Adapter
 from selfspec.runtime.timer import Timer
 
@@ -46,17 +46,14 @@ class Sample:
         return [seconds / length / self.unit for length, seconds in self.draft[name].items()]
 
 
-class Given(Drafter):
+class Given(Stateless):
     """Proposes the last token again and again, for nothing: rounds then cost what judging a draft does."""
 
-    def check(self, depth: int) -> None:
-        return
-
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        return Draft.chain(batch.last_tokens.repeat(1, budget.depth))
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return Draft.chain(rows.last_tokens.repeat(1, budget.depth))
 
 
-class Probe(Drafter):
+class Probe(Stateless):
     """Times drafts and target passes over the state of a generation and leaves it as it was.
 
     Widths are the tokens of target passes from tokens on, lengths those of drafts.
@@ -71,6 +68,11 @@ class Probe(Drafter):
         self._drafters, self._widths, self._lengths, self._timer = drafters, widths, lengths, timer
         self.sample = Sample()
         self._turn = 0
+        self._proposers: dict[str, Proposer] = {}
+
+    def begin(self, rows: RowsView) -> Proposer:
+        self._proposers = {name: drafter.begin(rows) for name, drafter in self._drafters.items()}
+        return self
 
     def check(self, depth: int) -> None:
         for drafter in self._drafters.values():
@@ -80,7 +82,8 @@ class Probe(Drafter):
         for drafter in self._drafters.values():
             drafter.check_model(model, adapter)
 
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        assert isinstance(rows, Batch)
         names = [PLAIN, *self._drafters]
         self.sample = Sample(draft={name: {} for name in self._drafters}, verify={name: {} for name in names})
         jobs = [(PLAIN, width - 1) for width in self._widths]
@@ -91,9 +94,9 @@ class Probe(Drafter):
         start = self._turn * 7 % len(jobs)
         began = self._timer.now()
         for job in [*jobs[start:], *jobs[:start]]:
-            self._time(batch, *job)
+            self._time(rows, *job)
         self.sample.probing = self._timer.now() - began
-        return batch.no_draft()
+        return rows.no_draft()
 
     def _time(self, batch: Batch, name: str, length: int) -> None:
         # The block of the job before has other nodes.
@@ -102,8 +105,8 @@ class Probe(Drafter):
         if name == PLAIN:
             drafts.append(Draft.chain(batch.last_tokens.repeat(1, length)))
         else:
-            drafter = self._drafters[name]
-            took = self._timer.of(lambda: drafts.append(drafter.propose(batch, Budget.chain(length))))
+            proposer = self._proposers[name]
+            took = self._timer.of(lambda: drafts.append(proposer.propose(batch, Budget.chain(length))))
             self.sample.draft[name][length] = took
         took = self._timer.of(lambda: verify(batch, drafts[0]))
         if length == 0:

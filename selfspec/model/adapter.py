@@ -6,9 +6,12 @@ import inspect
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import Part
 
@@ -72,6 +75,30 @@ class Adapter:
         for name, known in (("ragged", _RAGGED), ("without_attention", _WITHOUT), ("without_mlp", _WITHOUT)):
             if getattr(self, name) not in known:
                 raise UnsupportedModelError(f"an adapter's {name} is one of {known}, got {getattr(self, name)!r}")
+
+    def shared_cache(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        limit: int,
+        slack: int = 0,
+        *,
+        device: torch.device | None = None,
+        bucket: int = 1,
+        kept: CacheKind = "exact",
+    ) -> SharedCache:
+        """Make the cache that a model's passes need. `device` is the model's by default; the rest as in the class."""
+        return SharedCache(
+            len(self.decoder_layers(model)),
+            batch,
+            limit,
+            slack,
+            model.device if device is None else device,
+            aligned="right" if self.ragged == "padding" else "left",
+            recurrent=recurrent_layers(model.config) if self.recurrent else {},
+            bucket=bucket,
+            kept=kept,
+        )
 
     def modules(self, part: Part) -> tuple[str, ...]:
         """Every attribute of a decoder layer that may hold one of its sublayers, or a part of it."""

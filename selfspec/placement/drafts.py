@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,9 +11,9 @@ from selfspec.cache.cache_kind import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice
-from selfspec.draft import Assistant, Cascade, Drafter, EarlyExit, LowPrecision, ReducedVocabulary, Union
+from selfspec.draft import Drafter, EarlyExit, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
@@ -84,19 +84,11 @@ class Placement:
             if bits is not None and bits != self.plan.bits:
                 raise DraftConfigError(f"no memory was set aside for copies in {bits} bits; {_anew(asked.draft)}")
             return asked
-        draft = self._fitted(asked.draft)
+        draft = asked.draft.mapped(self._fitted)
         costs = Costs(self._step(draft, model, adapter), verify=1.0, widening=_WIDENING, overhead=_OVERHEAD)
         return DraftChoice(draft, CostAware(LONGEST), costs)
 
     def _fitted(self, draft: Drafter) -> Drafter:
-        if isinstance(draft, Cascade):
-            return replace(draft, then=self._fitted(draft.then))
-        if isinstance(draft, Union):
-            return Union(*map(self._fitted, draft.sources))
-        if isinstance(draft, ReducedVocabulary):
-            fitted = self._fitted(draft.draft_with)
-            assert isinstance(fitted, LayerPathDrafter)
-            return replace(draft, draft_with=fitted)
         return self._stand_in(draft) if isinstance(draft, LowPrecision) else draft
 
     def _stand_in(self, draft: LowPrecision) -> LayerPathDrafter:
@@ -119,7 +111,7 @@ class Placement:
 
     def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
         """c, predicted."""
-        last = draft.sources[-1] if isinstance(draft, Cascade | Union) else draft
+        last = draft.last
         bandwidth = self.plan.bandwidth
         if bits_of(last) is not None and self.plan.draft_step is not None:
             return self.plan.draft_step
@@ -133,7 +125,7 @@ class Placement:
         cost = last.cost(model, adapter)
         # An assistant stays in memory.
         in_memory = bytes_read(model, adapter) / bandwidth.memory * self.plan.plain
-        return cost * in_memory if isinstance(last, Assistant) else cost
+        return cost * in_memory if last.runs == "model" else cost
 
 
 def bits_of(draft: Drafter) -> int | None:
@@ -142,18 +134,23 @@ def bits_of(draft: Drafter) -> int | None:
     Raises:
         DraftConfigError: it reads them from a file, or in other groups than a budget's.
     """
-    if isinstance(draft, Cascade | Union):
-        return bits_of(draft.sources[-1])
-    if isinstance(draft, ReducedVocabulary):
-        return bits_of(draft.draft_with)
-    if not isinstance(draft, LowPrecision):
-        return None
-    if draft.saved is not None:
-        raise DraftConfigError(
-            f"{draft_name(draft)}: within a budget copies are made when the model is loaded; write int{draft.bits}"
-        )
-    if draft.bits == 4 and draft.group_size != GROUP_SIZE:
-        raise DraftConfigError(f"group_size={draft.group_size}: within a budget groups are of {GROUP_SIZE} weights")
+    rounded: list[LowPrecision] = []
+
+    def seen(each: Drafter) -> Drafter:
+        if isinstance(each, LowPrecision):
+            rounded.append(each)
+        elif each.bits is not None:
+            raise DraftConfigError(f"{draft_name(each)}: within a budget fewer bits are those of int8 and int4")
+        return each
+
+    draft.mapped(seen)
+    for each in rounded:
+        if each.saved is not None:
+            raise DraftConfigError(
+                f"{draft_name(each)}: within a budget copies are made when the model is loaded; write int{each.bits}"
+            )
+        if each.bits == 4 and each.group_size != GROUP_SIZE:
+            raise DraftConfigError(f"group_size={each.group_size}: within a budget groups are of {GROUP_SIZE} weights")
     return draft.bits
 
 

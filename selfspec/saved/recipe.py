@@ -12,11 +12,11 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from selfspec.accept import RULES, Rule
+from selfspec.accept import Rule, rule_name, rules
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter
-from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.files.json_text import parsed, sealed
 from selfspec.files.writing import whole
@@ -75,9 +75,9 @@ class Recipe:
             raise DraftConfigError(
                 f"{name} cannot be saved with the model; wrap with an exit, a skip set or fewer bits"
             )
-        accept = next((name for name, known in RULES.items() if known == rule), None)
+        accept = None if rule is None else rule_name(rule)
         if rule is not None and accept is None:
-            raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(RULES)}")
+            raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(rules())}")
         return cls(name, length, accept)
 
     @classmethod

@@ -17,7 +17,7 @@ import typer
 import selfspec
 from helpers.running import Invoke
 from selfspec.cli.app import app
-from selfspec.cli.generate import DRAFTS
+from selfspec.draft.registry import declarations
 
 
 def test_version(invoke: Invoke) -> None:
@@ -76,9 +76,12 @@ def test_the_commands_of_the_documentation_have_their_options(page: str) -> None
         assert options <= {*known, "--help"}, " ".join(words)
 
 
-def test_help_of_generate_lists_every_kind_of_draft(invoke: Invoke) -> None:
-    shown = invoke("generate", "--help").stdout
-    assert all(draft in shown for draft in DRAFTS)
+def test_every_kind_of_draft_is_listed(invoke: Invoke) -> None:
+    assert "selfspec drafts" in invoke("generate", "--help").stdout
+    shown = invoke("drafts").stdout
+    assert all(each.form in shown for each in declarations())
+    listed = json.loads(invoke("drafts", "--output", "json").stdout)["drafts"]
+    assert [each["written"] for each in listed] == [each.form for each in declarations()]
 
 
 def test_a_shell_can_complete_commands() -> None:

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecError
-from selfspec.cli.generate import DRAFTS
 from selfspec.cli.options import grouped, read_draft
+from selfspec.draft.registry import declarations
 from selfspec.measure.embedded import DEMO, checkpoint_folder, model_place
 
 
@@ -59,15 +59,15 @@ def test_grammar(text: str, drafter: Drafter | None) -> None:
 )
 def test_anything_else_is_refused_with_how_to_write_it(text: str) -> None:
     kind = text.partition(":")[0]
-    how = {"exit": "write exit:E", "skip": "write skip:PART"}.get(kind, "exit:E, int8, int4, skip")
+    how = {"exit": "write exit:E", "skip": "write skip:PART"}.get(kind, "exit:E, head:FOLDER@E, skip:PART=LAYERS, int8[:FILE]")
     with pytest.raises(DraftConfigError, match=r"^--draft .* is not understood; ") as refused:
         read_draft(text)
     assert how in str(refused.value)
     assert len(str(refused.value).split()) < 40
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_the_drafts_that_help_lists_are_of_the_grammar(draft: str) -> None:
+@pytest.mark.parametrize("draft", [each.example for each in declarations()])
+def test_the_drafts_that_are_listed_are_of_the_grammar(draft: str) -> None:
     message = ""
     try:
         read_draft(draft)

@@ -23,7 +23,7 @@ from helpers.tiers import in_turns
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
 from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
 from selfspec.control.costs import CostsByRows
-from selfspec.draft import Budget, Draft
+from selfspec.draft import Budget, Draft, Stateless
 
 CHEAP = selfspec.Costs(draft=0.1)
 DEAR = selfspec.Costs(draft=0.9, verify=1.2)
@@ -470,11 +470,8 @@ def test_by_default_drafts_that_always_stand_go_on() -> None:
 
 
 @dataclass(frozen=True)
-class Wrong(selfspec.Drafter):
+class Wrong(Stateless):
     """Always drafts the same token; its steps cost as much as any draft's."""
-
-    def check(self, depth: int) -> None:
-        return
 
     def propose(self, batch: Any, budget: Budget) -> Draft:
         length = budget.depth if batch.controller.tries(0) else 0
@@ -485,13 +482,10 @@ class Wrong(selfspec.Drafter):
 
 
 @dataclass(frozen=True)
-class Right(selfspec.Drafter):
+class Right(Stateless):
     """Knows the text."""
 
     text: tuple[int, ...]
-
-    def check(self, depth: int) -> None:
-        return
 
     def propose(self, batch: Any, budget: Budget) -> Draft:
         start = batch.sequences.length(0)

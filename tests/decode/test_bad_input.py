@@ -31,7 +31,7 @@ from helpers.profiles import GREEDY, profile_of
 from selfspec.arguments import check_scores
 from selfspec.control import Control
 from selfspec.control.profile import Profile
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.saved.custom_generate import generate_by
 
@@ -273,7 +273,7 @@ KEYWORDS: list[tuple[str, Any, str]] = [
     ("accept", ["token"], "accept"),
     ("accept", b"token", "accept"),
     ("accept", object(), "accept"),
-    ("accept", type(selfspec.accept.RULES["token"]), "accept"),
+    ("accept", type(selfspec.accept.rules()["token"]), "accept"),
 ]
 
 
@@ -373,7 +373,7 @@ def _cascade(drafters: Any) -> Any:
     return selfspec.Cascade(*drafters)
 
 
-RULE: Any = type(selfspec.accept.RULES["block"])
+RULE: Any = type(selfspec.accept.rules()["block"])
 MADE: list[tuple[str, Callable[..., Any], str, list[Any]]] = [
     ("adapter", _wrap, "adapter", ["llama", selfspec.Adapter, 0]),
     ("runtime", _wrap, "runtime", ["eager", selfspec.Eager, 0]),

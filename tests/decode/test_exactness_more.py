@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
 from helpers.tiers import in_turns
@@ -42,19 +42,20 @@ def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     assert holm_rejects(found, 0.01) == [], found
 
 
-@dataclass(frozen=True)
-class Keeping(Drafter):
+class Keeping(Altered):
     """Drafts as another drafter does, and keeps what it drafted."""
 
-    drafter: Drafter
-    kept: list[Draft] = field(default_factory=list, compare=False)
+    def __init__(self, drafter: Drafter) -> None:
+        kept: list[Draft] = []
 
-    def check(self, depth: int) -> None:
-        self.drafter.check(depth)
+        def keeping(propose: Propose, batch: Any, budget: Budget) -> Draft:
+            kept.append(propose(batch, budget))
+            return kept[-1]
 
-    def propose(self, batch: Any, budget: Budget) -> Draft:
-        self.kept.append(self.drafter.propose(batch, budget))
-        return self.kept[-1]
+        super().__init__(drafter, keeping)
+        object.__setattr__(self, "kept", kept)
+
+    kept: list[Draft]
 
 
 def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:

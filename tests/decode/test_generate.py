@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.altered import Altered, Propose
 from helpers.captures import StandIn
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import (
@@ -31,10 +32,9 @@ from helpers.joints import (
 )
 from helpers.tiers import in_turns
 from selfspec.accept import TokenLevel
-from selfspec.decode.batch import Batch
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.sequences import Prefixes
-from selfspec.draft import Budget, Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 from selfspec.runtime import Runtime
 
 
@@ -129,14 +129,13 @@ def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: st
 
 @pytest.mark.statistical
 def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
-    class Mismatched(selfspec.EarlyExit):
-        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
-            draft: selfspec.Draft = super().propose(batch, budget)
-            assert draft.probs is not None
-            hotter = draft.probs ** (1 / 1.1)
-            return replace(draft, probs=hotter / hotter.sum(-1, keepdim=True))
+    def mismatched(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+        draft = propose(batch, budget)
+        assert draft.probs is not None
+        hotter = draft.probs ** (1 / 1.1)
+        return replace(draft, probs=hotter / hotter.sum(-1, keepdim=True))
 
-    spec = selfspec.wrap(small(), Mismatched(2), draft_length=2, accept="token")
+    spec = selfspec.wrap(small(), Altered(selfspec.EarlyExit(2), mismatched), draft_length=2, accept="token")
     assert holm_rejects(p_values(spec, Warp(), batches=80), 0.01)
 
 
@@ -380,17 +379,14 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Poison(Drafter):
+class Poison(Stateless):
     """Drafts a token in the first round that no pass can read without overflow, and nothing after that."""
 
     token: int
     prompt: int
 
-    def check(self, depth: int) -> None:
-        return
-
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
-        if batch.sequences.length(0) > self.prompt:
+    def propose(self, batch: RowsView, budget: Budget) -> Draft:
+        if batch.text_length(0) > self.prompt:
             return batch.no_draft()
         return Draft.chain(torch.full((batch.size, budget.depth), self.token))
 
@@ -418,18 +414,19 @@ def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
     model = small()
     drafting = []
 
-    class Overflowing(selfspec.EarlyExit):
-        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
-            drafting.append(True)
-            draft = super().propose(batch, budget)
-            drafting.clear()
-            return draft
+    def overflowing(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+        drafting.append(True)
+        draft = propose(batch, budget)
+        drafting.clear()
+        return draft
 
     def overflow(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         return output * float("nan") if drafting else output
 
     model.lm_head.register_forward_hook(overflow)
-    found = p_values(selfspec.wrap(model, Overflowing(2), draft_length=2), Warp(temperature=0.8))
+    found = p_values(
+        selfspec.wrap(model, Altered(selfspec.EarlyExit(2), overflowing), draft_length=2), Warp(temperature=0.8)
+    )
     assert holm_rejects(found, 0.01) == []
 
 
@@ -467,14 +464,12 @@ def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = float("nan")
 
-    class Poisoning(type(draft)):  # type: ignore[misc]
-        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
-            made: selfspec.Draft = super().propose(batch, budget)
-            made.tokens[:, -1] = poison
-            return made
+    def poisoning(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+        made = propose(batch, budget)
+        made.tokens[:, -1] = poison
+        return made
 
-    poisoning = Poisoning(**vars(draft))
-    spec = selfspec.wrap(model, poisoning, draft_length=3)
+    spec = selfspec.wrap(model, Altered(draft, poisoning), draft_length=3)
     for prompt, text in zip(prompts, expected, strict=True):
         assert torch.equal(spec.generate(prompt, do_sample=False, max_new_tokens=24).sequences[0], text)
     ids = torch.cat([torch.nn.functional.pad(prompts[0], (5, 0)), prompts[1]])

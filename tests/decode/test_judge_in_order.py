@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, Syn
 
 import selfspec
 from helpers import tiny
+from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects, p_value
 from selfspec.draft import Budget, Drafter
 
@@ -129,22 +130,19 @@ class Dead(Undoable):
 
 
 def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(llama: PreTrainedModel) -> None:
-    class Loud(selfspec.LayerSkip):
-        """Drafts with scores that the processor refuses."""
-
-        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
-            passes = batch.runner.logits
-            try:
-                batch.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
-                drafted: selfspec.Draft = super().propose(batch, budget)
-                return drafted
-            finally:
-                batch.runner.logits = passes
+    def loud(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+        """Draft with scores that the processor refuses."""
+        passes = batch.runner.logits
+        try:
+            batch.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
+            return propose(batch, budget)
+        finally:
+            batch.runner.logits = passes
 
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
     wanted = llama.generate(tiny.prompt(5), logits_processor=[Dead()], **options)
     processor = Dead()
-    out = selfspec.wrap(llama, Loud(mlp=[3]), draft_length=4).generate(
+    out = selfspec.wrap(llama, Altered(selfspec.LayerSkip(mlp=[3]), loud), draft_length=4).generate(
         tiny.prompt(5), logits_processor=[processor], **options
     )
     assert torch.equal(out.sequences, wanted)
@@ -249,15 +247,14 @@ def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> Non
     with torch.no_grad():
         llama.model.embed_tokens.weight[poison] = torch.nan
 
-    class Poisoning(selfspec.LayerSkip):
-        def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
-            made: selfspec.Draft = super().propose(batch, budget)
-            made.tokens[0, -1] = poison
-            return made
+    def poisoning(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+        made = propose(batch, budget)
+        made.tokens[0, -1] = poison
+        return made
 
     processor = Alternating()
     # A path that skips the first layer leaves nothing to resume: the target reads the whole block at once.
-    spec = selfspec.wrap(llama, Poisoning(layers=[0]), draft_length=3)
+    spec = selfspec.wrap(llama, Altered(selfspec.LayerSkip(layers=[0]), poisoning), draft_length=3)
     out = spec.generate(tiny.prompt(5, 2), logits_processor=[processor], **options)
     assert torch.equal(out.sequences, text)
     assert processor.calls == 18

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
-from selfspec.decode.batch import Batch
 from selfspec.decode.output import Round
-from selfspec.draft import Budget, Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 
 CHEAP = selfspec.Costs(draft=0.1)
 
@@ -61,18 +61,15 @@ def accepts_unevenly(model: PreTrainedModel, draft: Drafter, prompts: Tensor) ->
 
 
 @dataclass(frozen=True)
-class OneRow(Drafter):
+class OneRow(Stateless):
     """Knows the text, and makes use of it for one row of four, in turns; its steps cost as much as any draft's."""
 
     text: Tensor
 
-    def check(self, depth: int) -> None:
-        return
-
-    def propose(self, batch: Batch, budget: Budget) -> Draft:
+    def propose(self, batch: RowsView, budget: Budget) -> Draft:
         if not batch.controller.tries(0):
             return batch.no_draft()
-        starts = [batch.sequences.length(row) for row in range(4)]
+        starts = [batch.text_length(row) for row in range(4)]
         length = budget.depth
         rows = [self.text[row, start : start + length].tolist() for row, start in enumerate(starts)]
         right = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -128,14 +125,12 @@ def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> N
 
     cursors: list[set[int]] = []
 
-    class Noting(selfspec.LayerSkip):
-        def propose(self, batch: Any, budget: Budget) -> Draft:
-            lengths = zip(batch.running, batch.cache.seq_lens, strict=True)
-            cursors.append({length for row, length in lengths if row in batch.unfinished})
-            made: Draft = super().propose(batch, budget)
-            return made
+    def noting(propose: Propose, batch: Any, budget: Budget) -> Draft:
+        lengths = zip(batch.running, batch.cache.seq_lens, strict=True)
+        cursors.append({length for row, length in lengths if row in batch.unfinished})
+        return propose(batch, budget)
 
-    spec = selfspec.wrap(model, Noting(mlp=[3]), draft_length=InStep(4))
+    spec = selfspec.wrap(model, Altered(selfspec.LayerSkip(mlp=[3]), noting), draft_length=InStep(4))
     out = spec.generate(prompts, max_new_tokens=24, do_sample=False, stopping_criteria=[own_length])
     wanted = model.generate(prompts, max_new_tokens=24, do_sample=False)
     assert out.lengths == (4, 20, 9, 20)
@@ -260,15 +255,14 @@ def test_a_row_that_is_not_finite_does_not_stall_the_others() -> None:
         model.model.embed_tokens.weight[poison] = float("nan")
     rounds: list[int] = []
 
-    class Poisoning(selfspec.EarlyExit):
-        def propose(self, batch: Any, budget: Budget) -> Draft:
-            made: Draft = super().propose(batch, budget)
-            rounds.append(budget.depth)
-            if len(rounds) == 3:
-                made.tokens[0, -1] = poison
-            return made
+    def poisoning(propose: Propose, batch: Any, budget: Budget) -> Draft:
+        made = propose(batch, budget)
+        rounds.append(budget.depth)
+        if len(rounds) == 3:
+            made.tokens[0, -1] = poison
+        return made
 
-    stream = selfspec.wrap(model, Poisoning(3), draft_length=InStep(3)).stream(
+    stream = selfspec.wrap(model, Altered(selfspec.EarlyExit(3), poisoning), draft_length=InStep(3)).stream(
         prompts, do_sample=False, max_new_tokens=24
     )
     chunks = list(stream)

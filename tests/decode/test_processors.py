@@ -16,6 +16,7 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 import selfspec
 from helpers import tiny
+from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects, p_value
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
 from selfspec.decode.sequences import Prefixes, Sequences
@@ -250,19 +251,17 @@ class Witness(LogitsProcessor):
         return scores
 
 
-class Unable(selfspec.EarlyExit):
-    """Drafts the same token over and over, so that much is rejected."""
-
-    def propose(self, batch: Any, budget: Budget) -> selfspec.Draft:
-        draft: selfspec.Draft = super().propose(batch, budget)
-        draft.tokens.fill_(11)
-        return draft
+def unable(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+    """Draft the same token over and over, so that much is rejected."""
+    draft = propose(batch, budget)
+    draft.tokens.fill_(11)
+    return draft
 
 
 def test_every_prefix_is_the_committed_text_and_then_the_draft(llama: PreTrainedModel) -> None:
     witness = Witness()
     prompt = tiny.prompt(5)
-    spec = selfspec.wrap(llama, Unable(2), draft_length=3)
+    spec = selfspec.wrap(llama, Altered(selfspec.EarlyExit(2), unable), draft_length=3)
     out = spec.generate(prompt, max_new_tokens=9, do_sample=False, logits_processor=[witness])
     text = out.sequences[0].tolist()
     assert out.stats.judged > out.stats.accepted

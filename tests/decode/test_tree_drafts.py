@@ -15,21 +15,18 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import BATCHES, PROMPTS, TOKENS, VOCAB, Warp, joint, small
 from selfspec.cache.tree import Tree
-from selfspec.draft import Budget, Draft, Drafter
+from selfspec.draft import Budget, Draft, Stateless
 
 FORK = Tree((-1, -1, 0, 0, 1, 2, 4))
 SHAPES = [Tree((-1, -1, -1)), FORK, Tree((-1, 0, -1, 2, 3, 3))]
 
 
 @dataclass(frozen=True)
-class Oracle(Drafter):
+class Oracle(Stateless):
     """Drafts a text: one child of each place says its next token, which of them changes; the others say another."""
 
     tree: Tree
     texts: Tensor
-
-    def check(self, depth: int) -> None:
-        return
 
     def propose(self, batch: Any, budget: Budget) -> Draft:
         tree = Tree(self.tree.parents[: budget.nodes])
@@ -46,15 +43,12 @@ class Oracle(Drafter):
 
 
 @dataclass(frozen=True)
-class Random(Drafter):
+class Random(Stateless):
     """Draws siblings without replacement from a q of its own, with no model."""
 
     tree: Tree
     q: Tensor
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7), compare=False)
-
-    def check(self, depth: int) -> None:
-        return
 
     def propose(self, batch: Any, budget: Budget) -> Draft:
         tree = Tree(self.tree.parents[: budget.nodes])

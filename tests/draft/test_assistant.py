@@ -31,7 +31,7 @@ from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
 from selfspec.draft import Assistant, Drafter
-from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.registry import draft_name, parse_draft
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

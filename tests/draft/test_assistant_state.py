@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -24,14 +24,21 @@ from helpers.any_rounds import (
 )
 from helpers.joints import padded
 from selfspec.adapters import ADAPTERS
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.decode.sequences import Sequences
 from selfspec.draft.assistant_state import AssistantState
+from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import by_level, growth_of
 from selfspec.runtime.runner import ModelRunner
 
 _LIMIT, _ROWS = 90, 3
+
+
+class _View:
+    """What the state reads of a batch's rows."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.running, self.text, self.text_length = sequences.running, sequences.text_from, sequences.text_length
 
 
 class AnyCommits(RuleBasedStateMachine):
@@ -54,7 +61,7 @@ class AnyCommits(RuleBasedStateMachine):
         self.prompts = [self._random(1, length) for length in lengths]
         ids, mask = padded(self.prompts)
         self.sequences = Sequences(ids, 0, mask.bool())
-        cache = SharedCache.of_model(self.model, adapter, len(lengths), _LIMIT, NODES, bucket=self.bucket)
+        cache = adapter.shared_cache(self.model, len(lengths), _LIMIT, NODES, bucket=self.bucket)
         self.state = AssistantState(
             ModelRunner(self.model, adapter, cache), cache, self.sequences.running, tiny.VOCABULARY, weights=0
         )
@@ -67,7 +74,7 @@ class AnyCommits(RuleBasedStateMachine):
         drafts = self._random(len(rows), len(tree))
         levels = growth_of(tree, drafts.device).levels
         with torch.no_grad():
-            self._check(self.state.after_text(self.sequences, tree)[:, 0], texts)
+            self._check(self.state.after_text(cast(RowsView, _View(self.sequences)), tree)[:, 0], texts)
             for level in levels[1:]:
                 nodes = range(level.first, level.first + len(level.paths))
                 logits = self.state.after(drafts[:, nodes.start : nodes.stop], level.first)

@@ -18,7 +18,7 @@ from helpers.proving import ticking
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.auto import uncalibrated_draft
-from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts

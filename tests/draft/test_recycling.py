@@ -18,8 +18,8 @@ from helpers.described import rewrite
 from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
 from selfspec.draft.candidate_table import NONE
-from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.recycling import RecyclingMemory, contexts_of
+from selfspec.draft.registry import draft_name, parse_draft
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: str, given: Any) ->
 
 def _saved(spec: selfspec.SelfSpeculative, folder: Path) -> str:
     spec.generate(tiny.prompt(9), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    spec.save_candidates(folder / "candidates")
+    spec.save_memory(folder / "candidates")
     return str(folder / "candidates")
 
 
@@ -182,8 +182,8 @@ def _tables_alone(change: Callable[[dict[str, Any]], object], tables: dict[str, 
 
 def test_files_that_hold_no_candidates_are_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = selfspec.wrap(llama, Recycling(most_bytes=1 << 13), draft_length=7)
-    with pytest.raises(selfspec.DraftConfigError, match="nothing was recycled"):
-        spec.save_candidates(tmp_path / "candidates")
+    with pytest.raises(selfspec.DraftConfigError, match="nothing was learnt"):
+        spec.save_memory(tmp_path / "candidates")
     file = _saved(spec, tmp_path)
     content = Path(file).read_bytes()
     for damaged in (content[:40], b"", b"\0" * 64):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, padded, small
 from selfspec.accept.named import find_rule
 from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
-from selfspec.draft.merging import MergingState
 from selfspec.draft.offer import likeliest_path
 
 WARP = Warp(temperature=1.2)
@@ -106,7 +106,10 @@ def test_the_likeliest_path_takes_the_likeliest_token_at_each_place() -> None:
 
 
 def test_trust_is_a_rows_own_where_rows_are_apart() -> None:
-    apart, together = MergingState(rows_apart=True), MergingState(rows_apart=False)
+    rows: Any = SimpleNamespace(size=2, memories={}, rows_apart=True)
+    apart = Suffixes().begin(rows)
+    rows.rows_apart = False
+    together = Suffixes().begin(rows)
     assert apart.trust(0) is apart.trust(0) is not apart.trust(1)
     assert together.trust(0) is together.trust(1)
 

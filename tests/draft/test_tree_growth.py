@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import selfspec
 from helpers import tiny
+from helpers.altered import Altered, Propose
 from helpers.any_rounds import FIRST_WORD
 from helpers.chains import trees
 from helpers.goodness import holm_rejects, p_value
@@ -138,15 +139,20 @@ def test_greedy_text_of_other_architectures_is_stock_text(name: str) -> None:
     _assert_greedy_text_is_stock_text(model.double(), selfspec.EarlyExit(2), UNEVEN)
 
 
-@dataclass(frozen=True)
-class Watched(selfspec.EarlyExit):
+class Watched(Altered):
     """Keeps its drafts."""
 
-    drafts: list[Draft] = field(default_factory=list, compare=False)
+    def __init__(self, layer: int) -> None:
+        drafts: list[Draft] = []
 
-    def propose(self, batch: Any, budget: Budget) -> Draft:
-        self.drafts.append(super().propose(batch, budget))
-        return self.drafts[-1]
+        def keeping(propose: Propose, batch: Any, budget: Budget) -> Draft:
+            drafts.append(propose(batch, budget))
+            return drafts[-1]
+
+        super().__init__(selfspec.EarlyExit(layer), keeping)
+        object.__setattr__(self, "drafts", drafts)
+
+    drafts: list[Draft]
 
 
 @pytest.fixture

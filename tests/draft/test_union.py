@@ -16,10 +16,8 @@ from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import Costs, CostsByRows
-from selfspec.control.row_outcome import RowOutcome
-from selfspec.draft import Budget, Draft, EarlyExit, Recycling, Suffixes, Union
-from selfspec.draft.named import draft_name, parse_draft
-from selfspec.draft.union import UnionState
+from selfspec.draft import Budget, Draft, EarlyExit, Proposer, Recycling, RowsView, Suffixes, Union
+from selfspec.draft.verdict import RowOutcome
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -121,32 +119,17 @@ def test_tokens_off_the_models_chain_say_nothing_of_its_confidence() -> None:
 def test_worth_of_sources_is_learnt_apart_beside_a_model(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states: list[UnionState] = []
+    states: list[Any] = []
     begin = Union.begin
 
-    def begun(union: Union, batch: Any) -> UnionState:
-        states.append(begin(union, batch))
-        return states[-1]
+    def begun(union: Union, rows: RowsView) -> Proposer:
+        states.append(begun := begin(union, rows))
+        return begun
 
     monkeypatch.setattr(Union, "begin", begun)
     spec = selfspec.wrap(llama, Union(Suffixes(), Recycling(), EarlyExit(1)), draft_length=ModelDrafts(2, nodes=6))
     spec.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY)
     (state,) = states
-    promised = state.trust(0)._promised
-    assert {key[0] for key in promised} == {"beside"}  # type: ignore[index]
-    assert {key[1] for key in promised} == {0, 1}  # type: ignore[index]
-
-
-def test_names() -> None:
-    for name in ("union:suffix+recycle", "union:recycle+exit:4", "union:suffix+recycle+int8"):
-        assert draft_name(parse_draft(name)) == name
-    assert parse_draft("union:suffix+recycle+exit:4") == Union(Suffixes(), Recycling(), EarlyExit(4))
-
-
-@pytest.mark.parametrize(
-    "sources",
-    [(), (EarlyExit(1),), (Recycling(), Recycling()), (EarlyExit(1), Recycling()), (selfspec.PromptLookup(),)],
-)
-def test_other_sources_are_refused(sources: Any) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match="a union is of"):
-        Union(*sources)
+    promised = state._free.trust(0)._promised
+    assert {key[0] for key in promised} == {"beside"}
+    assert {key[1] for key in promised} == {0, 1}

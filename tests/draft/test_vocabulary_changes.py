@@ -92,7 +92,7 @@ def corpus(model: PreTrainedModel, folder: Path) -> Suffixes:
 def candidates(model: PreTrainedModel, folder: Path) -> Recycling:
     spec = selfspec.wrap(model, Recycling())
     spec.generate(**prompt(), **GREEDY)
-    spec.save_candidates(folder / "candidates")
+    spec.save_memory(folder / "candidates")
     return Recycling.from_file(folder / "candidates")
 
 
@@ -124,8 +124,8 @@ def test_a_table_of_other_tokens_is_not_saved(llama: PreTrainedModel, tmp_path: 
     spec = selfspec.wrap(llama, "recycle")
     spec.generate(**prompt(), **GREEDY)
     resized(llama, SMALL)
-    with pytest.warns(UserWarning, match="is dropped"), pytest.raises(DraftConfigError, match="nothing was recycled"):
-        spec.save_candidates(tmp_path / "file")
+    with pytest.warns(UserWarning, match="is dropped"), pytest.raises(DraftConfigError, match="nothing was learnt"):
+        spec.save_memory(tmp_path / "file")
 
 
 def with_tokenizer(tokens: int, folder: Path) -> PreTrainedModel:
@@ -141,7 +141,7 @@ def test_files_of_one_tokenizer_hold_no_token_that_a_smaller_head_has_not(tmp_pa
     spec = selfspec.wrap(large, "recycle")
     ids = spec.generate(**prompt(), **GREEDY).sequences
     assert int(ids.max()) > 255
-    spec.save_candidates(tmp_path / "candidates")
+    spec.save_memory(tmp_path / "candidates")
     other = selfspec.wrap(small, Recycling.from_file(tmp_path / "candidates"), draft_length=4)
     for start in range(9):
         part = ids[:, start : start + 9].clamp(max=255)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from selfspec import EarlyExit, ExitHead, Profile, ReducedVocabulary, SelfSpecError, SkipFile
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.files.json_text import parse_json
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config

@@ -129,7 +129,7 @@ def _replace(module: nn.Module, by: str) -> Any:
 
 
 def _cache(subject: Subject) -> SharedCache:
-    return SharedCache.of_model(subject.model, subject.adapter, subject.batch, limit=PAST + BLOCK + 1, slack=BLOCK)
+    return subject.adapter.shared_cache(subject.model, subject.batch, limit=PAST + BLOCK + 1, slack=BLOCK)
 
 
 def bench_of(subject: Subject) -> Bench:

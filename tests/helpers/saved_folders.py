@@ -8,9 +8,8 @@ import pytest
 from transformers import dynamic_module_utils
 
 import selfspec
-from selfspec.decode.batch import Batch
-from selfspec.draft import Budget, Draft
-from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft import Budget, Draft, RowsView
+from selfspec.draft.along_layer_path import LayerPathProposer
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +23,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
-def rounds(monkeypatch: pytest.MonkeyPatch, kind: type[LayerPathDrafter] = selfspec.EarlyExit) -> list[int]:
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts rounds by their drafts' lengths."""
     drafted: list[int] = []
-    right = kind.propose
+    right = LayerPathProposer.propose
 
-    def counted(self: LayerPathDrafter, batch: Batch, budget: Budget) -> Draft:
+    def counted(self: LayerPathProposer, batch: RowsView, budget: Budget) -> Draft:
         drafted.append(budget.depth)
         return right(self, batch, budget)
 
-    monkeypatch.setattr(kind, "propose", counted)
+    monkeypatch.setattr(LayerPathProposer, "propose", counted)
     return drafted

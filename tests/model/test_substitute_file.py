@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.described import Change, rewrite
-from selfspec.draft.named import draft_name, parse_draft
+from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, StorageError
 from selfspec.kernels import rounded
 from selfspec.kernels.rounded import Precision

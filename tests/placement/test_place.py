@@ -20,7 +20,7 @@ from helpers import tiny
 from helpers.proving import ticking
 from selfspec.decode.limits import Limits
 from selfspec.draft import ReducedVocabulary
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.errors import (
     CheckpointError,
     ProfileError,

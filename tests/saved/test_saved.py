@@ -16,7 +16,7 @@ from helpers import tiny
 from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
 from selfspec.accept import TokenLevel, Typical
 from selfspec.control import FixedLength
-from selfspec.draft import Drafter, SkipFile
+from selfspec.draft import Drafter
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.model.fingerprint import fingerprint
 from selfspec.saved.recipe import Recipe
@@ -139,7 +139,7 @@ def test_a_draft_of_any_name_is_saved_as_code_that_runs(
     selfspec.wrap(model, f"skip-file:{file}", draft_length=3).save_pretrained(tmp_path / "model")
     assert Recipe.read(_written(tmp_path / "model")) == Recipe(f"skip-file:{file}", 3, None)
 
-    drafted = rounds(monkeypatch, SkipFile)
+    drafted = rounds(monkeypatch)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, trust_remote_code=True)
     assert torch.equal(loaded.generate(tiny.prompt(5), **OPTIONS), model.generate(tiny.prompt(5), **OPTIONS))
     assert drafted

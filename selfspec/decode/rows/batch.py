@@ -15,6 +15,7 @@ from selfspec.decode.rows.sampling import JoinedSampling
 from selfspec.decode.rows.sequences import JoinedSequences
 from selfspec.decode.rows.stopping import JoinedStopping
 from selfspec.decode.score_record import ScoreRecords
+from selfspec.draft import Proposer
 
 
 @dataclass
@@ -23,9 +24,11 @@ class RowsBatch(Batch):
 
     Attributes:
         rows: each with all that is its own, in the order in which tensors hold them.
+        proposers: what may draft for them, by the `id` of its drafter.
     """
 
     rows: list[Row] = field(default_factory=list)
+    proposers: dict[int, Proposer] = field(default_factory=dict)
 
     def remaining(self, row: int) -> int:
         return self.rows[row].remaining
@@ -52,9 +55,8 @@ class RowsBatch(Batch):
         self.noise = self.noise.joined(other.noise)
         self.last_tokens = torch.cat([self.last_tokens, other.last_tokens])
         self.rows = [*self.rows, *other.rows]
-        for drafter, state in self.draft_states.items():
-            if state is not None:
-                state.join(other.draft_states[drafter])
+        for number, proposer in self.proposers.items():
+            proposer.join(other.proposers[number])
         self._renew()
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -64,9 +66,8 @@ class RowsBatch(Batch):
         self.last_tokens = self.last_tokens[list(rows)]
         self.rows = [self.rows[row] for row in rows]
         self.nonfinite_rows = [new for new, row in enumerate(rows) if row in self.nonfinite_rows]
-        for state in self.draft_states.values():
-            if state is not None:
-                state.keep(rows)
+        for proposer in self.proposers.values():
+            proposer.select(rows)
         self._renew()
 
     def _renew(self) -> None:

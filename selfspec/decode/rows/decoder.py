@@ -196,8 +196,8 @@ class RowDecoder:
             rows=[row],
         )
         for each in self._drafting.values():
-            if each.drafter is not None:
-                each.drafter.state(batch)
+            if each.drafter is not None and id(each.drafter) not in batch.proposers:
+                batch.proposers[id(each.drafter)] = each.drafter.begin(batch)
         return RowPrefill(batch)
 
     def rest(self) -> None:
@@ -212,7 +212,8 @@ class RowDecoder:
         batch.controller = drafting.controller
         rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
         drafted, began = self.stats.drafted, time.perf_counter()
-        committed = run_round(batch, drafting.drafter, rule, judge_rows, self.stats, self._clock)
+        proposer = None if drafting.drafter is None else batch.proposers[id(drafting.drafter)]
+        committed = run_round(batch, proposer, rule, judge_rows, self.stats, self._clock)
         tokens = sum(len(row.tokens) for row in committed.rows)
         self.plain_rounds += self.stats.drafted == drafted
         drafting.controller.timed(len(committed.rows), tokens, time.perf_counter() - began)
@@ -236,9 +237,8 @@ class RowDecoder:
         return torch.device("cpu") if weights.type == "meta" else weights
 
     def _cache(self) -> SharedCache:
-        return SharedCache.of_model(
+        return self._adapter.shared_cache(
             self._model,
-            self._adapter,
             1,
             self._limit,
             self._slack,

@@ -12,8 +12,8 @@ from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge_together
 from selfspec.decode.judge_in_order import judge_in_order
 from selfspec.decode.rows.batch import RowsBatch
-from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
+from selfspec.draft.verdict import RowVerdict, Verdict
 
 
 def judge_rows(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:

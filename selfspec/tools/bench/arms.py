@@ -15,7 +15,7 @@ from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.control.named import control_of
 from selfspec.draft import Assistant, Drafter
-from selfspec.draft.named import ASSISTANT, parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.measure.stock import bare
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.substitutes import Substitutes
@@ -34,6 +34,9 @@ _RUNTIMES = {
     RuntimeName.COMPILED: ", compiled",
     RuntimeName.GRAPHS: ", CUDA graphs",
 }
+
+ASSISTANT = "assistant:"
+"""How the drafts begin that `assistant_model` of transformers can be given, too."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.measure.acceptance import forced_logits
 from selfspec.measure.candidates import Candidates, candidates_at_one_place, distributions
 from selfspec.measure.own_text import Continuation

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from selfspec.api import wrap
-from selfspec.draft import Cascade, Drafter, PromptLookup, Union
+from selfspec.draft import Drafter, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import MeasuredCosts, measure_costs, verify_cost
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
@@ -78,7 +78,7 @@ def costs_of(model: PreTrainedModel, cell: Cell, arms: Sequence[Arm]) -> list[Pa
 
 def _last(draft: Drafter | None) -> Drafter | None:
     """The last source of a cascade or union."""
-    return draft.sources[-1] if isinstance(draft, Cascade | Union) else draft
+    return None if draft is None else draft.last
 
 
 def _path(draft: Drafter | None) -> LayerPathDrafter | None:

@@ -13,7 +13,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
 from selfspec.draft import Cascade, Drafter, EarlyExit, LowPrecision, PromptLookup, Recycling, Suffixes, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.model.adapter import Adapter
@@ -139,7 +139,7 @@ def to_confirm(
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:
     """The path of the model that a candidate drafts along; None: it looks up."""
-    path = draft.sources[-1] if isinstance(draft, Cascade | Union) else draft
+    path = draft.last
     return path if isinstance(path, LayerPathDrafter) else None
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from selfspec.api import SelfSpeculative
 from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
-from selfspec.draft.named import PLAIN
+from selfspec.draft.registry import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.progress import Watch

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from selfspec.api import wrap
 from selfspec.control.profile import Chosen, Profile
 from selfspec.draft import Recycling
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 
 _NAME, _TOKENS = draft_name(Recycling()), 64
 
@@ -38,7 +38,7 @@ def with_candidates(profile: Profile, model: PreTrainedModel, prompts: Sequence[
     for prompt in prompts:
         # All of it is text, whatever the padding token.
         spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=_TOKENS, do_sample=False, eos_token_id=None)
-    spec.save_candidates(file)
+    spec.save_memory(file)
     return replace(profile, greedy=_kept(profile.greedy, file), sampled=_kept(profile.sampled, file))
 
 

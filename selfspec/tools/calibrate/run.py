@@ -18,7 +18,7 @@ from selfspec.control.profile import Chosen, Profile
 from selfspec.control.setting import Setting
 from selfspec.draft import Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import PromptError, UnsupportedModelError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.assistant import Assistant
-from selfspec.draft.cascade import Cascade
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.exit_head import ExitAdapter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -42,12 +40,12 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
     if drafter is None:
         raise DraftConfigError("plain decoding has no draft to export; name one, e.g. exit:4 or skip:layers=3,5")
     name = draft_name(drafter)
-    if isinstance(drafter, Assistant):
+    if drafter.runs == "model" and not drafter.sources:
         raise DraftConfigError(f"{name} is a checkpoint of its own already; give its folder to the other engine")
-    if isinstance(drafter, Cascade):
+    if drafter.sources and drafter.last.runs != "nothing":
         raise DraftConfigError(
             f"{name} drafts from text first, which no checkpoint can; export its last part, "
-            f"{draft_name(drafter.then)}, or let vLLM look up by selfspec.tools.export.vllm.LookUps "
+            f"{draft_name(drafter.last)}, or let vLLM look up by selfspec.tools.export.vllm.LookUps "
             "(docs/other_engines.md)"
         )
     if not isinstance(drafter, LayerPathDrafter):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.adapter import Adapter, takes
@@ -41,7 +40,7 @@ def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: Layer
     head = drafter.head
     whole = None if head is None or head.adapter is None else DraftHead(head.adapter)
     ids = _random_tokens(model)
-    cache = SharedCache.of_model(model, adapter, batch=1, limit=ids.shape[1])
+    cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
     cache.reserve(ids.shape[1])
     path = drafter.path(len(adapter.decoder_layers(model)))
     draft = ModelRunner(model, adapter, cache).logits(path, ids, head=whole).logits.double()

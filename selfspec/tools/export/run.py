@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.arguments import check_module
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.errors import UnsupportedModelError
 from selfspec.files.writing import check_new, check_output_file, check_output_folder, whole, whole_folder, write_json
 from selfspec.model.adapter import Adapter

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from selfspec.draft import ExitHead, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.exit_head import CONFIG, WEIGHTS
-from selfspec.draft.named import draft_name, parse_draft
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
+from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter

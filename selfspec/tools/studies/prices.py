@@ -15,7 +15,7 @@ from selfspec.api import wrap
 from selfspec.control.costs import Costs
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.draft import LayerSkip
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.environment import environment
 from selfspec.errors import StudyError

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import over_cache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
@@ -46,7 +45,7 @@ def draft_logits(
     depth = len(found.decoder_layers(model))
     path = draft.path(depth)
     draft.check_model(model, found)
-    cache = SharedCache.of_model(model, found, ids.shape[0], ids.shape[1] + 1, slack=block, device=ids.device)
+    cache = found.shared_cache(model, ids.shape[0], ids.shape[1] + 1, slack=block, device=ids.device)
     passes = ModelRunner(model, found, cache)
     past = ids.shape[1] - block
     passes.states(LayerPath.full(depth), ids[:, :past])

@@ -12,7 +12,7 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.decode.stats import Stats
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths_of

@@ -21,7 +21,7 @@ def test_a_profile_that_chose_recycling_names_the_file(tmp_path: Path) -> None:
     kept.save(tmp_path / "profile.json")
     draft = Profile.load(tmp_path / "profile.json").choose_draft(greedy=True).draft
     assert isinstance(draft, Union)
-    assert draft.free[1] == Recycling.from_file(file)
+    assert draft.sources[1] == Recycling.from_file(file)
 
 
 def test_nothing_is_written_where_nothing_recycles(tmp_path: Path) -> None:

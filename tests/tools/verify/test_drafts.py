@@ -6,10 +6,9 @@ import pytest
 
 import selfspec
 from selfspec.cli.options import read_draft
-from selfspec.decode.batch import Batch
-from selfspec.draft import Budget, Draft, Drafter
+from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.model.layer_path import Part
 from selfspec.tools.verify.run import default_drafts
 
@@ -38,15 +37,15 @@ def test_names_are_those_of_the_command_line(text: str) -> None:
 
 
 def test_other_drafters_are_called_what_they_say() -> None:
-    class Other(Drafter):
-        def check(self, depth: int) -> None:
-            """Any depth will do."""
+    class Other(Stateless):
+        def __init__(self, of: int) -> None:
+            self.of = of
 
-        def propose(self, batch: Batch, budget: Budget) -> Draft:
+        def propose(self, batch: RowsView, budget: Budget) -> Draft:
             raise NotImplementedError
 
         def __repr__(self) -> str:
             return "Other()"
 
-    assert draft_name(Other()) == "Other()"
+    assert draft_name(Other(1)) == "Other()"
     assert draft_name(selfspec.EarlyExit(3)) == "exit:3"

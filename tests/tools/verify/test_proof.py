@@ -22,7 +22,7 @@ from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.accept import Block, TokenLevel
 from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter
-from selfspec.draft.named import draft_name
+from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.runner import ModelRunner, Pass

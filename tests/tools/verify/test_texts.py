@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
-from selfspec.decode.batch import Batch
-from selfspec.draft import Budget, Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
+from selfspec.draft.along_layer_path import LayerPathProposer
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
 from selfspec.model.gated_view import ExactStates
@@ -43,24 +43,21 @@ def test_every_pass_gives_the_logits_of_the_text(architecture: str, past: int) -
 
 def test_drafts_are_as_long_as_in_the_loop(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = []
-    propose = selfspec.EarlyExit.propose
+    propose = LayerPathProposer.propose
 
-    def watched(self: selfspec.EarlyExit, batch: Batch, budget: Budget) -> Draft:
+    def watched(self: LayerPathProposer, batch: RowsView, budget: Budget) -> Draft:
         drafted.append(budget.depth)
         return propose(self, batch, budget)
 
-    monkeypatch.setattr(selfspec.EarlyExit, "propose", watched)
+    monkeypatch.setattr(LayerPathProposer, "propose", watched)
     forced(llama, selfspec.EarlyExit(2), tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist())
     # Rounds of 4 and 4 tokens, and one of 3.
     assert drafted == [3, 3, 2]
 
 
 def test_a_drafter_that_says_its_own_is_judged_by_the_text(llama: PreTrainedModel) -> None:
-    class Stubborn(Drafter):
-        def check(self, depth: int) -> None:
-            """Any depth will do."""
-
-        def propose(self, batch: Batch, budget: Budget) -> Draft:
+    class Stubborn(Stateless):
+        def propose(self, batch: RowsView, budget: Budget) -> Draft:
             return Draft.chain(torch.full((1, budget.depth), 7))
 
     prompt, tokens = tiny.prompt(5), [7, 7, 1, 7, 7, 7, 7, 7, 7, 2]

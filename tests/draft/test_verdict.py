@@ -7,8 +7,8 @@ import torch
 
 from selfspec.control import RowOutcome
 from selfspec.decode.stats import Stats
-from selfspec.decode.verdict import RowVerdict, Verdict
 from selfspec.draft import Draft
+from selfspec.draft.verdict import RowVerdict, Verdict
 
 DRAFT = Draft.chain(torch.tensor([[1, 2, 3, 4]] * 3))
 

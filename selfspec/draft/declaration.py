@@ -1,0 +1,73 @@
+"""What a drafter declares of itself: all that lists, parses or explains drafts reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """How a drafter is written, and what it does.
+
+    Attributes:
+        name: by which it is called.
+        argument: what follows the name, such as `:FILE`; in brackets what may be left out.
+        help: what it does, in one line.
+        example: how it is written, with an argument that makes sense.
+        written: by itself, behind another draft and a `+`, or before drafts that it joins.
+    """
+
+    name: str
+    argument: str
+    help: str
+    example: str
+    written: Literal["alone", "behind", "before"]
+
+    @property
+    def form(self) -> str:
+        """How it is written: `exit:E`."""
+        return ("draft+" if self.written == "behind" else "") + self.name + self.argument
+
+
+def drafter(
+    name: str,
+    *,
+    help: str,
+    argument: str = "",
+    example: str = "",
+    written: Literal["alone", "behind", "before"] = "alone",
+) -> Callable[[type[_Kind]], type[_Kind]]:
+    """Declare a drafter's name; see `Declaration`. May be given twice, for a class with two names.
+
+    In a package of your own, name the class in the entry point group `selfspec.drafts` as well.
+    """
+
+    def declared(kind: type[_Kind]) -> type[_Kind]:
+        own: Any = kind
+        usual = name if argument.startswith("[") else name + argument
+        found = Declaration(name, argument, help, example or usual, written)
+        own.declared = (found, *vars(kind).get("declared", ()))
+        return kind
+
+    return declared
+
+
+def name_of(kind: type[object]) -> str:
+    """What a class of drafters is called: its name, or `module:Class` where it declares none."""
+    declared: tuple[Declaration, ...] = vars(kind).get("declared", ())
+    return declared[0].name if declared else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def read_number(text: str | None) -> int:
+    """Read the number of a layer.
+
+    Raises:
+        ValueError: it is none. No model has layers of more than nine digits.
+    """
+    if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(text)
+    return int(text)

@@ -1,0 +1,184 @@
+"""Drafters by name: those of this package, those that other packages declare, and `module:Class`.
+
+`exit:4`, `int8`, `int4+exit:20`, `lookup+recycle+int8`, `union:suffix+exit:4`, `exit:4+vocab:FILE`, `none`. A `+` joins
+drafts where a name follows it; anywhere else it belongs to the name of a file.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+import selfspec.draft
+from selfspec.arguments import shown
+from selfspec.draft.cascade import Cascade
+from selfspec.draft.declaration import Declaration
+from selfspec.draft.drafter import Drafter
+from selfspec.errors import DraftConfigError, SelfSpecError
+
+PLAIN = "none"
+"""What plain decoding, without a draft, is called."""
+
+AUTO = "auto"
+"""What the draft of a calibration profile is called; it takes a model to say what that is."""
+
+GROUP = "selfspec.drafts"
+"""The group of entry points in which other packages name their drafters."""
+
+_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)(?::(.+))?", re.DOTALL)
+# A kind and what belongs to it, whatever is between them.
+_RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
+
+
+@cache
+def kinds() -> Mapping[str, type[Drafter]]:
+    """Return the declared drafters by name: those of this package first, and of these what runs the model.
+
+    Raises:
+        DraftConfigError: a package declares a name that is taken, or what it names is no drafter.
+    """
+    found: dict[str, type[Drafter]] = {}
+    for module in sorted(each.name for each in pkgutil.iter_modules(selfspec.draft.__path__)):
+        for kind in vars(import_module(f"selfspec.draft.{module}")).values():
+            if isinstance(kind, type) and issubclass(kind, Drafter) and kind.__module__.endswith(f".{module}"):
+                found |= {each.name: kind for each in vars(kind).get("declared", ())}
+    order = ("layers", "nothing", "model")
+    found = dict(sorted(found.items(), key=lambda each: (each[1].declared[0].written, order.index(each[1].runs))))
+    for point in entry_points(group=GROUP):
+        kind = _as_drafter(point.load(), point.value)
+        for each in vars(kind).get("declared", ()):
+            if found.setdefault(each.name, kind) is not kind:
+                raise DraftConfigError(f"{point.value} declares the draft {each.name!r}, and there is one already")
+    return found
+
+
+def declarations() -> list[Declaration]:
+    """Return what all declared drafters say of themselves."""
+    return [each for name, kind in kinds().items() for each in kind.declared if each.name == name]
+
+
+def parse_draft(text: str) -> Drafter | None:
+    """Return the drafter that `text` names; None for plain decoding.
+
+    Raises:
+        DraftConfigError: it is not of the grammar, or a file that it names cannot be used.
+        SelfSpecError: what it names on disk cannot be used.
+    """
+    if not isinstance(text, str) or "\0" in text:
+        raise _misread(text)
+    if text.strip() == PLAIN:
+        return None
+    try:
+        return _joined(_parts(text.strip()))
+    except ValueError as error:
+        # Errors of selfspec say themselves what is wrong.
+        if isinstance(error, SelfSpecError):
+            raise
+        raise _misread(text) from None
+
+
+def draft_name(drafter: Drafter | None) -> str:
+    """What a draft is called: `exit:4`, `lookup+int8`, `none`, or how any other represents itself."""
+    return PLAIN if drafter is None else drafter.spelling or repr(drafter)
+
+
+def _parts(text: str) -> list[str]:
+    """Split a name where a `+` comes before the name of a kind."""
+    known = "|".join(re.escape(name) for name in kinds())
+    of_a_class = r"[A-Za-z_][\w.]*:[A-Z]\w*"
+    return [part.strip() for part in re.split(rf"\+(?=\s*(?:{known}|{of_a_class})(?:[:+\s]|$))", text)]
+
+
+def _joined(parts: Sequence[str]) -> Drafter:
+    """Return the drafter of the parts between `+`."""
+    sources: list[Drafter] = []
+    for place, part in enumerate(parts):
+        name, colon, argument = part.partition(":")
+        kind = kinds().get(name.strip())
+        written = {each.name: each.written for each in kind.declared}[name.strip()] if kind else "alone"
+        if kind is not None and written == "before":
+            if not argument:
+                raise ValueError(part)
+            made: Any = kind
+            return _cascade([*sources, made(*_sources_of(_joined([argument.strip(), *parts[place + 1 :]])))])
+        if kind is not None and written == "behind":
+            if not sources:
+                raise ValueError(part)
+            sources[-1] = kind.spelled_behind(sources[-1], argument.strip() if colon else None)
+            continue
+        found = _foreign(part) if kind is None else kind.spelled(name.strip(), argument.strip() if colon else None)
+        together = sources[-1].followed_by(found) if sources else None
+        sources[-1 if together else len(sources) :] = [together or found]
+    return _cascade(sources)
+
+
+def _cascade(sources: Sequence[Drafter]) -> Drafter:
+    return sources[0] if len(sources) == 1 else Cascade(*sources)
+
+
+def _sources_of(drafter: Drafter) -> tuple[Drafter, ...]:
+    return drafter.sources if isinstance(drafter, Cascade) else (drafter,)
+
+
+def _foreign(part: str) -> Drafter:
+    """Return the drafter that `module:Class` or `module:Class:argument` names."""
+    named = _CLASS.fullmatch(part)
+    if named is None:
+        raise ValueError(part)
+    module, name, argument = named.groups()
+    try:
+        found = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(part) from None
+        raise
+    except AttributeError:
+        raise DraftConfigError(f"draft {part!r}: the module {module} has no {name}") from None
+    return _as_drafter(found, part).spelled(f"{module}:{name}", argument)
+
+
+def _as_drafter(kind: object, named: str) -> type[Drafter]:
+    if isinstance(kind, type) and issubclass(kind, Drafter):
+        return kind
+    raise DraftConfigError(f"{named} is no drafter; derive its class from selfspec.Drafter (docs/your_own_drafter.md)")
+
+
+def _misread(text: object) -> DraftConfigError:
+    """Return the error for a draft that is not of the grammar: how it is written, or what was probably meant."""
+    said = f"draft {shown(text)} is not understood"
+    forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
+    listed = ", ".join([*forms.values()]) + "; drafts are joined by +, as in lookup+int8"
+    if not isinstance(text, str) or not text.strip():
+        return DraftConfigError(f"{said}; write {listed}")
+    parts = text.strip().split("+")
+    meant = "+".join(_meant(part, list(forms)) for part in parts)
+    if meant != text.strip():
+        return DraftConfigError(f"{said}; did you mean {meant}? There are {listed}")
+    named = [part.strip().partition(":")[0] for part in parts]
+    known = list(dict.fromkeys(name for name in named if name in forms))
+    if len(known) < len(set(named)):
+        return DraftConfigError(f"{said}; write {listed}")
+    examples = {each.name: each.example for each in declarations()}
+    said_how = (f"{forms[name]}, such as {examples.get(name, name)}" for name in known)
+    return DraftConfigError(f"{said}; write {'; '.join(said_how)}")
+
+
+def _meant(part: str, names: Sequence[str]) -> str:
+    """Return the nearest kind of draft in place of a kind that there is not."""
+    kind, colon, rest = part.strip().partition(":")
+    if kind in names:
+        return part.strip()
+    together = _RUN_TOGETHER.fullmatch(kind.lower())
+    if together and not colon:
+        name, number = together.groups()
+        if name in names:
+            return f"{name}:{number}"
+        return name + number if name + number in names else part.strip()
+    near = get_close_matches(kind.lower().replace("-", "").replace("_", ""), names, n=1, cutoff=0.7)
+    return f"{near[0]}{colon}{rest}" if near else part.strip()

@@ -1,0 +1,188 @@
+"""What a drafter sees of a generation: its rows, the controller, the model, and nothing else of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.tree_shape import Shape
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class DrawnToken:
+    """A child of each of some nodes, in each row.
+
+    Attributes:
+        token: `[rows, nodes]`.
+        q: the distribution that it is scored with, `[rows, nodes, vocab]`.
+    """
+
+    token: Tensor
+    q: Tensor
+
+
+class DraftController(Protocol):
+    """What a drafter may ask the controller of a generation: see `selfspec.control.controller.Controller`."""
+
+    @property
+    def most(self) -> Budget:
+        """The largest budget of a round."""
+        ...
+
+    def tries(self, match: int) -> bool:
+        """Whether a source whose drafts have this match length may draft in this round. Ask once a round for each."""
+        ...
+
+    def prefers(self, match: int, behind: Sequence[int]) -> bool:
+        """Whether a draft found without a model promises more than the sources behind it."""
+        ...
+
+    def round_cost(self, steps: int, nodes: int) -> float:
+        """The cost of a round of so many draft steps and draft tokens, in plain steps."""
+        ...
+
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
+        """The shape of a draft where it may have branches."""
+        ...
+
+    def look_up_length(self, share: float) -> int:
+        """The most tokens worth looking up where this share of the slowest rows has a match."""
+        ...
+
+    def goes_on(self, scores: Tensor) -> bool:
+        """Whether to draft another token after one drawn from the softmax of `scores`, `[rows, 1, vocab]`."""
+        ...
+
+
+class RowsView(Protocol):
+    """The rows of a generation before a round. Rows have numbers, which stay theirs while they run."""
+
+    @property
+    def size(self) -> int:
+        """Number of rows, finished ones included."""
+        ...
+
+    @property
+    def running(self) -> Sequence[int]:
+        """Numbers of the rows that passes run, in the order in which tensors hold them."""
+        ...
+
+    @property
+    def unfinished(self) -> AbstractSet[int]:
+        """Numbers of the rows that have not ended; all of them run."""
+        ...
+
+    @property
+    def pacing(self) -> AbstractSet[int]:
+        """Numbers of the rows whose progress decides how fast the batch is."""
+        ...
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """The last committed token of each running row, `[rows, 1]`."""
+        ...
+
+    @property
+    def are_text(self) -> bool:
+        """Whether prompts are token ids alone: no embeddings, and no past of other tokens."""
+        ...
+
+    def text(self, row: int, start: int = 0) -> list[int]:
+        """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
+        ...
+
+    def text_length(self, row: int) -> int:
+        """Count these tokens."""
+        ...
+
+    def remaining(self, row: int) -> int:
+        """Return the most tokens that a row may still grow by."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """The largest committed length of any row, prompt included."""
+        ...
+
+    @property
+    def controller(self) -> DraftController:
+        """What decides how long drafts are."""
+        ...
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all rows take the likeliest token."""
+        ...
+
+    @property
+    def chains_only(self) -> bool:
+        """Whether logits processors with memory judge drafts place by place, which takes chains."""
+        ...
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether logits processors depend on the tokens before a place."""
+        ...
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether drafts of a row must be those that it would have alone. The same all through a generation."""
+        ...
+
+    def budget_of(self, row: int, budget: Budget) -> Budget:
+        """Return the part of a round's budget that a row may use."""
+        ...
+
+    def row_lengths(self, draft: Draft) -> list[int]:
+        """Return the depth up to which a draft is judged in each running row."""
+        ...
+
+    def no_draft(self) -> Draft:
+        """Return a draft of no tokens."""
+        ...
+
+    def open_block(self, tree: Tree) -> None:
+        """Make room in the shared cache for a draft of this shape, before its first pass."""
+        ...
+
+    def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        """Return what draft tokens are drawn by, `[rows, places, vocab]`: logits as processors and warpers leave them.
+
+        Args:
+            logits: of the draft, `[rows, places, vocab]`.
+            drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
+        """
+        ...
+
+    def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
+        """Draw a child of each of some nodes at one depth.
+
+        Args:
+            scores: of the children, `[rows, nodes, vocab]`.
+            node: number of the first of these nodes, -1 for the last committed token.
+            place: of the first draw: the number of tokens that were drawn for this draft before.
+        """
+        ...
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Runs the model over the shared cache."""
+        ...
+
+    @property
+    def programs(self) -> GraphCache | None:
+        """The wrapper's recorded passes; None: the stock modules run all."""
+        ...
+
+    @property
+    def memories(self) -> dict[Hashable, object]:
+        """What drafters keep as long as the wrapper, by drafter."""
+        ...
