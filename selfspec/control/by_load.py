@@ -200,6 +200,9 @@ class ControllerByLoad(Controller):
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
         return self._inner.prefers(match, behind)
 
+    def price(self, steps: int, nodes: int) -> float:
+        return self._inner.price(steps, nodes)
+
     def round_cost(self, steps: int, nodes: int) -> float:
         return self._inner.round_cost(steps, nodes)
 

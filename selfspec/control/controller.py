@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from selfspec.arguments import shown
-from selfspec.control.costs import CostsByRows
+from selfspec.control.costs import Costs, CostsByRows
+from selfspec.control.loss_budget import LossBudget
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape, largest_products
 from selfspec.draft.verdict import RowOutcome
@@ -22,6 +23,9 @@ from selfspec.errors import DraftConfigError
 
 MOST_NODES = 1024
 """Of a tree: far more than pay anywhere."""
+
+LONG_MATCH = 12
+"""Matches of a look-up this long or longer are one source of drafts."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,17 @@ class Controller:
     Args:
         most: see the attribute.
         rows_apart: see the attribute.
+        costs: of a round, estimated; None: those of a draft are not known.
     """
 
     judges_prompt = False
     rows_apart = False
 
-    def __init__(self, most: Budget, rows_apart: bool = False) -> None:
+    def __init__(self, most: Budget, rows_apart: bool = False, costs: Costs | None = None) -> None:
         self.most = most
         self.rows_apart = rows_apart
+        self._assumed = costs
+        self._gains: dict[int, LossBudget] = {}
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         """Choose what the draft of the next round may take.
@@ -78,8 +85,12 @@ class Controller:
         return True
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        """Whether a look-up of so long a match promises more than the sources behind it, which are as in `tries`."""
-        return True
+        """Whether a look-up of so long a match promises more than the sources behind it, which are as in `tries`.
+
+        By the tokens that rounds with such drafts have lately committed for what they cost.
+        """
+        look_up = self._gain(match)
+        return look_up.is_new or look_up.rate >= max(1.0, *(self._gain(source).rate for source in behind))
 
     def round_cost(self, steps: int, nodes: int) -> float:
         """The cost of a round, in plain steps.
@@ -135,7 +146,24 @@ class Controller:
             draft: of the round.
             rows: the outcome for each running row; None for a row that was finished.
         """
-        return
+        outcomes = [row for row in rows if row is not None]
+        if draft.length and outcomes:
+            tokens = sum(row.committed + row.dropped for row in outcomes) / len(outcomes)
+            self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.tree)))
+
+    def price(self, steps: int, nodes: int) -> float:
+        """Return what a round is held to cost where drafts of different sources are compared, in plain steps.
+
+        Unlike `round_cost` it is an estimate that no length is chosen by, and the same in batches of any size.
+
+        Args:
+            steps: draft steps that it takes.
+            nodes: draft tokens that it verifies.
+        """
+        return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)
+
+    def _gain(self, match: int) -> LossBudget:
+        return self._gains.setdefault(min(match, LONG_MATCH), LossBudget())
 
 
 class Control(ABC):

@@ -14,13 +14,12 @@ from selfspec.control.confidence import confidences_of
 from selfspec.control.controller import Control, Controller, Evidence, check_length, check_nodes
 from selfspec.control.costs import Costs, CostsByRows, RaggedCosts
 from selfspec.control.forecast import Prospects
-from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, LossBudget, Progress, may_lose
+from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, Progress, may_lose
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import MODEL
 from selfspec.draft.tree_shape import Shape, largest_products, sizes_within
 from selfspec.draft.verdict import RowOutcome
 
-# Matches of a look-up this long or longer are one source of drafts.
-_LONG_MATCH = 12
 # The share of a short text's plain steps that drafts may lose.
 _SHARE_AT_RISK = 0.04
 # The weight of a prompt's token beside one of the model's own text. Own text is easier to draft: on the models
@@ -95,8 +94,7 @@ class CostAwareController(Controller):
         self._by_rows, self._costs = costs, costs.in_batch(1)
         self._prospects = Prospects(self._costs, most.depth)
         self._acceptance = AcceptanceModel()
-        self._model = LossBudget()
-        self._look_ups: dict[int, LossBudget] = {}
+        self._model = self._gain(MODEL)
         self._in_step = True
         self._committed, self._with_dropped = progress(), progress()
         self._rounds = 0
@@ -127,7 +125,7 @@ class CostAwareController(Controller):
             self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
 
     def tries(self, match: int) -> bool:
-        loss_budget = self._loss_budget(match)
+        loss_budget = self._gain(match)
         # Asked in any case: each counts how often it was.
         at_once = self._at_once if match else self._model_at_once
         opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
@@ -143,11 +141,6 @@ class CostAwareController(Controller):
 
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
-
-    def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        # A look-up costs next to nothing to try, so it need not have proved itself yet.
-        look_up = self._loss_budget(match)
-        return look_up.is_new or look_up.rate >= max(1.0, *(self._loss_budget(source).rate for source in behind))
 
     def goes_on(self, scores: Tensor) -> bool:
         if self._branches:
@@ -190,20 +183,17 @@ class CostAwareController(Controller):
                     self._acceptance.count(confidence, position < along)
         committed = self._committed.after([None if row is None else row.committed for row in rows])
         with_dropped = self._with_dropped.after([None if row is None else row.committed + row.dropped for row in rows])
-        loss_budget = self._loss_budget(draft.match_length)
-        loss_budget.count(committed, with_dropped - committed, self._costs.of_round(draft.steps, len(draft.tree)))
+        loss_budget = self._gain(draft.match_length)
+        loss_budget.count_dropped(
+            committed, with_dropped - committed, self._costs.of_round(draft.steps, len(draft.tree))
+        )
         if not loss_budget.is_new and loss_budget.rate > self._costs.out_of_step:
             self._in_step = False
 
     @property
     def _paid(self) -> float:
         """Plain steps that sources of drafts have lost: all together they may lose no more than one alone."""
-        return sum(max(loss_budget.paid, 0.0) for loss_budget in (self._model, *self._look_ups.values()))
-
-    def _loss_budget(self, match: int) -> LossBudget:
-        if match == 0:
-            return self._model
-        return self._look_ups.setdefault(min(match, _LONG_MATCH), LossBudget())
+        return sum(max(loss_budget.paid, 0.0) for loss_budget in self._gains.values())
 
 
 @lru_cache(maxsize=64)

@@ -33,4 +33,4 @@ class FixedLength(Control):
 
     def begin(self, costs: CostsByRows) -> Controller:
         most = Budget(self.length, self.nodes or self.length)
-        return Controller(most, rows_apart=most.nodes == most.depth)
+        return Controller(most, rows_apart=most.nodes == most.depth, costs=costs.in_batch(1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.draft.cascade import Gain
+
 MAY_LOSE = 3.0
 """Plain steps that drafting may lose at once."""
 
@@ -18,30 +20,17 @@ def may_lose(at_once: float, rounds: int) -> float:
     return at_once + _PER_ROUND * rounds
 
 
-class LossBudget:
+class LossBudget(Gain):
     """Bounds what a source of drafts may lose, in plain steps.
 
     The budget is a few steps from the start and 0.005 steps more each round. So a draft has time to show its worth, a
     useless one is tried again now and then, and all of it costs about one percent.
     """
 
-    _TRIALS = 4
-    _MEMORY = 0.9  # weight of a round relative to the next
-
     def __init__(self) -> None:
-        self._tokens = self._cost = 0.0
+        super().__init__()
         self._lost = self.paid = 0.0
-        self._rounds = self._asked = 0
-
-    @property
-    def rate(self) -> float:
-        """Tokens per plain step of recent rounds with a draft, dropped ones included; 1 before the first."""
-        return self._tokens / self._cost if self._cost else 1.0
-
-    @property
-    def is_new(self) -> bool:
-        """Whether there were too few rounds to judge by."""
-        return self._rounds < self._TRIALS
+        self._asked = 0
 
     def opens(self, at_once: float, at_risk: float) -> bool:
         """Whether this round may draft. Ask once a round.
@@ -58,19 +47,17 @@ class LossBudget:
     @property
     def gains(self) -> bool:
         """Whether its drafts have gained at least what they cost; losses of the trial do not count."""
-        return self._rounds > 0 and self._lost <= 0
+        return self.rounds > 0 and self._lost <= 0
 
-    def count(self, committed: float, dropped: float, cost: float) -> None:
+    def count_dropped(self, committed: float, dropped: float, cost: float) -> None:
         """Count a round with a draft: tokens of a row, and its cost in plain steps."""
-        self._tokens = self._MEMORY * self._tokens + committed + dropped
-        self._cost = self._MEMORY * self._cost + cost
         # Dropped tokens are the price of a trial. Counted as losses they would shut out good drafts of large batches,
         # whose slowest row commits next to nothing at first.
         gained = committed + dropped if self.is_new else committed
         # Old gains must not pay for endless losses.
         self._lost = max(self._lost + cost - gained, -MAY_LOSE)
         self.paid = max(self.paid + cost - committed, -MAY_LOSE)
-        self._rounds += 1
+        self.count(committed + dropped, cost)
 
 
 class Progress:

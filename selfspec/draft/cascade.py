@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter, Exit, Proposer
-from selfspec.draft.rows_apart import filled_up
+from selfspec.draft.drafter import MODEL, Drafter, Exit, Proposer
+from selfspec.draft.rows_apart import filled_up, lengths_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
+
+
+class Gain:
+    """What drafts of one source have lately committed for what they cost.
+
+    Attributes:
+        rounds: with such drafts.
+    """
+
+    _TRIALS = 4
+    _MEMORY = 0.9  # weight of a round relative to the next
+
+    def __init__(self) -> None:
+        self._tokens = self._cost = 0.0
+        self.rounds = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per plain step of recent rounds; 1 before the first."""
+        return self._tokens / self._cost if self._cost else 1.0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there were too few rounds to judge by."""
+        return self.rounds < self._TRIALS
+
+    def count(self, tokens: float, cost: float) -> None:
+        """Count a round: tokens that a row committed, and its cost in plain steps."""
+        self._tokens = self._MEMORY * self._tokens + tokens
+        self._cost = self._MEMORY * self._cost + cost
+        self.rounds += 1
 
 
 class JoinedDrafter(Drafter):
@@ -50,7 +82,7 @@ class Cascade(JoinedDrafter):
 
     Which of them a round takes is the control's choice: by what rounds with drafts of each match length have lately
     committed for what they cost. A source that runs a model is asked only where none before it is taken. All of them
-    learn from every round. Where rows are apart (see `FixedLength`) each row takes the first that has a draft for it.
+    learn from every round. Where rows are apart (see `FixedLength`) this is learnt and chosen for each row by itself.
 
     Attributes:
         sources: of any kind, in the order in which they are asked.
@@ -107,9 +139,20 @@ class JoinedProposer(Proposer):
 
 
 class CascadeProposer(JoinedProposer):
-    """Proposes what one of the sources does."""
+    """Proposes what one of the sources does.
+
+    Args:
+        sources: in the order in which they are asked.
+    """
+
+    def __init__(self, sources: Sequence[Proposer]) -> None:
+        super().__init__(sources)
+        # Where rows are apart: by row and source, and the source of each row's last draft.
+        self._gains: defaultdict[tuple[int, int], Gain] = defaultdict(Gain)
+        self._served: dict[int, int] = {}
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        self._served = {}
         if rows.rows_apart:
             return self._apart(rows, budget, 0)
         for place, source in enumerate(self.sources):
@@ -131,7 +174,35 @@ class CascadeProposer(JoinedProposer):
         found = source.look_up(rows, budget)
         if found is None or last:
             found = source.propose(rows, budget)
+        elif found.length:
+            found = self._where_preferred(rows, found, place)
+        for row, length in zip(rows.running, lengths_of(rows, found), strict=True):
+            if length:
+                self._served.setdefault(row, place)
         return found if last else filled_up(rows, found, lambda: self._apart(rows, budget, place + 1))
+
+    def _where_preferred(self, rows: RowsView, found: Draft, place: int) -> Draft:
+        """Leave a draft to the rows that it promises more than the sources behind it."""
+
+        def prefers(row: int) -> bool:
+            own = self._gains[row, place]
+            behind = (self._gains[row, later].rate for later in range(place + 1, len(self.sources)))
+            return own.is_new or own.rate >= max(1.0, *behind)
+
+        each = zip(rows.running, lengths_of(rows, found), strict=True)
+        lengths = tuple(length if prefers(row) else 0 for row, length in each)
+        return replace(found, row_lengths=lengths) if any(lengths) else rows.no_draft()
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(rows, draft, logits, verdict)
+        for row, length in zip(rows.running, rows.row_lengths(draft), strict=True):
+            if row in verdict.rows and row in self._served and length:
+                place = self._served[row]
+                # What the row's draft would have cost alone.
+                steps = length if MODEL in self.sources[place].matches else 0
+                self._gains[row, place].count(verdict.rows[row].run_length, rows.controller.price(steps, length))
+        # No other round is of these.
+        self._served = {}
 
 
 def joined_spelling(sources: Sequence[Drafter]) -> str | None:

@@ -30,6 +30,11 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
     )
 
 
+def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
+    """Return how many tokens of a draft are meant for each running row."""
+    return draft.row_lengths or (draft.length,) * len(rows.running)
+
+
 def filled_up(rows: RowsView, found: Draft, propose: Callable[[], Draft]) -> Draft:
     """Return a draft of chains with those of another source in the rows that it has nothing for.
 
@@ -40,7 +45,7 @@ def filled_up(rows: RowsView, found: Draft, propose: Callable[[], Draft]) -> Dra
         found: chains, as `chains` gives them.
         propose: drafts chains by the other source, for all rows; asked only where some unfinished row needs it.
     """
-    taken = found.row_lengths or (found.length,) * len(rows.running)
+    taken = lengths_of(rows, found)
     if all(length or row not in rows.unfinished for row, length in zip(rows.running, taken, strict=True)):
         return found
     other = propose()
@@ -60,6 +65,6 @@ def filled_up(rows: RowsView, found: Draft, propose: Callable[[], Draft]) -> Dra
             if draft.probs is not None:
                 part = probs[:, : draft.length]
                 probs[:, : draft.length] = torch.where(its[..., None], draft.probs, part)
-    theirs = other.row_lengths or (other.length,) * len(taken)
+    theirs = lengths_of(rows, other)
     lengths = tuple(length or rest for length, rest in zip(taken, theirs, strict=True))
     return Draft.chain(tokens, probs, steps=other.steps, match_length=other.match_length, row_lengths=lengths)

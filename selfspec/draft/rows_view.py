@@ -49,6 +49,10 @@ class DraftController(Protocol):
         """The cost of a round of so many draft steps and draft tokens, in plain steps."""
         ...
 
+    def price(self, steps: int, nodes: int) -> float:
+        """What such a round is held to cost where drafts of different sources are compared."""
+        ...
+
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
         """The shape of a draft where it may have branches."""
         ...

@@ -380,6 +380,9 @@ class Toggling(Control, Controller):
     most: Budget = field(default=Budget(3, 3))
     rounds: int = field(default=0)
 
+    def __post_init__(self) -> None:
+        Controller.__init__(self, self.most)
+
     def begin(self, costs: CostsByRows) -> Controller:
         return Toggling()
 
