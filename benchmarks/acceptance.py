@@ -70,8 +70,8 @@ def _report(record: dict[str, Any]) -> str:
     settings = record["settings"]
     columns = ["agreement", *(f"1 - TV at {heat:g}" for heat in TEMPERATURES)]
     lines = [
-        f"On {settings['number']} held-out texts of {settings['tokens']} tokens, float32, with 95 % bootstrap intervals "
-        "over texts.\n",
+        f"On {settings['number']} held-out texts of {settings['tokens']} tokens, float32, with 95 % bootstrap "
+        "intervals over texts.\n",
         f"| model | draft | {' | '.join(columns)} |",
         "|---" * (2 + len(columns)) + "|",
     ]

@@ -172,7 +172,8 @@ class _Own:
     tokens: int
 
     def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        prompt, options = torch.tensor([ids]), {"max_new_tokens": self.tokens, "eos_token_id": None, "seed": seed}
+        prompt = torch.tensor([ids])
+        options: dict[str, Any] = {"max_new_tokens": self.tokens, "eos_token_id": None, "seed": seed}
         text: list[int] = []
         times: list[tuple[float, int]] = []
         for chunk in self.spec.stream(prompt, torch.ones_like(prompt), **options, **sampling(temperature)):

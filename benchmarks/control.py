@@ -4,9 +4,9 @@
 
 Good drafts are those of the embedded model's exit, over the beginnings of six Python files and of held-out documents of
 every kind. Useless ones leave an ordinary checkpoint after its first layer. Arms run in turns. A text counts by its
-rounds at measured costs (c, V(m) and o), which a busy machine troubles least, and by the clock. The best fixed length is
-one for a whole set of texts. Ratios are of sums over texts; their intervals (95 %) draw texts again. Texts do not end
-before their last token.
+rounds at measured costs (c, V(m) and o), which a busy machine troubles least, and by the clock. The best fixed length
+is one for a whole set of texts. Ratios are of sums over texts; their intervals (95 %) draw texts again. Texts do not
+end before their last token.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _result(case: Case, costs: MeasuredCosts, arms: dict[str, Arm], options: arg
         result[f"tokens a plain step, by {unit}"] = speeds
         result[f"against plain, by {unit}"] = Estimate.of_ratio(taken[_PLAIN], taken[_CONTROL]).to_dict()
         if case.lengths:
-            best = max(case.lengths, key=lambda length: speeds[str(length)])  # noqa: B023 - called at once
+            best = max(case.lengths, key=lambda length: speeds[str(length)])
             against = Estimate.of_ratio(taken[str(best)], taken[_CONTROL]).to_dict()
             result[f"against the best fixed length, by {unit}"] = {"length": best, **against}
     return result

@@ -165,9 +165,9 @@ def _report(record: dict[str, Any]) -> str:
         "# More model than memory\n",
         f"{machine['processor']}, {settings['threads']} threads; arms in turns, each call in a process of its own; a",
         f"prompt of {settings['context']} tokens, {settings['max_new_tokens']} new with drafts and",
-        f"{settings['plain_tokens']} without. Medians and their intervals. *Read*: by the disk's count. *Peak*: resident",
-        "memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's, of those that",
-        f"both have. At commit {', '.join(sorted(map(str, commits)))}.",
+        f"{settings['plain_tokens']} without. Medians and their intervals. *Read*: by the disk's count. *Peak*:",
+        "resident memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's, of",
+        f"those that both have. At commit {', '.join(sorted(map(str, commits)))}.",
     ]
     for cell in sorted(record["cells"], key=lambda cell: (parse_bytes("memory", cell["memory"]), cell["temperature"])):
         turns = max(map(len, cell["calls"].values()), default=0)

@@ -23,6 +23,7 @@ _QUICK = (RuntimeName.EAGER, RuntimeName.TRACED, RuntimeName.GRAPHS)
 _LENGTHS, _FEW_LENGTHS = (1, 3, 7), (3,)
 _WIDTHS, _FEW_WIDTHS = (1, 2, 4, 8, 16), (1, 4)
 
+
 @dataclass(frozen=True)
 class _Wanted:
     """What one case measures."""
@@ -37,6 +38,7 @@ class _Wanted:
         batch = f", batch {self.batch}" if self.batch > 1 else ""
         return f"{self.runtime}, {self.draft}{batch}, {self.context} tokens"
 
+
 def cost_cases(shape: str, bench: Bench) -> Iterator[Case]:
     """Each runtime with an exit at a quarter of the depth; those that compile nothing with fewer bits too."""
     exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
@@ -48,6 +50,7 @@ def cost_cases(shape: str, bench: Bench) -> Iterator[Case]:
     wanted.append(_Wanted(RuntimeName.COMPILED, exit_, context))
     for each in wanted:
         yield Case(each.name, partial(_measured, shape, bench, each))
+
 
 def _measured(shape: str, bench: Bench, wanted: _Wanted) -> Rows:
     model = bare(bench.models.random(shape))
@@ -80,6 +83,7 @@ def _measured(shape: str, bench: Bench, wanted: _Wanted) -> Rows:
     if wanted.draft.startswith("int"):
         figures["substitutes"] = Figure.number(base.substitutes.nbytes / 2**20, "MiB")
     return {"": {**figures, **_programs(base)}}
+
 
 def _programs(base: SelfSpeculative) -> dict[str, Figure]:
     """How many kinds of passes programs ran; a figure without them would be the stock modules'."""
