@@ -1,18 +1,22 @@
-"""How a command ends: JSON on stdout, a line on stderr for an error, and the exit status."""
+"""How a command ends: its result as JSON on stdout, a line on stderr for an error, and the exit status."""
 
 from __future__ import annotations
 
 import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from selfspec.errors import NonFiniteLogitsError, SelfSpecError, StorageError
 from selfspec.measure.embedded import DEMO
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FAILED = 1
 BAD_INPUT = 2
@@ -24,9 +28,9 @@ class FailedCheckError(Exception):
 
 
 class FailedRunError(Exception):
-    """A run that failed or was interrupted after it had results, which are as JSON prints them."""
+    """A run that failed or was interrupted after it had a result."""
 
-    def __init__(self, cause: BaseException, result: Mapping[str, Any]) -> None:
+    def __init__(self, cause: BaseException, result: DataclassInstance) -> None:
         super().__init__(str(cause))
         self.cause = cause
         self.result = result
@@ -39,10 +43,32 @@ SCHEMA_VERSION = 1
 """Of what `--output json` prints: see `selfspec.cli.json_schema`."""
 
 
-def print_json(content: Mapping[str, Any]) -> None:
-    """Print one JSON object on one line, which says the version of its schema."""
+@dataclass(frozen=True)
+class Failure:
+    """What ended a command.
+
+    Attributes:
+        type: name of the error's class: see the reference.
+        message: one line that names the remedy.
+    """
+
+    type: str
+    message: str
+
+
+def print_json(result: DataclassInstance | None, failure: Failure | None = None) -> None:
+    """Print a result as one JSON object on one line, which says the version of its schema.
+
+    A field whose default is None is left out where it is None.
+    """
+    content: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+    if result is not None:
+        absent = {each.name for each in fields(result) if each.default is None and getattr(result, each.name) is None}
+        content |= {name: value for name, value in asdict(result).items() if name not in absent}
+    if failure is not None:
+        content["error"] = asdict(failure)
     # ASCII survives every encoding of a terminal or pipe.
-    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **content}, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
@@ -67,10 +93,10 @@ def status_of(error: BaseException) -> int:
 def report(error: BaseException, as_json: bool) -> None:
     """Print one line on stderr and, for JSON, an object with `error` on stdout."""
     cause = error.cause if isinstance(error, FailedRunError) else error
-    result = error.result if isinstance(error, FailedRunError) else {}
+    result = error.result if isinstance(error, FailedRunError) else None
     message = _message(cause)
     if as_json:
-        print_json({**result, "error": {"type": type(cause).__name__, "message": message}})
+        print_json(result, Failure(type(cause).__name__, message))
     # Without any words typer shows the help, and there is no message.
     if message:
         print(message if isinstance(cause, KeyboardInterrupt) else f"error: {message}", file=sys.stderr)
