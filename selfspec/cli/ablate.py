@@ -78,7 +78,6 @@ class Ablated:
     failed: list[dict[str, Any]]
     best: list[dict[str, Any]]
     files: list[str]
-    versions: dict[str, str]
 
 
 def ablate(
@@ -101,7 +100,6 @@ def ablate(
     if study is None and not declared:
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
 
-    from selfspec.environment import versions
     from selfspec.files.writing import check_output_folder
     from selfspec.tools.studies.drafts import draft_kind, named_drafts
     from selfspec.tools.studies.models import check_inputs, load
@@ -149,7 +147,6 @@ def ablate(
         failed=[{"place": dict(each.point.place), "error": each.error} for each in finding.failed],
         best=[dict(panel.best[0]) for panel in shown if panel.best],
         files=[str(file) for file in files],
-        versions=versions(),
     )
 
 

@@ -41,7 +41,6 @@ class Calibrated:
     report: dict[str, Any]
     profile: str
     seconds: float
-    versions: dict[str, str]
 
 
 def calibrate(
@@ -90,7 +89,6 @@ def calibrate(
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
     from selfspec.control import profile_place
-    from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.expected_time import TokenTimes, fit
@@ -135,7 +133,7 @@ def calibrate(
         console().print("", f"Profile: {file}. Use it: {use}.", sep="\n", soft_wrap=True)
     found = asdict(profile)
     del found["source"]
-    return Calibrated(**found, checkpoint=model.model, profile=str(file), seconds=seconds, versions=versions())
+    return Calibrated(**found, checkpoint=model.model, profile=str(file), seconds=seconds)
 
 
 def _print(model: str, profile: Profile, seconds: float) -> None:

@@ -78,7 +78,6 @@ class Chatted:
     messages: list[dict[str, Any]]
     turns: list[Answer]
     settings: dict[str, Any]
-    versions: dict[str, str]
 
 
 def chat(
@@ -98,7 +97,6 @@ def chat(
     drafting.check(model, budget)
 
     from selfspec.decode.option_values import Scope, check_values
-    from selfspec.environment import versions
     from selfspec.model.checkpoint import load_tokenizer
     from selfspec.serve.chat_template import ChatTemplate
     from selfspec.serve.conversation import Conversation
@@ -116,7 +114,7 @@ def chat(
     session.run()
     settings = {"model": model.model, "draft": drafting.draft, "sampling": asdict(sampling), **asdict(talk)}
     settings["template"] = None if talk.template is None else str(talk.template)
-    return Chatted(conversation.messages, session.turns, settings, versions())
+    return Chatted(conversation.messages, session.turns, settings)
 
 
 class _Session:

@@ -103,7 +103,6 @@ class Demonstrated:
     seconds: float
     cores: SpareCores
     cpu_kernels: bool
-    versions: dict[str, Any]
 
 
 def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
@@ -120,7 +119,6 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
 
         import torch
 
-        from selfspec.environment import versions
         from selfspec.kernels import native
         from selfspec.measure.embedded import PROMPTS
         from selfspec.model.checkpoint import load_checkpoint
@@ -168,7 +166,7 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     differing = [each.name for each, compared in same if compared.equal < compared.texts]
     headed = found[drafting]
     result = Demonstrated(
-        settings={**asdict(runs), "draft": draft, "max_new_tokens": new},
+        settings={**asdict(runs), "draft": draft, "max_new_tokens": new, "threads": torch.get_num_threads()},
         headline=headline(headed, not differing),
         identical=not differing,
         arms=found,
@@ -180,7 +178,6 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
         seconds=time.perf_counter() - started,
         cores=spare,
         cpu_kernels=native.are_loaded(),
-        versions={**versions(), "threads": torch.get_num_threads()},
     )
     if output == "text":
         screen.say(result.headline, style="bold")

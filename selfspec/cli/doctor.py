@@ -32,14 +32,15 @@ class Diagnosis:
     products: dict[str, Products]
     findings: list[str]
     commit: str | None
-    versions: dict[str, str]
 
     def __str__(self) -> str:
         said = ["What to change:" if self.findings else "Nothing here needs a change."]
         return "\n".join([*self._lines(), "", *said, *(f"- {each}." for each in self.findings)])
 
     def _lines(self) -> Iterator[str]:
-        machine, numbers = self.machine, dict(self.versions)
+        from selfspec.environment import versions
+
+        machine, numbers = self.machine, versions()
         built = "" if self.commit is None else f" (commit {self.commit})"
         yield f"selfspec      {numbers.pop('selfspec')}{built}"
         yield f"versions      {', '.join(f'{name} {number}' for name, number in numbers.items())}"
@@ -67,7 +68,7 @@ def doctor() -> Diagnosis:
     """
     watch = CoreWatch()
     with Console(stderr=True).status("Looking around"):
-        from selfspec.environment import commit, versions
+        from selfspec.environment import commit
         from selfspec.tools.doctor.findings import findings
         from selfspec.tools.doctor.machine import read_machine
         from selfspec.tools.doctor.packages import read_packages
@@ -76,4 +77,4 @@ def doctor() -> Diagnosis:
         machine, packages = read_machine(watch.read()), read_packages()
         products = time_products()
     found = findings(machine, packages, products)
-    return Diagnosis(machine, packages, products, found, commit(), versions())
+    return Diagnosis(machine, packages, products, found, commit())

@@ -167,7 +167,6 @@ class Generated:
     settings: dict[str, Any]
     lossless: bool
     stats: Counts
-    versions: dict[str, str]
     rounds: list[RoundOfRow] | None = None
 
 
@@ -207,7 +206,6 @@ def generate(
     from selfspec.control.draft_policy import DraftPolicy
     from selfspec.decode.option_values import Scope, check_values
     from selfspec.draft.registry import draft_name
-    from selfspec.environment import versions
     from selfspec.model.checkpoint import Checkpoint
 
     sampling = sampling.seeded()
@@ -266,7 +264,6 @@ def generate(
         settings=settings,
         lossless=generation.lossless,
         stats=Counts(**generation.stats.to_dict()),
-        versions=versions(),
         rounds=[_round(row) for row in rounds] if shown.show_drafts else None,
     )
     if ended_by is not None:

@@ -52,7 +52,6 @@ class Inspected:
     substitutes: tuple[SubstitutesSummary, ...]
     target_bytes_read: int
     exits: tuple[ExitSummary, ...]
-    versions: dict[str, str]
     plan: dict[str, Any] | None = None
 
 
@@ -64,7 +63,6 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> Inspected:
 
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
-    from selfspec.environment import versions
     from selfspec.model.checkpoint import find_device, read_config
     from selfspec.model.summary import describe_config
     from selfspec.placement.planned import plan_checkpoint
@@ -84,7 +82,6 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> Inspected:
         checkpoint=model,
         target_bytes_read=summary.target_bytes_read,
         exits=summary.exits,
-        versions=versions(),
         plan=None if planned is None else _plan_as_json(planned),
     )
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from selfspec.cli.app import app
-from selfspec.cli.outcome import SCHEMA_VERSION, Failure
+from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.summary import CacheSummary, ExitSummary, LayerSummary, SubstitutesSummary, Weights
@@ -88,7 +88,8 @@ def _hint(hint: Any) -> Any:
 
 def _output(result: type[BaseModel]) -> type[BaseModel]:
     error: Any = _FAILURE | None, Field(None, description="what ended the command, where it failed")
-    return create_model(result.__name__, __base__=result, __doc__=result.__doc__, schema_version=_VERSION, error=error)
+    added: dict[str, Any] = {"schema_version": _VERSION, "versions": (_model(Versions), ...), "error": error}
+    return create_model(result.__name__, __base__=result, __doc__=result.__doc__, **added)
 
 
 _FAILURE = _model(Failure)

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 from typer.models import OptionInfo
 
-from selfspec.cli.outcome import print_json
+from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from selfspec.api import SelfSpeculative
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
@@ -242,7 +240,7 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
         raise DraftConfigError(re.sub("^draft ", "--draft ", str(error))) from error
 
 
-def grouped(command: Callable[..., DataclassInstance | None]) -> Callable[..., None]:
+def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
     """Turn a command's dataclasses into options, and print what it returns.
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring

@@ -34,7 +34,6 @@ class Searched:
     study: dict[str, Any]
     sublayers: list[int | None]
     evaluations: int
-    versions: dict[str, str]
 
 
 def search(
@@ -66,7 +65,6 @@ def search(
     """
     fewest, most = _sizes(sublayers)
 
-    from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import Size
     from selfspec.tools.studies.drafts import Space
@@ -108,7 +106,7 @@ def search(
     if output == "text":
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
         print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), sep="\n")
-    return Searched(best=best, front=front, scores=scores, file=str(to), **about, versions=versions())
+    return Searched(best=best, front=front, scores=scores, file=str(to), **about)
 
 
 def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:

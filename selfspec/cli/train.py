@@ -80,7 +80,6 @@ class Trained:
     seconds_of_last_stretch: float
     log: list[dict[str, float]]
     folder: str
-    versions: dict[str, str]
     checked: list[CheckedExit] | None = None
 
 
@@ -96,7 +95,6 @@ class Averaged:
     before: dict[str, float]
     after: dict[str, float]
     folder: str
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Counted:
     file: str
     size: int
     coverage: float
-    versions: dict[str, str]
 
     def __str__(self) -> str:
         return f"{self.file}: {self.size} tokens, {self.coverage:.2%} of the text"
@@ -187,14 +184,13 @@ def average(
     output: Output = "text",
 ) -> Averaged:
     """Average a trained checkpoint with its base: a little less of what was taught, for a better full model."""
-    from selfspec.environment import versions
     from selfspec.tools.train.average import average as run
 
     _prepare(threads)
     with progress_bar("averaging") as bar:
         bar.add_task("reading, averaging, measuring", total=None)
         report = run(model_place(trained), model_place(base), averaging, to)
-    averaged = Averaged(**report, folder=str(to), versions=versions())
+    averaged = Averaged(**report, folder=str(to))
     _show(averaged, output)
     return averaged
 
@@ -208,11 +204,10 @@ def vocabulary(
     size: Annotated[int, typer.Option(min=1, help="Tokens to keep.")],
 ) -> Counted:
     """Count which tokens a draft needs, for `--draft exit:4+vocab:FILE`: its steps then read only their rows."""
-    from selfspec.environment import versions
     from selfspec.tools.train.vocabulary import count_vocabulary
 
     _prepare(threads=None)
-    return Counted(str(to), size, count_vocabulary(model_place(model), text, size, to), versions())
+    return Counted(str(to), size, count_vocabulary(model_place(model), text, size, to))
 
 
 def _train(
@@ -224,7 +219,6 @@ def _train(
     machine: WholeMachine,
 ) -> Trained:
     """Train, and return the figures before and after."""
-    from selfspec.environment import versions
     from selfspec.tools.train.run import run
 
     _prepare(machine.threads)
@@ -241,7 +235,7 @@ def _train(
                 print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
 
         report = run(model_place(model), text, course, recipe, to, observe, machine.device)
-    return Trained(**report, folder=str(to), versions=versions())
+    return Trained(**report, folder=str(to))
 
 
 def _prepare(threads: int | None) -> None:

@@ -67,7 +67,6 @@ class Verified:
     sentence: str
     failures: list[str]
     seconds: float
-    versions: dict[str, str]
 
 
 def verify(
@@ -102,7 +101,6 @@ def verify(
     import torch
 
     from selfspec.draft import Drafter
-    from selfspec.environment import versions
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
@@ -143,7 +141,7 @@ def verify(
     found, placement = report.to_dict(), placement_of(checkpoint.model)
     used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
     used |= {"memory": budget.memory, "context": None if placement is None else placement.context}
-    found |= {"checkpoint": model.model, "settings": used, "seconds": seconds, "versions": versions()}
+    found |= {"checkpoint": model.model, "settings": used, "seconds": seconds}
     result = Verified(**found)
     if output == "text":
         _print_report(model.model, checkpoint.tokenizer, report, seconds)
