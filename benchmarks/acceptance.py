@@ -18,7 +18,7 @@ from rich.progress import track
 from transformers.utils import logging
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.named import parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.environment import environment
 from selfspec.measure.acceptance import TEMPERATURES, teacher_forced
 from selfspec.measure.embedded import model_place

@@ -93,4 +93,6 @@ def _made(kind: object, named: str) -> Rule:
         made = None
     if isinstance(made, Rule):
         return made
-    raise UnsupportedOptionError(f"{named} is no acceptance rule that can be made without arguments; see selfspec.rules.Rule")
+    raise UnsupportedOptionError(
+        f"{named} is no acceptance rule that can be made without arguments; see selfspec.rules.Rule"
+    )

@@ -33,6 +33,7 @@ COMMANDS = {
     "inspect": "inspect MODEL",
     "kernels": "kernels",
     "doctor": "doctor",
+    "drafts": "drafts",
     "export": "export MODEL --draft exit:2 --to exported",
     "calibrate": f"calibrate MODEL --draft exit:3 {CALIBRATION} --prompt-file PROMPTS",
     "verify": "verify MODEL --draft exit:2 --samples 100 --prompt-file PROMPTS",
