@@ -1,30 +1,26 @@
 """Decoding beside llama.cpp, float32 and Q8_0: the same weights, prompts, threads and number of tokens, in turns.
 
     pip install llama-cpp-python gguf
-    python benchmarks/beside_llama_cpp.py MODEL... --held-out FILE --threads 2
+    python benchmarks/beside_llama_cpp.py MODEL... --texts 'heldout.jsonl#kind=code' --threads 2
 
 llama.cpp runs with its own settings but for the threads, in a process of its own, which may be another environment's
-(`--python`; it needs llama-cpp-python alone). Models are llamas; `benchmarks/widen.py` makes larger
-ones of a small one. Each line of the held-out text has `text` and `kind`. Tokens after the first are timed, over all
-prompts of a repeat; ratios are taken repeat by repeat.
+(`--python`; it needs llama-cpp-python alone). Models are llamas; `benchmarks/widen.py` makes larger ones of a small
+one. Tokens after the first are timed, over all prompts of a repeat; ratios are taken repeat by repeat.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from kept import RESULTS
+from harness import HERE, JsonWorker, equal_tokens, keep, prompts_of, sampling
 from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
@@ -32,7 +28,6 @@ from transformers import PreTrainedModel, StoppingCriteria
 import selfspec
 from selfspec.environment import environment
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.gguf_file import write_gguf
 
@@ -76,20 +71,19 @@ def main() -> None:
     """Run the benchmark."""
     options = _options()
     torch.set_num_threads(options.threads)
-    settings = {name: value for name, value in vars(options).items() if name not in ("models", "held_out", "python")}
+    settings = {name: value for name, value in vars(options).items() if name not in ("models", "texts", "python")}
     models: list[dict[str, Any]] = []
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "models": models}
     for folder in options.models:
         models.append(_measured(folder, options))
-        (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        (RESULTS / f"{options.name}.md").write_text(_report(record))
+        keep(options.name, record, _report(record))
     print(_report(record))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--held-out", type=Path, required=True)
+    parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
@@ -105,19 +99,23 @@ def _options() -> argparse.Namespace:
 def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = load_checkpoint(str(folder), "float32", "cpu")
     model, tokens = checkpoint.model, options.max_new_tokens
-    texts = parse_workloads(f"code={options.held_out}#kind=code")[0]
-    prompts = [ids[0].tolist() for ids in texts.prompts(checkpoint.tokenizer, options.prompts, 1, options.context)]
+    texts = prompts_of(options.texts, checkpoint.tokenizer, options.prompts, options.context)
+    prompts = [ids[0].tolist() for ids in texts]
     with tempfile.TemporaryDirectory() as kept:
-        files = {kind: Path(kept) / f"{kind}.gguf" for kind in ("F32", "Q8_0")}
-        for kind, file in files.items():
+        workers = {}
+        for kind in ("F32", "Q8_0"):
+            file = Path(kept) / f"{kind}.gguf"
             write_gguf(model, model, None, file, kind.lower())
-        workers = {kind: Worker(file, options) for kind, file in files.items()}
+            command = [options.python, "-P", HERE / "llama_cpp_worker.py", file, options.threads]
+            workers[kind] = JsonWorker(command)
+        # Once they have said this, they have read their files.
+        systems = {kind: worker.read()["system"] for kind, worker in workers.items()}
     plain = selfspec.wrap(model)
     decoders: dict[str, Decode] = {
         _GENERATE: _Stock(model, tokens),
         _PLAIN: _Own(plain, tokens),
         **{f"selfspec {draft}": _Own(plain.drafting(draft), tokens) for draft in _DRAFTS},
-        **{f"llama.cpp {kind}": worker for kind, worker in workers.items()},
+        **{f"llama.cpp {kind}": _Llama(worker, tokens) for kind, worker in workers.items()},
     }
     measured = {f"{at:g}": _in_turns(decoders, prompts, at, options) for at in options.temperatures}
     for worker in workers.values():
@@ -125,7 +123,7 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "name": folder.name,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "llama.cpp": workers["F32"].system,
+        "llama.cpp": systems["F32"],
         "temperatures": measured,
     }
 
@@ -152,70 +150,33 @@ def _in_turns(
                 ).to_dict()
                 for other in (_LLAMA, _GENERATE)
             },
-            "equal_tokens": [_equal(*pair) for pair in zip(arm.texts, arms[_GENERATE].texts, strict=True)],
+            "equal_tokens": [equal_tokens(*pair) for pair in zip(arm.texts, arms[_GENERATE].texts, strict=True)],
         }
         for name, arm in arms.items()
     }
 
 
-def _equal(text: list[int], other: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=True))))
-
-
-class Worker:
-    """llama.cpp in a process of its own.
-
-    Args:
-        file: GGUF.
-        options: of the benchmark.
-
-    Attributes:
-        system: what the build says that it uses.
-    """
-
-    def __init__(self, file: Path, options: argparse.Namespace) -> None:
-        script = str(Path(__file__).with_name("llama_cpp_worker.py"))
-        command = [options.python, "-P", script, str(file), str(options.threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._tokens = options.max_new_tokens
-        self.system = self._answer()["system"]
+@dataclass(frozen=True)
+class _Llama:
+    worker: JsonWorker
+    tokens: int
 
     def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        """Decode."""
-        job = {"ids": ids, "tokens": self._tokens, "temperature": temperature, "seed": seed}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return Decoded(**self._answer())
-
-    def end(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(
-                "llama.cpp's process ended; see above for why, and this file's first lines for its packages"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        job = {"ids": ids, "tokens": self.tokens, "temperature": temperature, "seed": seed}
+        return Decoded(**self.worker.ask(job))
 
 
+@dataclass(frozen=True)
 class _Own:
-    def __init__(self, spec: selfspec.SelfSpeculative, tokens: int) -> None:
-        self._spec, self._tokens = spec, tokens
+    spec: selfspec.SelfSpeculative
+    tokens: int
 
     def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        prompt, options = torch.tensor([ids]), _sampling(temperature)
-        chunks = self._spec.stream(
-            prompt, torch.ones_like(prompt), max_new_tokens=self._tokens, eos_token_id=None, seed=seed, **options
-        )
+        prompt = torch.tensor([ids])
+        options: dict[str, Any] = {"max_new_tokens": self.tokens, "eos_token_id": None, "seed": seed}
         text: list[int] = []
         times: list[tuple[float, int]] = []
-        for chunk in chunks:
+        for chunk in self.spec.stream(prompt, torch.ones_like(prompt), **options, **sampling(temperature)):
             text += chunk.rows[0].tokens
             times.append((time.perf_counter(), len(text)))
         (first, already), (last, all_) = times[0], times[-1]
@@ -223,21 +184,22 @@ class _Own:
         return Decoded(text, (last - first) * (all_ - 1) / (all_ - already))
 
 
+@dataclass(frozen=True)
 class _Stock:
-    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
-        self._model, self._tokens = model, tokens
+    model: PreTrainedModel
+    tokens: int
 
     def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
         torch.manual_seed(seed)
         watch, prompt = _Watch(), torch.tensor([ids])
-        out = self._model.generate(
+        out = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=self._tokens,
+            max_new_tokens=self.tokens,
             eos_token_id=None,
             pad_token_id=0,
             stopping_criteria=[watch],
-            **_sampling(temperature),
+            **sampling(temperature),
         )
         return Decoded(out[0, len(ids) :].tolist(), watch.times[-1] - watch.times[0])
 
@@ -253,10 +215,6 @@ class _Watch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def _sampling(temperature: float) -> dict[str, Any]:
-    return {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-
-
 def _report(record: dict[str, Any]) -> str:
     settings, machine = record["settings"], record["environment"]
     lines = [
@@ -266,17 +224,15 @@ def _report(record: dict[str, Any]) -> str:
         "Medians and their intervals. *Equal*: the tokens before the first that is not `model.generate`'s, by prompt.",
     ]
     for model in record["models"]:
+        title = f"{model['name']}, {model['parameters'] / 1e6:.1f}M parameters"
         for temperature, arms in model["temperatures"].items():
-            lines.append(
-                f"\n## {model['name']}, {model['parameters'] / 1e6:.1f}M parameters, temperature {temperature}\n"
-            )
             greedy = temperature == "0"
+            lines.append(f"\n## {title}, temperature {temperature}\n")
             lines.append("| | tokens/s | against llama.cpp F32 | against model.generate |" + " equal |" * greedy)
-            lines.append("|---|---|---|---|" + "---|" * greedy)
+            lines.append("|---" * (4 + greedy) + "|")
             for name, arm in arms.items():
-                rate, *ratios = (
-                    Estimate(**arm[key]) for key in ("tokens_per_second", f"against {_LLAMA}", f"against {_GENERATE}")
-                )
+                keys = ("tokens_per_second", f"against {_LLAMA}", f"against {_GENERATE}")
+                rate, *ratios = (Estimate(**arm[key]) for key in keys)
                 cells = [name, rate.shown(0), *(ratio.shown(2) for ratio in ratios)]
                 cells += [" ".join(map(str, arm["equal_tokens"]))] * greedy
                 lines.append("| " + " | ".join(cells) + " |")

@@ -1,32 +1,27 @@
 """The default control against every fixed draft length and against plain decoding: short texts, and useless drafts.
 
-    python benchmarks/control.py --held-out heldout.jsonl --untrained FOLDER --threads 2
+    python benchmarks/control.py --texts heldout.jsonl --untrained FOLDER --threads 2
 
-Each line of the held-out text has `text` and `kind`. Good drafts are those of the embedded model's exit, over the
-README's texts (six beginnings of Python files) and over the first tokens of held-out documents of every kind; and of a
-random model with a planted acceptance rate. Useless ones leave an ordinary checkpoint after its first layer, or a
-random model with next to no planted acceptance. Arms run in turns. A text counts by its rounds at measured costs (c,
-V(m) and o), which a busy machine troubles least, and by the clock. The best fixed length is one for a whole set of
-texts. Ratios are of sums over texts; their intervals (95 %) draw texts again. Texts do not end before their last token.
+Good drafts are those of the embedded model's exit, over the beginnings of six Python files and of held-out documents of
+every kind. Useless ones leave an ordinary checkpoint after its first layer. Arms run in turns. A text counts by its
+rounds at measured costs (c, V(m) and o), which a busy machine troubles least, and by the clock. The best fixed length
+is one for a whole set of texts. Ratios are of sums over texts; their intervals (95 %) draw texts again. Texts do not
+end before their last token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from kept import RESULTS
-from planted_acceptance import SHAPES, plant, random_model
+from harness import keep, prompts_of, sampling, seconds_of
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from selfspec.api import SelfSpeculative, wrap
@@ -34,13 +29,13 @@ from selfspec.environment import environment
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 
 _LENGTHS = (1, 2, 3, 4, 5, 6)
 _PLAIN, _CONTROL = "plain", "default"
-_README, _CONTEXT = 6, 48
+_FEW, _CONTEXT = 6, 48
+_UNITS = {"steps": "by counted rounds", "seconds": "by the clock"}
 # Of the measuring of costs.
 _REPEATS = 25
 
@@ -55,7 +50,7 @@ class Case:
         exit: layer that it drafts from.
         temperature: 0 decodes greedily.
         prompts: each `[1, tokens]`.
-        useful: whether fixed lengths are run beside.
+        lengths: fixed ones that run beside the control.
     """
 
     name: str
@@ -63,7 +58,7 @@ class Case:
     exit: int
     temperature: float
     prompts: Sequence[Tensor]
-    useful: bool = True
+    lengths: Sequence[int] = _LENGTHS
 
 
 @dataclass
@@ -72,14 +67,12 @@ class Arm:
 
     Attributes:
         spec: decodes.
-        steps: plain steps, by measured costs, one list a text.
-        seconds: by the clock, likewise.
+        taken: plain steps by measured costs, and seconds by the clock: a sum over turns for each text.
         rounds: how many of each draft length there were, in all texts.
     """
 
     spec: SelfSpeculative
-    steps: list[list[float]] = field(default_factory=list)
-    seconds: list[list[float]] = field(default_factory=list)
+    taken: dict[str, list[float]]
     rounds: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -88,41 +81,28 @@ class Arm:
         drafting = self.rounds.total() - self.rounds[0]
         return sum(length * number for length, number in self.rounds.items()) / max(drafting, 1)
 
-    def means(self, unit: str) -> list[float]:
-        """Plain steps, or seconds, of each text."""
-        values: list[list[float]] = getattr(self, unit)
-        return [sum(each) / len(each) for each in values]
-
 
 def main() -> None:
     """Run the benchmark."""
     options = _options()
     torch.set_num_threads(options.threads)
-    record: list[dict[str, Any]] = []
-    costs: dict[tuple[int, int], MeasuredCosts] = {}
+    cases: list[dict[str, Any]] = []
+    settings = {name: str(value) for name, value in vars(options).items() if name not in ("texts", "untrained")}
+    record = {"settings": settings, "environment": environment(torch.device("cpu")), "cases": cases}
+    known: dict[tuple[int, int], MeasuredCosts] = {}
     for case in _cases(options):
-        key = (id(case.model), case.exit)
-        if key not in costs:
-            drafter = selfspec.EarlyExit(case.exit)
-            costs[key] = measure_costs(case.model, find_adapter(case.model), [drafter], context=64, repeats=_REPEATS)
-        record.append(_result(case, costs[key], _measured(case, costs[key], options), options.max_new_tokens))
-        print(_table(record[-1]), flush=True)
-        _write(record, options)
-
-
-def _write(record: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    settings = {name: str(value) for name, value in vars(options).items() if name not in ("held_out", "untrained")}
-    whole = {"settings": settings, "environment": environment(torch.device("cpu")), "cases": record}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(whole, indent=1) + "\n")
-    (RESULTS / f"{options.name}.md").write_text("\n".join(_table(each) for each in record))
+        key, draft = (id(case.model), case.exit), [selfspec.EarlyExit(case.exit)]
+        if key not in known:
+            known[key] = measure_costs(case.model, find_adapter(case.model), draft, context=64, repeats=_REPEATS)
+        cases.append(_result(case, known[key], _measured(case, known[key], options), options))
+        print(_table(cases[-1]), flush=True)
+        keep(options.name, record, "\n".join(map(_table, cases)))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--held-out", type=Path, required=True)
-    parser.add_argument("--untrained", type=Path, help="a checkpoint whose first layer drafts nothing of use")
-    parser.add_argument("--planted", choices=SHAPES, help="size of the random model; default: none is run")
+    parser.add_argument("--texts", required=True, metavar="FILE", help="held-out, each line with `text` and `kind`")
+    parser.add_argument("--untrained", help="a checkpoint whose first layer drafts nothing of use")
     parser.add_argument("--exit", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=60, help="held-out ones")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -136,77 +116,46 @@ def _options() -> argparse.Namespace:
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     embedded = load_checkpoint(str(checkpoint_folder()), "float32", "cpu")
-    code = parse_workloads(f"code={options.held_out}#kind=code")[0]
-    readme = code.prompts(embedded.tokenizer, _README, 1, _CONTEXT)
-    held_out = _beginnings(options.held_out, embedded.tokenizer, options.prompts)
+    few = prompts_of(f"{options.texts}#kind=code", embedded.tokenizer, _FEW, _CONTEXT)
+    held_out = prompts_of(options.texts, embedded.tokenizer, options.prompts, _CONTEXT)
     for temperature in options.temperatures:
-        yield Case("README's texts", embedded.model, options.exit, temperature, readme)
+        yield Case("six Python files", embedded.model, options.exit, temperature, few)
         yield Case("held-out texts", embedded.model, options.exit, temperature, held_out)
     if options.untrained is not None:
-        untrained = load_checkpoint(str(options.untrained), "float32", "cpu").model
-        prompts = _beginnings(options.held_out, AutoTokenizer.from_pretrained(options.untrained), options.prompts)
+        untrained = load_checkpoint(options.untrained, "float32", "cpu")
+        prompts = prompts_of(options.texts, untrained.tokenizer, options.prompts, _CONTEXT)
         for temperature in options.temperatures:
-            yield Case("exit:1 of an untrained model", untrained, 1, temperature, prompts, useful=False)
-    if options.planted is not None:
-        shape, drawn = SHAPES[options.planted], torch.Generator().manual_seed(2)
-        prompts = [torch.randint(shape["vocabulary"], (1, _CONTEXT), generator=drawn) for _ in range(_README)]
-        for acceptance in (0.92, 0.01):
-            model, exit_layer = random_model(shape), shape["layers"] // 4
-            planted = plant(model, exit_layer, acceptance, temperature=0.1)
-            name = f"random {options.planted}, an acceptance of {planted:.2f} planted"
-            yield Case(name, model, exit_layer, 0.1, prompts, useful=acceptance > 0.5)
-
-
-def _beginnings(file: Path, tokenizer: Any, number: int) -> list[Tensor]:
-    """Of that many documents, spread evenly over the file; of all, if there are fewer."""
-    texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
-    chosen = [texts[index * len(texts) // number] for index in range(number)] if number < len(texts) else texts
-    ids = [tokenizer(text[: 16 * _CONTEXT], return_tensors="pt").input_ids[:, :_CONTEXT] for text in chosen]
-    return [each for each in ids if each.shape[1] == _CONTEXT]
+            yield Case("exit:1 of an untrained model", untrained.model, 1, temperature, prompts, lengths=())
 
 
 def _measured(case: Case, costs: MeasuredCosts, options: argparse.Namespace) -> dict[str, Arm]:
-    plain = wrap(case.model)
-    drafter = selfspec.EarlyExit(case.exit)
-    arms = {_PLAIN: Arm(plain), _CONTROL: Arm(plain.drafting(drafter))}
-    arms |= {str(length): Arm(plain.drafting(drafter, length)) for length in _LENGTHS if case.useful}
+    plain, drafter, number = wrap(case.model), selfspec.EarlyExit(case.exit), len(case.prompts)
+    specs = {_PLAIN: plain, _CONTROL: plain.drafting(drafter)}
+    specs |= {str(length): plain.drafting(drafter, length) for length in case.lengths}
+    arms = {name: Arm(spec, {unit: [0.0] * number for unit in _UNITS}) for name, spec in specs.items()}
     names = list(arms)
     for turn in track(range(-options.warm_up, options.turns), f"{case.name}, T {case.temperature:g}", transient=True):
-        for number, prompt in enumerate(case.prompts):
-            first = (turn + number) % len(names)
+        for text, prompt in enumerate(case.prompts):
+            first = (turn + text) % len(names)
             for name in names[first:] + names[:first]:
-                arm, seed = arms[name], max(turn, 0) * len(case.prompts) + number
-                if turn < 0:
-                    list(_rounds(arm, case, prompt, seed, options.max_new_tokens))
-                    continue
-                if turn == 0:
-                    arm.steps.append([])
-                    arm.seconds.append([])
-                started = time.perf_counter()
-                rounds = list(_rounds(arm, case, prompt, seed, options.max_new_tokens))
-                arm.seconds[number].append(time.perf_counter() - started)
-                arm.steps[number].append(sum(_cost(costs, f"exit:{case.exit}", length) for length in rounds))
-                arm.rounds.update(rounds)
+                arm, seed, rounds = arms[name], max(turn, 0) * number + text, list[int]()
+                given = {"max_new_tokens": options.max_new_tokens, "eos_token_id": None, "seed": seed}
+                chunks = arm.spec.stream(prompt, torch.ones_like(prompt), **given, **sampling(case.temperature))
+                seconds = seconds_of(lambda: rounds.extend(len(each.rows[0].draft) for each in chunks))  # noqa: B023
+                if turn >= 0:
+                    arm.taken["seconds"][text] += seconds
+                    arm.taken["steps"][text] += sum(_cost(costs, case.exit, length) for length in rounds)
+                    arm.rounds.update(rounds)
     return arms
 
 
-def _rounds(arm: Arm, case: Case, prompt: Tensor, seed: int, tokens: int) -> Iterator[int]:
-    """Draft lengths of the rounds of one generation."""
-    sampling: dict[str, Any] = {"do_sample": False}
-    if case.temperature > 0:
-        sampling = {"do_sample": True, "temperature": case.temperature, "top_k": 0}
-    mask = torch.ones_like(prompt)
-    for chunk in arm.spec.stream(prompt, mask, max_new_tokens=tokens, eos_token_id=None, seed=seed, **sampling):
-        yield len(chunk.rows[0].draft)
-
-
-def _cost(costs: MeasuredCosts, name: str, length: int) -> float:
+def _cost(costs: MeasuredCosts, exit_layer: int, length: int) -> float:
     """Plain steps of a round."""
-    return 1.0 if length == 0 else costs.of(name).of_round(length, length)
+    return 1.0 if length == 0 else costs.of(f"exit:{exit_layer}").of_round(length, length)
 
 
-def _result(case: Case, costs: MeasuredCosts, arms: dict[str, Arm], tokens: int) -> dict[str, Any]:
-    found = costs.of(f"exit:{case.exit}")
+def _result(case: Case, costs: MeasuredCosts, arms: dict[str, Arm], options: argparse.Namespace) -> dict[str, Any]:
+    found, tokens = costs.of(f"exit:{case.exit}"), options.turns * options.max_new_tokens * len(case.prompts)
     result: dict[str, Any] = {
         "case": case.name,
         "temperature": case.temperature,
@@ -217,24 +166,21 @@ def _result(case: Case, costs: MeasuredCosts, arms: dict[str, Arm], tokens: int)
         "o": found.overhead,
         "drafted a round": {name: arm.drafted for name, arm in arms.items()},
         "rounds by draft length": {name: dict(sorted(arm.rounds.items())) for name, arm in arms.items()},
+        "tokens a second, plain": tokens / sum(arms[_PLAIN].taken["seconds"]),
     }
-    for unit in ("steps", "seconds"):
-        taken = {name: arm.means(unit) for name, arm in arms.items()}
-        result[f"tokens a plain step, by {unit}"] = {
-            name: sum(taken[_PLAIN]) / sum(each) for name, each in taken.items()
-        }
-        fixed = [name for name in taken if name not in (_PLAIN, _CONTROL)]
-        best = min(fixed, key=lambda name: sum(taken[name]), default=None)
+    for unit in _UNITS:
+        taken = {name: arm.taken[unit] for name, arm in arms.items()}
+        speeds = {name: sum(taken[_PLAIN]) / sum(each) for name, each in taken.items()}
+        result[f"tokens a plain step, by {unit}"] = speeds
         result[f"against plain, by {unit}"] = Estimate.of_ratio(taken[_PLAIN], taken[_CONTROL]).to_dict()
-        if best is not None:
-            against = Estimate.of_ratio(taken[best], taken[_CONTROL]).to_dict()
-            result[f"against the best fixed length, by {unit}"] = {"length": int(best), **against}
-    result["tokens a second, plain"] = tokens * len(case.prompts) / sum(arms[_PLAIN].means("seconds"))
+        if case.lengths:
+            best = max(case.lengths, key=lambda length: speeds[str(length)])
+            against = Estimate.of_ratio(taken[str(best)], taken[_CONTROL]).to_dict()
+            result[f"against the best fixed length, by {unit}"] = {"length": best, **against}
     return result
 
 
 def _table(result: dict[str, Any]) -> str:
-    """Markdown."""
     lines = [
         f"## {result['case']}, temperature {result['temperature']:g}\n",
         f"{result['texts']} texts; c {result['c']:.2f}, V(2) {result['V(2)']:.2f}, V(4) {result['V(4)']:.2f}, "
@@ -242,21 +188,17 @@ def _table(result: dict[str, Any]) -> str:
         "| draft length | drafted a round | tokens a plain step, by counted rounds | by the clock |",
         "|---|---|---|---|",
     ]
-    counted, clocked = result["tokens a plain step, by steps"], result["tokens a plain step, by seconds"]
+    counted, clocked = (result[f"tokens a plain step, by {unit}"] for unit in _UNITS)
     for name, value in counted.items():
         lines.append(f"| {name} | {result['drafted a round'][name]:.2f} | {value:.3f} | {clocked[name]:.3f} |")
     lines.append("")
-    for unit, words in (("steps", "by counted rounds"), ("seconds", "by the clock")):
-        plain = result[f"against plain, by {unit}"]
-        lines.append(f"- default against plain, {words}: {_shown(plain)}")
-        best = result.get(f"against the best fixed length, by {unit}")
-        if best is not None:
-            lines.append(f"- default against a length of {best['length']}, the best fixed one, {words}: {_shown(best)}")
+    interval = "{value:.3f} ({low:.3f}-{high:.3f})"
+    for unit, words in _UNITS.items():
+        lines.append(f"- default against plain, {words}: " + interval.format(**result[f"against plain, by {unit}"]))
+        if best := result.get(f"against the best fixed length, by {unit}"):
+            named = f"- default against a length of {best['length']}, the best fixed one, {words}: "
+            lines.append(named + interval.format(**best))
     return "\n".join(lines) + "\n"
-
-
-def _shown(estimate: dict[str, float]) -> str:
-    return f"{estimate['value']:.3f} ({estimate['low']:.3f}-{estimate['high']:.3f})"
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Sequence
 
 import torch
-from kept import RESULTS
+from harness import keep, seconds_of
 from rich.progress import track
-from timed import seconds_of
 from torch import nn
 
 from selfspec.environment import environment
@@ -46,8 +44,7 @@ def main() -> None:
     record = {"settings": vars(options), "environment": environment(torch.device("cpu")), "figures": figures}
     kind = "" if options.dtype == "float32" else f"_{options.dtype}"
     name = f"few_rows_{torch.backends.cpu.get_cpu_capability().lower()}{kind}"
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(_table(figures))
+    keep(name, record, _table(figures))
     print(_table(figures))
 
 

@@ -1,10 +1,10 @@
 """How often an exported draft is accepted: by selfspec without the export, by `transformers`, and by vLLM.
 
-    python benchmarks/other_engines.py MODEL --draft exit:8 --held-out FILE.jsonl --vllm PYTHON
+    python benchmarks/other_engines.py MODEL --draft exit:8 --texts 'heldout.jsonl#kind=code' --vllm PYTHON
 
-Greedy text in float32, so that all give the same, from held-out code: each line has `text` and `kind`. selfspec and
-`transformers` draft for one text at a time, vLLM for all together. Look-ups are vLLM's by
-`selfspec.tools.export.vllm.LookUps`, and selfspec's own. Accepted tokens are counted, and nothing is timed.
+Greedy text in float32, so that all give the same. selfspec and `transformers` draft for one text at a time, vLLM for
+all together. Look-ups are vLLM's by `selfspec.tools.export.vllm.LookUps`, and selfspec's own. Accepted tokens are
+counted, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from typing import Any
 
 import torch
 from assisted_rounds import assisted
-from kept import RESULTS
+from harness import HERE, keep, prompts_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from selfspec.draft.registry import parse_draft
 from selfspec.environment import environment
-from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.run import export_checkpoint
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--held-out", type=Path, required=True)
+    parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]")
     parser.add_argument("--vllm", help="Python of the environment that has vLLM")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
@@ -63,55 +60,43 @@ def main() -> None:
     parser.add_argument("--name", default="other_engines", help="of the results")
     options = parser.parse_args()
     checkpoint = load_checkpoint(str(options.model), "float32", "cpu")
-    workload = parse_workloads(f"code={options.held_out}#kind=code")[0]
-    prompts = workload.prompts(checkpoint.tokenizer, options.prompts, 1, options.context)
-    settings: dict[str, Any] = {
-        "max_new_tokens": options.max_new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    # Prompts of one length, all of them text.
-    mask = torch.ones_like(prompts[0])
-    plain = [_new(selfspec.wrap(checkpoint.model).generate(ids, mask, **settings).sequences, ids) for ids in prompts]
+    model = checkpoint.model
+    prompts = prompts_of(options.texts, checkpoint.tokenizer, options.prompts, options.context)
+    greedy = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = [_new(selfspec.wrap(model).generate(ids, torch.ones_like(ids), **greedy).sequences, ids) for ids in prompts]
     counts: dict[str, Count] = {}
     for name in (options.draft, "lookup"):
-        spec = selfspec.wrap(checkpoint.model, name, draft_length=options.draft_length)
-        outs = [spec.generate(ids, mask, **settings) for ids in prompts]
+        spec = selfspec.wrap(model, name, draft_length=options.draft_length)
+        outs = [spec.generate(ids, torch.ones_like(ids), **greedy) for ids in prompts]
         equal = [_new(out.sequences, ids) for out, ids in zip(outs, prompts, strict=True)] == plain
         # Rounds in which a look-up finds nothing have no draft.
         rounds = sum((out.stats.judged_per_depth or [0])[0] for out in outs)
         counts[f"selfspec {name}"] = Count(rounds, sum(out.stats.accepted for out in outs), equal)
     with tempfile.TemporaryDirectory() as folder:
-        export_checkpoint(checkpoint.model, checkpoint.tokenizer, parse_draft(options.draft), Path(folder) / "draft")
-        draft = AutoModelForCausalLM.from_pretrained(Path(folder) / "draft", dtype=torch.float32).eval()
-        texts = [assisted(checkpoint.model, draft, ids, options.draft_length, **settings) for ids in prompts]
-        rounds_of = [each for text in texts for each in text.rounds]
-        equal = [_new(text.ids, ids) for text, ids in zip(texts, prompts, strict=True)] == plain
-        accepted = sum(each.accepted for each in rounds_of)
-        counts[f"transformers {options.draft}"] = Count(sum(each.drafted > 0 for each in rounds_of), accepted, equal)
-        if options.vllm:
-            ways = {
-                options.draft: {"method": "draft_model", "model": f"{folder}/draft"},
-                "lookup": {"method": "custom_class", "model": "selfspec.tools.export.vllm.LookUps"},
+        exported = Path(folder) / "draft"
+        export_checkpoint(model, checkpoint.tokenizer, parse_draft(options.draft), exported)
+        draft = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+        counts[f"transformers {options.draft}"] = _by_transformers(model, draft, prompts, options.draft_length, plain)
+        ways = {
+            options.draft: {"method": "draft_model", "model": str(exported)},
+            "lookup": {"method": "custom_class", "model": "selfspec.tools.export.vllm.LookUps"},
+        }
+        for name, way in ways.items() if options.vllm else ():
+            job = {
+                "model": str(options.model.resolve()),
+                "speculative_config": {**way, "num_speculative_tokens": options.draft_length},
+                "prompts": [ids[0].tolist() for ids in prompts],
+                "tokens": options.max_new_tokens,
             }
-            for name, way in ways.items():
-                job = {
-                    "model": str(options.model.resolve()),
-                    "speculative_config": {**way, "num_speculative_tokens": options.draft_length},
-                    "prompts": [ids[0].tolist() for ids in prompts],
-                    "tokens": options.max_new_tokens,
-                }
-                counts[f"vLLM {name}"] = _by_vllm(options.vllm, job, Path(folder), plain)
-    shown = {name: value for name, value in vars(options).items() if name not in ("model", "held_out", "vllm")}
+            counts[f"vLLM {name}"] = _by_vllm(options.vllm, job, Path(folder), plain)
+    shown = {name: value for name, value in vars(options).items() if name not in ("model", "texts", "vllm")}
     record = {
         "model": options.model.name,
         "settings": shown,
         "environment": environment(torch.device("cpu")),
         "counts": {name: asdict(count) for name, count in counts.items()},
     }
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / f"{options.name}.md").write_text(_report(record))
+    keep(options.name, record, _report(record))
     print(_report(record))
 
 
@@ -120,12 +105,22 @@ def _new(sequences: Tensor, ids: Tensor) -> list[int]:
     return found
 
 
+def _by_transformers(
+    model: PreTrainedModel, draft: PreTrainedModel, prompts: list[Tensor], length: int, plain: list[list[int]]
+) -> Count:
+    settings = {"max_new_tokens": len(plain[0]), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    texts = [assisted(model, draft, ids, length, **settings) for ids in prompts]
+    rounds = [each for text in texts for each in text.rounds]
+    equal = [_new(text.ids, ids) for text, ids in zip(texts, prompts, strict=True)] == plain
+    return Count(sum(each.drafted > 0 for each in rounds), sum(each.accepted for each in rounds), equal)
+
+
 def _by_vllm(python: str, job: dict[str, Any], folder: Path, plain: list[list[int]]) -> Count:
     asked, answer = folder / "job.json", folder / "answer.json"
     asked.write_text(json.dumps(job))
-    worker = Path(__file__).with_name("vllm_worker.py")
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_ROOT)}
-    subprocess.run([python, str(worker), str(asked), str(answer)], env={**os.environ, **settings}, check=True)
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parent)}
+    command = [python, str(HERE / "vllm_worker.py"), str(asked), str(answer)]
+    subprocess.run(command, env={**os.environ, **settings}, check=True)
     found = json.loads(answer.read_text())
     return Count(int(found["rounds"]), int(found["accepted"]), found["texts"] == plain)
 
@@ -140,10 +135,8 @@ def _report(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, count in record["counts"].items():
-        rate = count["accepted"] / max(1, count["rounds"])
-        lines.append(
-            f"| {name} | {count['rounds']} | {count['accepted']} | {rate:.3f} | {'yes' if count['equal'] else 'no'} |"
-        )
+        rate, equal = count["accepted"] / max(1, count["rounds"]), "yes" if count["equal"] else "no"
+        lines.append(f"| {name} | {count['rounds']} | {count['accepted']} | {rate:.3f} | {equal} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loopback_client import Answer, ask
-from server_process import ServerProcess, free_port, serving
+from loopback import Answer, ServerProcess, ask, free_port, serving
 from transformers.utils import logging
 
 import selfspec

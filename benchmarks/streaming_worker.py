@@ -3,7 +3,7 @@
     python benchmarks/streaming_worker.py ARM FOLDER MEMORY TEMPERATURE TOKENS THREADS CONTEXT < ids.json
 
 Prints one line of JSON: the new tokens, the seconds and the bytes from the disk for each of those after the first
-round, rounds and draft steps after it, and the plan; or why the budget is refused.
+round, and the plan; or why the budget is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import sampling
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
+from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging
 
 import selfspec
@@ -30,34 +31,23 @@ from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_source import FromDisk
 
 
-class _Clock:
+class _Clock(StoppingCriteria):
     """Notes when tokens came, and the bytes that the disk gave until then."""
 
     def __init__(self) -> None:
-        self.times: list[tuple[float, int, int]] = []
+        self._times: list[tuple[float, int, int]] = []
 
     def note(self, tokens: int) -> None:
-        self.times.append((time.perf_counter(), _bytes_read(), tokens))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens after those of the first round."""
-        return self.times[-1][2] - self.times[0][2]
-
-    def seconds_and_bytes(self) -> tuple[float, float]:
-        """For each token after those of the first round."""
-        (first, before, already), (last, after, all_) = self.times[0], self.times[-1]
-        return (last - first) / (all_ - already), (after - before) / (all_ - already)
-
-
-class _Watch(StoppingCriteria):
-    def __init__(self, clock: _Clock) -> None:
-        self._clock, self._tokens = clock, 0
+        self._times.append((time.perf_counter(), _bytes_read(), tokens))
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self._tokens += 1
-        self._clock.note(self._tokens)
+        self.note(input_ids.shape[1])
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def of_a_token(self) -> dict[str, float]:
+        """Return seconds and bytes for each token after those of the first round."""
+        (first, before, already), (last, after, all_) = self._times[0], self._times[-1]
+        return {"seconds": (last - first) / (all_ - already), "bytes": (after - before) / (all_ - already)}
 
 
 def main() -> None:
@@ -67,36 +57,27 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    prompt, clock = torch.tensor([json.load(sys.stdin)]), _Clock()
-    options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "do_sample": bool(temperature)}
-    if temperature:
-        options |= {"temperature": temperature, "top_k": 0}
+    prompt, clock, stats = torch.tensor([json.load(sys.stdin)]), _Clock(), None
+    options = {"max_new_tokens": tokens, "eos_token_id": None, **sampling(temperature)}
     try:
         if arm == "accelerate":
             # Planned as plain streaming is.
             plan = plan_checkpoint(folder, memory, None, False, context, FromDisk()).plan
-            text, stats = _accelerate(folder, plan.resident, prompt, clock, options), None
-            rounds = steps = 0
+            text = _accelerate(folder, plan.resident, prompt, clock, options)
         else:
             spec = selfspec.load(folder, memory, device="cpu", draft=arm == "drafts", context=context)
             placement = placement_of(spec.model)
             assert placement is not None
             plan, text = placement.plan, []
             generation = spec.stream(prompt, torch.ones_like(prompt), seed=0, **options)
-            rounds, steps = -1, 0
             for chunk in generation:
                 text += chunk.rows[0].tokens
                 clock.note(len(text))
-                rounds += 1
-                # Those of the first round are not timed.
-                steps += chunk.steps if rounds else 0
             stats = generation.stats.to_dict()
     except UnsupportedOptionError as error:
         print(json.dumps({"refused": str(error)}))
         return
-    seconds, read = clock.seconds_and_bytes()
-    found = {"text": text, "seconds": seconds, "bytes": read, "plan": asdict(plan), "stats": stats}
-    print(json.dumps({**found, "rounds": rounds, "tokens": clock.tokens, "steps": steps}))
+    print(json.dumps({"text": text, "plan": asdict(plan), "stats": stats, **clock.of_a_token()}))
 
 
 def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
@@ -109,14 +90,8 @@ def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, optio
     offload = str(Path(folder) / "offload")
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=offload)
     model.eval().register_forward_pre_hook(_without_page_cache(folder))
-    return _decoded(model, prompt, clock, options)
-
-
-def _decoded(model: PreTrainedModel, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
-    watch = _Watch(clock)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, stopping_criteria=[watch], **options
-    )
+    mask = torch.ones_like(prompt)
+    out = model.generate(prompt, attention_mask=mask, pad_token_id=0, stopping_criteria=[clock], **options)
     text: list[int] = out[0, prompt.shape[1] :].tolist()
     return text
 

@@ -7,37 +7,35 @@ whatever else the machine does falls on both. Measured are plain decoding and ex
 the default control, greedily and sampled, one row and four; and look-ups, whose rounds are a verifying pass each and
 little else. Ratios are new over old, so more than 1 is faster now: of tokens a second, of rounds a second (which leaves
 out how lucky samples are), of verifying passes in a second of verifying, and of tokens a round. Each is the median over
-turns, with a bootstrap interval (90 %) of that median. Greedy texts have to be equal: else the exit status is 1. Last
-comes the most memory that each process held, weights and libraries included.
+turns, with its interval (90 %). Greedy texts have to be equal: else the exit status is 1. Last comes the most memory
+that each process held, weights and libraries included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from kept import RESULTS
+from harness import HERE, JsonWorker, keep
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer
 
 from selfspec import demo
 from selfspec.environment import environment
+from selfspec.measure.estimate import Estimate
 
-_HERE = Path(__file__).resolve().parent
 _OLD, _NEW = "old", "new"
 _DRAFTS = (("none", 0), ("exit:4", 3), ("exit:4", 0))
 _WAYS = [(*draft, 0.0) for draft in (*_DRAFTS, ("lookup", 3), ("lookup", 7))] + [(*draft, 0.8) for draft in _DRAFTS]
@@ -62,12 +60,13 @@ class Case:
         return all(old["text"] == new["text"] for old, new in zip(self.turns[_OLD], self.turns[_NEW], strict=True))
 
     def result(self) -> dict[str, Any]:
-        """Ready for JSON: ratios, medians of what they are of, and whether texts are equal."""
+        """Return what JSON keeps: ratios, medians of what they are of, and whether texts are equal."""
         named = {name: getattr(self, name) for name in ("draft", "length", "temperature", "batch", "equal")}
         for name, (amount, unit) in _MEASURED.items():
             rates = {tree: [each[amount] / each[unit] for each in turns] for tree, turns in self.turns.items()}
             ratios = [new / old for new, old in zip(rates[_NEW], rates[_OLD], strict=True)]
-            named[name] = _median(ratios) | {tree: statistics.median(each) for tree, each in rates.items()}
+            medians = {tree: statistics.median(each) for tree, each in rates.items()}
+            named[name] = Estimate.of_median(ratios).to_dict() | medians
         return named
 
 
@@ -81,8 +80,10 @@ def main() -> int:
     batches = {rows: _prompts(rows) for rows in options.batch}
     cases = [Case(*way, batch) for batch in options.batch for way in _WAYS]
     with ExitStack() as stack:
-        trees = {_OLD: stack.enter_context(_checked_out(commit)), _NEW: _HERE.parent}
-        workers = {name: stack.enter_context(_worker(tree, options.threads)) for name, tree in trees.items()}
+        trees = {_OLD: stack.enter_context(_checked_out(commit)), _NEW: HERE.parent}
+        workers = {name: _worker(tree, options.threads) for name, tree in trees.items()}
+        for worker in workers.values():
+            stack.callback(worker.end)
         turns = range(-options.warm_up, options.turns)
         for turn in track(turns, f"{commit} and this tree", console=Console(stderr=True)):
             for number, case in enumerate(cases):
@@ -90,7 +91,7 @@ def main() -> int:
                 job |= {"tokens": options.max_new_tokens, **batches[case.batch][turn % len(batches[case.batch])]}
                 # Each prompt meets either order.
                 for tree in (_OLD, _NEW) if (turn + turn // len(demo.PROMPTS) + number) % 2 else (_NEW, _OLD):
-                    answer = _asked(workers[tree], job)
+                    answer = workers[tree].ask(job)
                     if turn >= 0:
                         case.turns[tree].append(answer)
     record = {
@@ -99,9 +100,7 @@ def main() -> int:
         "cases": [case.result() for case in cases],
         "peak_bytes": {tree: max(each["peak"] for case in cases for each in case.turns[tree]) for tree in trees},
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (RESULTS / f"{options.name}.md").write_text(_table(record))
+    keep(options.name, record, _table(record))
     print(_table(record))
     return int(not all(case.equal for case in cases if case.temperature == 0))
 
@@ -119,18 +118,17 @@ def _options() -> argparse.Namespace:
 
 
 def _prompts(rows: int) -> list[dict[str, Any]]:
-    """Left-padded batches, with the prompts in another order each."""
+    """Return left-padded batches, with the prompts in another order each."""
     tokenizer = AutoTokenizer.from_pretrained(demo.checkpoint_folder(), padding_side="left")
-    texts = [
-        [demo.PROMPTS[(first + row) % len(demo.PROMPTS)] for row in range(rows)] for first in range(len(demo.PROMPTS))
-    ]
+    number = len(demo.PROMPTS)
+    texts = [[demo.PROMPTS[(first + row) % number] for row in range(rows)] for first in range(number)]
     encoded = [tokenizer(batch, padding=True) for batch in texts]
     return [{"ids": batch.input_ids, "mask": batch.attention_mask} for batch in encoded]
 
 
 @contextmanager
 def _checked_out(commit: str) -> Iterator[Path]:
-    """The tree of a commit, for as long as the block runs."""
+    """Check a commit out for as long as the block runs."""
     with tempfile.TemporaryDirectory() as folder:
         _git("worktree", "add", "--quiet", "--detach", folder, commit)
         try:
@@ -139,48 +137,25 @@ def _checked_out(commit: str) -> Iterator[Path]:
             _git("worktree", "remove", "--force", folder)
 
 
-@contextmanager
-def _worker(tree: Path, threads: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that decodes by the code of a tree."""
-    command = [sys.executable, "-P", *map(str, (_HERE / "decoding_worker.py", tree, demo.checkpoint_folder(), threads))]
-    quiet, pipe = {"PYTHONPATH": str(tree), "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}, subprocess.PIPE
-    with subprocess.Popen(command, env=os.environ | quiet, cwd=tree, stdin=pipe, stdout=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-
-
-def _asked(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(json.dumps(job), file=process.stdin, flush=True)
-    if not (line := process.stdout.readline()):
-        sys.exit("a worker ended; what it wrote on standard error says why")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+def _worker(tree: Path, threads: int) -> JsonWorker:
+    """Start a process that decodes by the code of a tree."""
+    command = [sys.executable, "-P", HERE / "decoding_worker.py", tree, demo.checkpoint_folder(), threads]
+    quiet = {"PYTHONPATH": str(tree), "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    return JsonWorker(command, env=os.environ | quiet, cwd=tree)
 
 
 def _git(*words: str) -> str:
-    return subprocess.check_output(["git", "-C", str(_HERE), *words], text=True).strip()
-
-
-def _median(values: Sequence[float], draws: int = 2000) -> dict[str, float]:
-    """The median, with a percentile bootstrap (90 %) over the values."""
-    generator = random.Random(0)
-    found = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(draws))
-    return {"value": statistics.median(values), "low": found[draws // 20], "high": found[-1 - draws // 20]}
+    return subprocess.check_output(["git", "-C", str(HERE), *words], text=True).strip()
 
 
 def _table(record: dict[str, Any]) -> str:
-    """Markdown."""
     made, options = record["environment"], record["settings"]
     lines = [
         f"{made['commit']} (new) against {options['commit']} (old): {made['processor']}, {options['dtype']}, "
         f"{options['threads']} threads, torch {made['torch']}; {options['turns']} turns of "
         f"{options['max_new_tokens']} tokens. New over old, median over turns (90 % interval).\n",
         f"| draft | drafted | temperature | rows | tokens/s, old | {' | '.join(_MEASURED)} | texts |",
-        "|---|---|---|---|---|" + "---|" * (len(_MEASURED) + 1),
+        "|---" * (6 + len(_MEASURED)) + "|",
     ]
     for case in record["cases"]:
         length = case["length"] or ("" if case["draft"] == "none" else "default")

@@ -20,6 +20,8 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from selfspec.measure.embedded import model_place
+
 _CONTEXT = 512
 # Logits that no draw reaches.
 _FAR = 60.0
@@ -48,33 +50,39 @@ SIZES = {
     "134M": Size(hidden=768, heads=12, intermediate=2048, layers=16, vocabulary=32_768),
     "0.5B": Size(hidden=1280, heads=20, intermediate=3456, layers=24, vocabulary=32_768),
     "1.3B": Size(hidden=2048, heads=32, intermediate=5632, layers=24, vocabulary=32_768),
+    # About those of Llama 3; few small models have a token so unlikely that others could be made like it.
+    "1B": Size(hidden=2048, heads=32, intermediate=8192, layers=16),
+    "8B": Size(hidden=4096, heads=64, intermediate=14_336, layers=32),
 }
 
 
 def main() -> None:
     """Widen a checkpoint, and show that its greedy text is the small model's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder of a small llama")
+    parser.add_argument("model", help="folder of a small llama, or demo")
     parser.add_argument("--size", choices=SIZES, default="134M")
     parser.add_argument("--to", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument("--own-vocabulary", action="store_true", help="keep the small model's, e.g. for an assistant")
+    parser.add_argument("--device", default="cpu", help="where it is made")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of what is written")
     parser.add_argument("--prompt", default="def ", help="of the greedy text that is compared")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
     if options.to.exists():
         parser.error(f"{options.to} exists; name another folder")
-    small = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    place = model_place(options.model)
+    small = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32, device_map=options.device)
+    tokenizer = AutoTokenizer.from_pretrained(place)
     size = SIZES[options.size]
     wide = widened(small, replace(size, vocabulary=None) if options.own_vocabulary else size)
-    prompt = tokenizer(options.prompt, return_tensors="pt").input_ids
+    prompt = tokenizer(options.prompt, return_tensors="pt").input_ids.to(options.device)
     texts = [_greedy(model, prompt, options.max_new_tokens) for model in (small, wide)]
     parameters = sum(weight.numel() for weight in wide.parameters())
     print(f"{parameters / 1e6:.0f}M parameters; greedy text equal: {texts[0] == texts[1]}")
     print(f"chance of a token that the small model does not have: {padding_chance(wide, small, prompt):.1e} at most")
     if texts[0] != texts[1]:
         raise SystemExit(1)
-    wide.save_pretrained(options.to)
+    wide.to(getattr(torch, options.dtype)).save_pretrained(options.to)
     tokenizer.save_pretrained(options.to)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from device.profiling import counted_waits, profiled
+from device.waits import waits_of_rounds
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -88,11 +89,8 @@ def test_a_round_waits_for_the_device_when_it_commits_and_not_before(
     for _ in range(3):
         # Until programs are proved: to prove one means to wait.
         spec.generate(prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
-    generation = spec.stream(prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
-    next(generation)
-    with counted_waits() as waits:
-        next(generation)
-    assert waits.count == 1
+    begun = partial(spec.stream, prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
+    assert waits_of_rounds(begun, 1).samples == (1.0,)
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
@@ -163,16 +161,6 @@ def test_compiled_passes_give_the_models_own_text(draft: Drafter | None) -> None
         assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected)
     assert spec.programs.proved
     assert not spec.programs.refusals
-
-
-def test_the_profiler_sees_what_waits() -> None:
-    numbers = torch.randn(64, 64, device="cuda")
-    (numbers @ numbers).sum().item()
-    found = profiled(lambda: (numbers @ numbers).sum().item())
-    assert found.copies_to_host == 1
-    assert found.synchronisations >= 1
-    assert found.launches >= 2
-    assert found.busy_seconds > 0
 
 
 def test_weights_on_a_device_are_not_packed(model: PreTrainedModel) -> None:

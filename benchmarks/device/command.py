@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.disable_progress_bar()
     try:
         check_output_folder(options.to)
-        bench = Bench(device, options.miniature, options.to, Models(device, options.miniature, options.model))
+        bench = Bench(device, options.miniature, Models(device, options.miniature, options.model))
         settings = Settings(options.device, options.miniature, options.model, str(DTYPE).removeprefix("torch."))
         chosen = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
         # Before anything is measured: what is there must be readable, and of the same settings.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from device.figure import Figure, Rows
-from device.runtimes import BOTH, RUNTIMES, runtime
 from device.stage import Bench, Case
 
 from selfspec.api import SelfSpeculative, wrap
@@ -17,10 +16,10 @@ from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
-from selfspec.runtime.named import RuntimeName
+from selfspec.runtime.named import RuntimeName, runtime_named
 
-# To compile takes minutes for each kind of pass: few kinds.
-_COMPILED = (RuntimeName.COMPILED, BOTH)
+_QUICK = (RuntimeName.EAGER, RuntimeName.TRACED, RuntimeName.GRAPHS)
+
 _LENGTHS, _FEW_LENGTHS = (1, 3, 7), (3,)
 _WIDTHS, _FEW_WIDTHS = (1, 2, 4, 8, 16), (1, 4)
 
@@ -29,7 +28,7 @@ _WIDTHS, _FEW_WIDTHS = (1, 2, 4, 8, 16), (1, 4)
 class _Wanted:
     """What one case measures."""
 
-    runtime: str
+    runtime: RuntimeName
     draft: str
     context: int
     batch: int = 1
@@ -41,13 +40,14 @@ class _Wanted:
 
 
 def cost_cases(shape: str, bench: Bench) -> Iterator[Case]:
-    """Each runtime with an exit at a quarter of the depth; those that compile nothing with fewer bits, too."""
+    """Each runtime with an exit at a quarter of the depth; those that compile nothing with fewer bits too."""
     exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
     context, longer = (16, 24) if bench.miniature else (512, 4096)
-    quick = [name for name in RUNTIMES if name not in _COMPILED]
-    wanted = [_Wanted(name, draft, context) for name in quick for draft in (exit_, "int8", "int4")]
+
+    wanted = [_Wanted(name, draft, context) for name in _QUICK for draft in (exit_, "int8", "int4")]
     wanted += [_Wanted(RuntimeName.GRAPHS, exit_, context, batch=8), _Wanted(RuntimeName.GRAPHS, exit_, longer)]
-    wanted += [_Wanted(name, exit_, context) for name in _COMPILED]
+    # To compile takes minutes for each kind of pass: few kinds.
+    wanted.append(_Wanted(RuntimeName.COMPILED, exit_, context))
     for each in wanted:
         yield Case(each.name, partial(_measured, shape, bench, each))
 
@@ -57,8 +57,8 @@ def _measured(shape: str, bench: Bench, wanted: _Wanted) -> Rows:
     drafter = parse_draft(wanted.draft)
     assert isinstance(drafter, LayerPathDrafter)
     # Refuses by name what the device cannot run.
-    base = wrap(model, drafter, runtime=runtime(wanted.runtime))
-    few = bench.miniature or wanted.runtime in _COMPILED
+    base = wrap(model, drafter, runtime=runtime_named(wanted.runtime, after=0))
+    few = bench.miniature or wanted.runtime == RuntimeName.COMPILED
     measured = measure_costs(
         model,
         find_adapter(model),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from widen import Size, places, widened
+from widen import SIZES, Size, places, widened
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.measure.embedded import DEMO, model_place
@@ -64,13 +61,6 @@ _SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4
 _SMALL |= {"head_dim": 32, "vocab_size": 512, "max_position_embeddings": 16_384}
 _LAYERS = {"1B": 3, "8B": 4}
 
-# Widened models keep the heads' width, the ratio of query to key heads, and the vocabulary: few small models have a
-# token so unlikely that others could be made like it.
-_WIDENED = {
-    "1B": Size(hidden=2048, heads=32, intermediate=8192, layers=16),
-    "8B": Size(hidden=4096, heads=64, intermediate=14_336, layers=32),
-}
-
 
 class Models:
     """Makes models on the device, in bfloat16, and holds the last one, since two may be too many.
@@ -90,7 +80,6 @@ class Models:
         self._small = model_place(small)
         self._small_config = read_config(self._small)
         self._held: tuple[str, Any] = ("", None)
-        self._folders: dict[str, str] = {}
 
     def config(self, shape: str) -> LlamaConfig:
         """The configuration of a shape."""
@@ -108,16 +97,6 @@ class Models:
     def trained(self, shape: str) -> Checkpoint:
         """A model of about a shape that says what the small trained one says, up to rounding."""
         return self._kept(f"trained {shape}", lambda: self._widened(shape))
-
-    def folder(self, shape: str) -> str:
-        """A folder with the trained model of a shape, which is there as long as this object; no model stays held."""
-        if shape not in self._folders:
-            folder = mkdtemp(prefix="selfspec-")
-            weakref.finalize(self, rmtree, folder, ignore_errors=True)
-            self.trained(shape).model.save_pretrained(folder)
-            self._folders[shape] = folder
-        self.drop()
-        return self._folders[shape]
 
     def exit_layer(self, shape: str, share: float) -> int:
         """The exit of a trained model that has so large a share of the small model's layers before it."""
@@ -151,7 +130,7 @@ class Models:
     def size(self, shape: str) -> Size:
         """What a trained model is widened to."""
         if not self._miniature:
-            return _WIDENED[shape]
+            return SIZES[shape]
         small = self._small_config
         return Size(
             hidden=2 * small.hidden_size,

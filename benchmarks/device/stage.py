@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from device.figure import Rows
@@ -18,13 +17,11 @@ class Bench:
     Attributes:
         device: where models run.
         miniature: whether everything is as small as it can be, to see that it runs.
-        folder: of the results.
         models: makes models.
     """
 
     device: torch.device
     miniature: bool
-    folder: Path
     models: Models
 
 

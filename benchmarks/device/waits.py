@@ -1,34 +1,32 @@
-"""How often a round waits for the device, and what the device does in it."""
+"""How often a round waits for the device, and how long it takes."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from device.figure import Figure, Rows, lacking
-from device.profiling import counted_waits, profiled
-from device.runtimes import runtime
+from device.figure import Figure, Rows
 from device.stage import Bench, Case
-from torch import Tensor
+from harness import sampling
 
-from selfspec.api import SelfSpeculative, wrap
+from selfspec.api import wrap
 from selfspec.decode.generation import Generation
 from selfspec.draft.registry import PLAIN, parse_draft
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.runtime.named import RuntimeName
+from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.runtime.timer import Timer
 
-_NO_DEVICE = "there is no device to wait for on a CPU"
 _LENGTH = 3
 # Texts long enough that programs of every kind are made and proved, and that no round is the last.
 _WARM_UPS, _ROUNDS, _TOKENS = 2, 16, 192
-_BY_MODE = "waits a round"
-_BY_PROFILER = ("synchronisations", "copies to the host", "launches", "device busy")
+# What torch says of each operation that waits, while it is asked to.
+_WAITS = "called a synchronizing CUDA operation"
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,13 @@ class _Wanted:
 
     @property
     def name(self) -> str:
-        control = (
-            "" if self.draft == PLAIN else ", default control" if self.length is None else f", {self.length} tokens"
-        )
-        return f"{self.runtime}, {self.draft}{control}, {'sampled' if self.temperature else 'greedy'}"
+        control = "default control" if self.length is None else f"{self.length} tokens"
+        drafted = self.draft if self.draft == PLAIN else f"{self.draft}, {control}"
+        return f"{self.runtime}, {drafted}, {'sampled' if self.temperature else 'greedy'}"
 
 
 def wait_cases(bench: Bench) -> Iterator[Case]:
-    """Plain decoding and drafts of fixed and of changing length, by stock modules and by graphs."""
+    """Yield plain decoding and drafts of fixed and of changing length, by stock modules, programs and graphs."""
     exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
     drafts = [(PLAIN, None), (exit_, _LENGTH), (exit_, None), ("int8", _LENGTH), ("lookup", _LENGTH)]
     for by in (RuntimeName.EAGER, RuntimeName.TRACED, RuntimeName.GRAPHS):
@@ -66,72 +63,47 @@ def _counted(bench: Bench, wanted: _Wanted) -> Rows:
         bare(checkpoint.model),
         parse_draft(wanted.draft),
         draft_length=wanted.length,
-        runtime=runtime(wanted.runtime),
+        runtime=runtime_named(wanted.runtime, after=0),
     )
     prompts = built_in().prompts(checkpoint.tokenizer, 1, 1, 8 if bench.miniature else 128)[0].to(bench.device)
+    options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "seed": 1}
 
     def begun() -> Generation:
-        return _begun(spec, prompts, tokens, wanted.temperature)
+        return spec.stream(prompts, torch.ones_like(prompts), **options, **sampling(wanted.temperature))
 
     for _ in range(warm_ups):
         begun().finish()
     timer = Timer(time.perf_counter, bench.device)
-    generation, drafted = _after_one(begun()), []
+    generation, drafted = begun(), []
+    # The first round also makes room, and programs where memory has moved.
+    next(generation)
     seconds = [timer.of(lambda: drafted.append(float(len(next(generation).rows[0].draft)))) for _ in range(rounds)]
     generation.close()
-    figures = {
-        "a round": Figure.of([1000 * each for each in seconds], "ms"),
-        "drafted": Figure.of(drafted, "tokens"),
-    }
-    if bench.device.type != "cuda":
-        return {"": figures | dict.fromkeys((_BY_MODE, *_BY_PROFILER), Figure(cannot=_NO_DEVICE))}
-    return {"": figures | counts(begun, rounds)}
+    waits = Figure(cannot="there is no device to wait for on a CPU")
+    if bench.device.type == "cuda":
+        waits = waits_of_rounds(begun, rounds)
+    milliseconds = Figure.of([1000 * each for each in seconds], "ms")
+    return {"": {"a round": milliseconds, "drafted": Figure.of(drafted, "tokens"), "waits a round": waits}}
 
 
-def counts(begun: Callable[[], Generation], rounds: int) -> dict[str, Figure]:
-    """What the device and its driver do in some rounds of generations that begin alike."""
-    generation = _after_one(begun())
-    waits = [float(_waits(generation)) for _ in range(rounds)]
-    generation.close()
-    return {_BY_MODE: Figure.of(waits, ""), **_profiled(_after_one(begun()), rounds)}
+def waits_of_rounds(begun: Callable[[], Generation], rounds: int) -> Figure:
+    """Count how often rounds after the first wait for a CUDA device.
 
-
-def _after_one(generation: Generation) -> Generation:
-    """The first round also makes room, and programs where memory has moved."""
+    Torch's debug mode for synchronisation sees operations that wait by themselves: values read, and copies to and from
+    pageable memory. It does not see calls of `synchronize`. Mode and warning filters are those of the process, so
+    nothing else may run meanwhile.
+    """
+    generation, before, found = begun(), torch.cuda.get_sync_debug_mode(), []
     next(generation)
-    return generation
-
-
-def _waits(generation: Generation) -> int:
-    with counted_waits() as found:
-        next(generation)
-    return found.count
-
-
-def _begun(spec: SelfSpeculative, prompts: Tensor, tokens: int, temperature: float) -> Generation:
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature else {}
-    return spec.stream(
-        prompts,
-        torch.ones_like(prompts),
-        max_new_tokens=tokens,
-        do_sample=temperature > 0,
-        eos_token_id=None,
-        seed=1,
-        **sampling,
-    )
-
-
-def _profiled(generation: Generation, rounds: int) -> dict[str, Figure]:
-    """What the profiler sees in some rounds; it may not work on a device that all else works on."""
-    try:
-        found = profiled(lambda: [next(generation) for _ in range(rounds)])
-    except RuntimeError as error:
-        return dict.fromkeys(_BY_PROFILER, lacking(error))
-    finally:
-        generation.close()
-    return {
-        "synchronisations": Figure.number(found.synchronisations / rounds),
-        "copies to the host": Figure.number(found.copies_to_host / rounds),
-        "launches": Figure.number(found.launches / rounds),
-        "device busy": Figure.number(1000 * found.busy_seconds / rounds, "ms"),
-    }
+    for _ in range(rounds):
+        with warnings.catch_warnings(record=True) as seen:
+            # The mode warns of itself, too, when it is first used.
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                next(generation)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        found.append(float(sum(_WAITS in str(each.message) for each in seen)))
+    generation.close()
+    return Figure.of(found, "")

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfspec.cli.options import MINUTES, DtypeOption, Minutes, Output, WholeMachine, prepare_process
-from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import announce, counting_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
@@ -66,6 +65,21 @@ class Estimates(TextsAndCosts):
     confirm: Annotated[_Count, typer.Option(help="Drafts of each text and temperature confirmed by generation.")] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ablated:
+    """`selfspec ablate`. A row of `best` is one of `points.jsonl`.
+
+    Attributes:
+        best: the most promising draft of each model, text and temperature.
+    """
+
+    study: dict[str, Any]
+    points: int
+    failed: list[dict[str, Any]]
+    best: list[dict[str, Any]]
+    files: list[str]
+
+
 def ablate(
     lists: Lists,
     estimates: Estimates,
@@ -76,7 +90,7 @@ def ablate(
     ] = None,
     minutes: Minutes = MINUTES,
     output: Output = "text",
-) -> None:
+) -> Ablated:
     """Study drafts of all kinds on models and texts, and write tables and pictures.
 
     Acceptance is estimated for every draft by teacher forcing, many drafts at once; a sample is confirmed by real
@@ -86,7 +100,6 @@ def ablate(
     if study is None and not declared:
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
 
-    from selfspec.environment import versions
     from selfspec.files.writing import check_output_folder
     from selfspec.tools.studies.drafts import draft_kind, named_drafts
     from selfspec.tools.studies.models import check_inputs, load
@@ -118,26 +131,23 @@ def ablate(
             found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), folder, count
         )
     files = write_report(finding, folder)
-    if output == "json":
-        print_json(
-            {
-                "study": asdict(finding.study),
-                "points": len(finding.results),
-                "failed": [{"place": dict(each.point.place), "error": each.error} for each in finding.failed],
-                "best": [panel.best[0] for panel in panels(finding) if panel.best],
-                "files": [str(file) for file in files],
-                "versions": versions(),
-            }
-        )
-        return
-    for panel in panels(finding):
-        print_rows(panel.title, panel.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
-        if panel.shapes:
-            print_rows(f"{panel.title}: trees beside chains", panel.shapes, _SHAPES)
-        print(_verdict(panel.title, panel.best))
-    for result in finding.failed:
-        print(f"failed: {dict(result.point.place)}: {result.error}")
-    print(f"{len(finding.results)} points, {len(finding.failed)} failed; the report is in {folder}")
+    shown = panels(finding)
+    if output == "text":
+        for panel in shown:
+            print_rows(panel.title, panel.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
+            if panel.shapes:
+                print_rows(f"{panel.title}: trees beside chains", panel.shapes, _SHAPES)
+            print(_verdict(panel.title, panel.best))
+        for result in finding.failed:
+            print(f"failed: {dict(result.point.place)}: {result.error}")
+        print(f"{len(finding.results)} points, {len(finding.failed)} failed; the report is in {folder}")
+    return Ablated(
+        study=asdict(finding.study),
+        points=len(finding.results),
+        failed=[{"place": dict(each.point.place), "error": each.error} for each in finding.failed],
+        best=[dict(panel.best[0]) for panel in shown if panel.best],
+        files=[str(file) for file in files],
+    )
 
 
 def _verdict(title: str, best: Sequence[Mapping[str, Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -35,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS: dict[str, list[Callable[..., None]]] = {
+_COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "Decode": [generate, chat, serve, demo, inspect, kernels, doctor],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [drafts, quantize, index, search, ablate],

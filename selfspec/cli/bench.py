@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +22,7 @@ from selfspec.cli.options import (
     one_draft_in_fewer_bits,
     read_draft,
 )
-from selfspec.cli.outcome import NO_MODEL, FailedCheckError, FailedRunError, print_json
+from selfspec.cli.outcome import NO_MODEL, FailedCheckError, FailedRunError
 from selfspec.cli.terminal import StepBar, console, progress_bar
 from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
@@ -254,6 +254,28 @@ class MeasuredParts:
         return replace(self, peaks=whole and self.peaks is not False, costs=whole and self.costs is not False)
 
 
+@dataclass(frozen=True)
+class BenchCell:
+    """All arms under one set of conditions; figures of an arm are missing where it was absent or refused."""
+
+    cell: dict[str, Any]
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    arms: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Benched:
+    """`selfspec bench`.
+
+    Attributes:
+        quality: with --quality: what the texts of each arm are worth, with one value in a list for each prompt.
+    """
+
+    cells: list[BenchCell]
+    quality: list[dict[str, Any]] | None = None
+
+
 def bench(
     model: ModelToBench,
     arms: Arms,
@@ -271,7 +293,7 @@ def bench(
     ] = None,
     plots: Annotated[bool, typer.Option(help="Draw plots, as PNG files.")] = True,
     output: Output = "text",
-) -> None:
+) -> Benched:
     """Measure ways to decode side by side: `model.generate` with its own speed-ups, and selfspec with each draft.
 
     Each combination of workload, temperature, batch and context is a cell, in which the arms take turns. Results go to
@@ -302,9 +324,9 @@ def bench(
     found = reported if fresh is None else fresh
     scored = QualityFile(folder).records()
     write_report(reported, folder, plots, scored)
-    result = {"cells": [each.to_dict() for each in found]}
-    if scored:
-        result["quality"] = [{**each.to_dict(), "figures": figures_of(each)} for each in scored]
+    cells_found = [BenchCell(**each.to_dict()) for each in found]
+    worth = [{**each.to_dict(), "figures": figures_of(each)} for each in scored]
+    result = Benched(cells_found, worth or None)
     if output == "text":
         console().print(Markdown(overview(found)))
         for condition, records in of_conditions(scored).items():
@@ -314,8 +336,7 @@ def bench(
     refused = [f"{record.arm.name} ({each.cell.title})" for each in found for record in each.arms if record.refused]
     if refused and report is None:
         raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), result)
-    if output == "json":
-        print_json(result)
+    return result
 
 
 def _measure(

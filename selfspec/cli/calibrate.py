@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.cli.options import MINUTES, Given, Minutes, Output, PromptFile, WholeModelOptions, read_draft
-from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
@@ -23,6 +22,25 @@ if TYPE_CHECKING:
 
 # Of these as many as were measured are shown.
 _WIDTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """`selfspec calibrate`: the profile, and where it is.
+
+    Attributes:
+        setting: where the profile holds.
+        greedy: what to draft with: `draft`, its lengths and `costs`.
+        report: all that was measured.
+    """
+
+    checkpoint: str
+    setting: dict[str, Any]
+    greedy: dict[str, Any]
+    sampled: dict[str, Any]
+    report: dict[str, Any]
+    profile: str
+    seconds: float
 
 
 def calibrate(
@@ -60,7 +78,7 @@ def calibrate(
         ),
     ] = None,
     output: Output = "text",
-) -> None:
+) -> Calibrated:
     """Measure which draft decodes fastest on this machine, greedily and sampling, and write a profile for `auto`.
 
     Measures what a draft step from each exit, a pass over several tokens and the rest of a round cost, and how often
@@ -71,7 +89,6 @@ def calibrate(
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
     from selfspec.control import profile_place
-    from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.expected_time import TokenTimes, fit
@@ -114,10 +131,9 @@ def calibrate(
         auto = "auto" if to is None else f"auto:{file}"
         use = f'--draft {auto}, or selfspec.wrap(model, draft="{auto}")'
         console().print("", f"Profile: {file}. Use it: {use}.", sep="\n", soft_wrap=True)
-        return
-    content = {"checkpoint": model.model, **asdict(profile), "profile": str(file), "seconds": seconds}
-    del content["source"]
-    print_json({**content, "versions": versions()})
+    found = asdict(profile)
+    del found["source"]
+    return Calibrated(**found, checkpoint=model.model, profile=str(file), seconds=seconds)
 
 
 def _print(model: str, profile: Profile, seconds: float) -> None:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from selfspec.cli.generate import Sampling
-from selfspec.cli.loading import BEST, check_draft, draft_option, load_drafting
-from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output
-from selfspec.cli.outcome import print_json
+from selfspec.cli.loading import Drafting, Template, read_template
+from selfspec.cli.options import Budget, ModelOptions, Output
 from selfspec.cli.terminal import console
 from selfspec.errors import NonFiniteLogitsError, PromptError, StorageError
 
@@ -37,10 +36,48 @@ class Talk:
     """Conversation."""
 
     system: Annotated[str | None, typer.Option(help="Begin with this system message.")] = None
-    template: Annotated[
-        Path | None, typer.Option(help="File with a chat template in Jinja, in place of the checkpoint's own.")
-    ] = None
+    template: Template = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="End an answer after N tokens.")] = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Tokens, seconds and acceptance of an answer.
+
+    Attributes:
+        kept_tokens: of the prompt that were in the cache.
+        seconds: by phase.
+    """
+
+    prompt_tokens: int
+    kept_tokens: int
+    new_tokens: int
+    drafted: int
+    accepted: int
+    rounds: int
+    finished: bool
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        decoding = sum(spent for phase, spent in self.seconds.items() if phase != "prefill")
+        rate = f", {self.new_tokens / decoding:.0f} a second" if decoding else ""
+        accepted = f", {self.accepted} of {self.drafted} draft tokens accepted" if self.drafted else ""
+        return (
+            f"{self.new_tokens} tokens{rate}{accepted}; {self.kept_tokens} of {self.prompt_tokens} prompt tokens kept"
+        )
+
+
+@dataclass(frozen=True)
+class Chatted:
+    """`selfspec chat`.
+
+    Attributes:
+        messages: the conversation, `role` and `content` each.
+    """
+
+    messages: list[dict[str, Any]]
+    turns: list[Answer]
+    settings: dict[str, Any]
 
 
 def chat(
@@ -48,34 +85,18 @@ def chat(
     talk: Talk,
     sampling: Sampling,
     budget: Budget,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DRAFT",
-            help="What drafts; `selfspec generate --help` lists every kind. Default: `auto`, and with --memory "
-            "look-ups and rounded copies of what is streamed.",
-        ),
-    ] = None,
-    draft_length: DraftLength = None,
-    nodes: Nodes = None,
+    drafting: Drafting,
     output: Output = "text",
-) -> None:
+) -> Chatted:
     """Talk with a model. Each turn reads only what the cache does not hold yet.
 
     Messages are read a line each, from the terminal or from standard input. `/help` lists the commands. Answers go to
     stdout, figures to stderr; with json, the whole conversation is printed at its end.
     """
-    named = draft_option(draft, BEST)
-    source = None
-    if talk.template is not None:
-        from selfspec.serve.chat_template import read_template
+    source = read_template(talk.template)
+    drafting.check(model, budget)
 
-        source = read_template(talk.template)
-    check_draft(model, named, budget, nodes)
-
-    from selfspec.control.named import control_of
     from selfspec.decode.option_values import Scope, check_values
-    from selfspec.environment import versions
     from selfspec.model.checkpoint import load_tokenizer
     from selfspec.serve.chat_template import ChatTemplate
     from selfspec.serve.conversation import Conversation
@@ -83,32 +104,24 @@ def chat(
     sampling = sampling.seeded()
     options = sampling.generation_options()
     check_values({**options, "max_new_tokens": talk.max_new_tokens}.get, Scope(vocabulary=0, rows=1))
-    control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
+    options["draft_length"] = drafting.control()
     # A template that does not fit is told before the weights are read.
     ChatTemplate(load_tokenizer(model.place), source)
-    loaded = load_drafting(model, named, budget)
-    conversation = Conversation(
-        loaded.spec,
-        loaded.tokenizer,
-        ChatTemplate(loaded.tokenizer, source),
-        talk.system,
-        talk.max_new_tokens,
-        {**options, "draft_length": control},
-    )
+    loaded = drafting.load(model, budget)
+    template = ChatTemplate(loaded.tokenizer, source)
+    conversation = Conversation(loaded.spec, loaded.tokenizer, template, talk.system, talk.max_new_tokens, options)
     session = _Session(conversation, model.model, sampling.seed, quiet=output == "json")
     session.run()
-    if output == "json":
-        settings = {"model": model.model, "draft": draft, "sampling": asdict(sampling), **asdict(talk)}
-        settings["template"] = None if talk.template is None else str(talk.template)
-        result = {"messages": conversation.messages, "turns": session.turns, "settings": settings}
-        print_json({**result, "versions": versions()})
+    settings = {"model": model.model, "draft": drafting.draft, "sampling": asdict(sampling), **asdict(talk)}
+    settings["template"] = None if talk.template is None else str(talk.template)
+    return Chatted(conversation.messages, session.turns, settings)
 
 
 class _Session:
     """Reads lines, says answers, and obeys commands.
 
     Attributes:
-        turns: figures of each answer.
+        turns: the figures of each answer.
     """
 
     def __init__(self, conversation: Conversation, model: str, seed: int | None, quiet: bool) -> None:
@@ -123,7 +136,7 @@ class _Session:
             "/save": self._save,
             "/help": self._help,
         }
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[Answer] = []
 
     def run(self) -> None:
         """Answer until the input ends."""
@@ -165,7 +178,7 @@ class _Session:
             return
         self._say(turn.close() + "\n")
         self.turns.append(_figures(turn))
-        self._note(_in_words(self.turns[-1]) + (f"; {failed}" if failed else ""))
+        self._note(f"{self.turns[-1]}" + (f"; {failed}" if failed else ""))
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
@@ -249,23 +262,15 @@ def _decoded(line: bytes) -> str:
         raise PromptError(f"standard input is not UTF-8 text ({error}); convert it first") from error
 
 
-def _figures(turn: Turn) -> dict[str, Any]:
+def _figures(turn: Turn) -> Answer:
     stats = turn.stats
-    return {
-        "prompt_tokens": len(turn.prompt),
-        "kept_tokens": turn.kept,
-        "new_tokens": len(turn.tokens),
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "rounds": stats.rounds,
-        "finished": turn.finished,
-        "seconds": stats.seconds,
-    }
-
-
-def _in_words(figures: dict[str, Any]) -> str:
-    decoding = sum(spent for phase, spent in figures["seconds"].items() if phase != "prefill")
-    rate = f", {figures['new_tokens'] / decoding:.0f} a second" if decoding else ""
-    accepted = f", {figures['accepted']} of {figures['drafted']} draft tokens accepted" if figures["drafted"] else ""
-    kept = f"; {figures['kept_tokens']} of {figures['prompt_tokens']} prompt tokens kept"
-    return f"{figures['new_tokens']} tokens{rate}{accepted}{kept}"
+    return Answer(
+        prompt_tokens=len(turn.prompt),
+        kept_tokens=turn.kept,
+        new_tokens=len(turn.tokens),
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        rounds=stats.rounds,
+        finished=turn.finished,
+        seconds=stats.seconds,
+    )

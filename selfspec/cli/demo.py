@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from selfspec.cli.options import Device, Draft, Output, Temperature, Threads, prepare_process, read_draft
-from selfspec.cli.outcome import FailedCheckError, FailedRunError, print_json
+from selfspec.cli.outcome import FailedCheckError, FailedRunError
 from selfspec.cli.terminal import progress_bar
 from selfspec.errors import DraftConfigError, PromptError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
@@ -23,11 +23,12 @@ from selfspec.measure.spare_cores import CoreWatch, SpareCores
 if TYPE_CHECKING:
     import torch
 
-    from selfspec.cli.demo_screen import DemoScreen, Standing
-    from selfspec.decode.generation import Generation
     from selfspec.decode.output import Round
+    from selfspec.decode.text_stream import TextStream
+    from selfspec.measure.estimate import Estimate
     from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.bench.arms import OwnArm
+    from selfspec.tools.bench.race import Score
 
 # Look-ups and candidates alone, the exit that the embedded model was taught, and what needs no training.
 _DRAFTS = ("lookup", "recycle", "exit:4", "int8")
@@ -38,6 +39,12 @@ _FEWEST, _MOST = 24, 64
 _SHOWN, _SEED = 40, 3
 # Seconds to compare, print and end the process when the race is over.
 _REST = 2.0
+_INDENT = "    "
+_NEXT = (
+    '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
+    "  selfspec calibrate MODEL   # which draft is the fastest here? for --draft auto",
+    "  selfspec verify MODEL      # is the output the model's own here?",
+)
 
 
 class TokensDifferError(FailedCheckError):
@@ -58,18 +65,53 @@ class Runs:
         float, typer.Option(min=0, help="End within about X seconds, loading included, after one turn at least.")
     ] = 38.0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise UnsupportedOptionError(
+                f"--temperature {self.temperature:g} does not sample; give one above 0, e.g. 0.8"
+            )
+        if not self.seconds < math.inf:
+            raise UnsupportedOptionError(f"--seconds {self.seconds:g} never ends; give e.g. 38")
 
-def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> None:
+
+@dataclass(frozen=True)
+class Standing:
+    """An arm's name, and its scores greedily and sampled."""
+
+    name: str
+    greedy: Score
+    sampled: Score
+
+
+@dataclass(frozen=True)
+class Demonstrated:
+    """`selfspec demo`.
+
+    Attributes:
+        identical: whether every greedy text equals plain decoding's.
+        arms: scores of each way to decode.
+        texts: `prompt` and `text`, the greedy one.
+        cores: that this process may use, and how many of them were free.
+    """
+
+    settings: dict[str, Any]
+    headline: str
+    identical: bool
+    arms: list[Standing]
+    turns: int
+    texts: list[dict[str, str]]
+    seconds: float
+    cores: SpareCores
+    cpu_kernels: bool
+
+
+def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
     """Watch a small model write with and without a draft: how much faster it is here, and that the text is the same.
 
     Takes less than 45 seconds. Exit status 1 if any greedy token is not `model.generate`'s. The embedded model has 10M
     parameters, writes Python, and was taught to exit early (see its MODEL_CARD.md).
     """
     started, watch = time.perf_counter(), CoreWatch()
-    if not 0 < runs.temperature < math.inf:
-        raise UnsupportedOptionError(f"--temperature {runs.temperature:g} does not sample; give one above 0, e.g. 0.8")
-    if not runs.seconds < math.inf:
-        raise UnsupportedOptionError(f"--seconds {runs.seconds:g} never ends; give e.g. 38")
     draft = runs.draft.strip()
     with Console(stderr=True).status("Loading torch, transformers and a model"):
         if read_draft(draft) is None:
@@ -77,8 +119,6 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
 
         import torch
 
-        from selfspec.cli.demo_screen import DemoScreen, Standing, headline
-        from selfspec.environment import versions
         from selfspec.kernels import native
         from selfspec.measure.embedded import PROMPTS
         from selfspec.model.checkpoint import load_checkpoint
@@ -107,7 +147,8 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     until = started + runs.seconds - _REST
     left = until - time.perf_counter()
     new = runs.max_new_tokens or _that_fit(left, token_seconds)
-    all_drafts = runs.max_new_tokens is not None or _texts(len(arms)) * new * token_seconds <= left
+    # Until there is a result each arm decodes an untimed text, and one in each cell.
+    all_drafts = runs.max_new_tokens is not None or 3 * len(arms) * new * token_seconds <= left
     if not all_drafts:
         specs, arms, drafting = [*specs[:2], specs[drafting]], [*arms[:2], arms[drafting]], 2
     greedy, sampled = (Cell(DEMO, temperature, 1, longest, new) for temperature in (0.0, runs.temperature))
@@ -123,46 +164,105 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
     found = [Standing(spec.name.removeprefix("selfspec "), *pair) for spec, *pair in scored]
     same = zip(found, agreements(model, turns, greedy, prompts), strict=True)
     differing = [each.name for each, compared in same if compared.equal < compared.texts]
-    said, seconds = headline(found[drafting], not differing), time.perf_counter() - started
-    if output == "text":
-        screen.say(said, style="bold")
-        screen.say(*_details(found[drafting], runs.temperature), "")
-        screen.show_scores(found, found[drafting], runs.temperature)
-        kernels = model.device.type != "cpu" or native.are_loaded()
-        screen.say("", *_notes(len(turns), seconds, all_drafts, kernels))
-        screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
-        screen.say(*_NEXT)
-    result = {
-        "settings": {**asdict(runs), "draft": draft, "max_new_tokens": new},
-        "headline": said,
-        "identical": not differing,
-        "arms": [asdict(each) for each in found],
-        "turns": len(turns),
-        "texts": [
+    headed = found[drafting]
+    result = Demonstrated(
+        settings={**asdict(runs), "draft": draft, "max_new_tokens": new, "threads": torch.get_num_threads()},
+        headline=headline(headed, not differing),
+        identical=not differing,
+        arms=found,
+        turns=len(turns),
+        texts=[
             {"prompt": text, "text": checkpoint.tokenizer.decode([*ids[0].tolist(), *turn.calls[greedy][0].rows[0]])}
             for text, ids, turn in zip(PROMPTS, prompts, turns, strict=False)
         ],
-        "seconds": seconds,
-        "cores": asdict(spare),
-        "cpu_kernels": native.are_loaded(),
-        "versions": {**versions(), "threads": torch.get_num_threads()},
-    }
+        seconds=time.perf_counter() - started,
+        cores=spare,
+        cpu_kernels=native.are_loaded(),
+    )
+    if output == "text":
+        screen.say(result.headline, style="bold")
+        screen.say(_details(headed, runs.temperature), "")
+        screen.show_scores(found, headed, runs.temperature)
+        screen.say("", *_notes(result, all_drafts, on_cpu=model.device.type == "cpu"))
+        screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
+        screen.say(*_NEXT)
     if differing:
         message = f"greedy tokens of {', '.join(differing)} differ from the model's own; please report this as a bug"
         raise FailedRunError(TokensDifferError(message), result)
-    if output == "json":
-        print_json(result)
+    return result
 
 
-_NEXT = (
-    '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
-    "  selfspec calibrate MODEL   # which draft is the fastest here? for --draft auto",
-    "  selfspec verify MODEL      # is the output the model's own here?",
-)
+class DemoScreen:
+    """Standard output, 80 columns wide, legible without colours; quiet where it is to hold JSON alone."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._console = Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+
+    def say(self, *lines: str, style: str = "") -> None:
+        """Print lines, and have them seen now."""
+        self._console.print(*lines, sep="\n", style=style)
+        self._console.file.flush()
+
+    def show_text(self, title: str, prompt: str, stream: TextStream, rounds: Iterable[Round], bar: str) -> list[float]:
+        """Print a text while it is decoded, with a bar after each target pass.
+
+        Args:
+            title: line above the text.
+            prompt: of which the last two lines are shown.
+            stream: of the text.
+            rounds: of the first row.
+            bar: what ends a pass.
+
+        Returns:
+            When each pass had ended.
+        """
+        self.say(title, style="bold")
+        self._write(_INDENT + "\n".join(["", *prompt.splitlines()[-2:]])[1:])
+        tokens, stamps = 0, []
+        for committed in rounds:
+            stamps.append(time.perf_counter())
+            tokens += len(committed.rows[0].tokens)
+            self._write(stream.push(committed.rows[0].tokens) + bar)
+        self._write(stream.finish() + "\n")
+        self.say(f"({tokens} tokens in {len(stamps)} passes)", "", style="dim")
+        return stamps
+
+    def show_scores(self, standings: Sequence[Standing], headed: Standing, temperature: float) -> None:
+        """Print the table: a line each, the one of the headline in bold."""
+        self.say(_row("times as fast", "greedy", f"temperature {temperature:g}", "tokens per pass"))
+        for each in standings:
+            greedy, sampled = (
+                f"1.00  {score.tokens_per_second:.0f} tokens/s" if each is standings[0] else _speed(score.speedup, 2)
+                for score in (each.greedy, each.sampled)
+            )
+            passes = f"{each.greedy.tokens_per_pass:.1f}, {each.sampled.tokens_per_pass:.1f}"
+            self.say(_row(each.name, greedy, sampled, passes), style="bold" if each is headed else "")
+
+    def _write(self, text: str) -> None:
+        self._console.out(text.replace("\n", "\n" + _INDENT), end="")
+        self._console.file.flush()
+
+
+def headline(headed: Standing, identical: bool) -> str:
+    """Say in a line what a draft is worth."""
+    speed = headed.greedy.speedup.value
+    said = f"{speed:.1f}x faster than" if speed >= 1.05 else f"{speed:.2f}x the speed of"
+    text = "identical text" if identical else "THE TEXT DIFFERS"
+    return f"{said} model.generate, {headed.greedy.tokens_per_pass:.1f} tokens per pass, {text}"
+
+
+def _row(name: str, greedy: str, sampled: str, passes: str) -> str:
+    return f"{name[:16]:<17}{greedy:<20}{sampled:<20}{passes}"
+
+
+def _speed(speed: Estimate, digits: int, unit: str = "") -> str:
+    """Write a speed with its interval, if it has one: `1.23 (1.10-1.31)`."""
+    interval = f" ({speed.low:.{digits}f}-{speed.high:.{digits}f}{unit})" if speed.low < speed.high else ""
+    return f"{speed.value:.{digits}f}{unit}{interval}"
 
 
 def _about(spare: SpareCores, device: torch.device) -> str:
-    """What runs where."""
+    """Say what runs where."""
     import torch
 
     from selfspec.environment import device_name
@@ -184,7 +284,6 @@ def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], t
     prompt, seconds = PROMPTS[1], math.inf
     ids = checkpoint.encode(prompt)
     for draft, arm in arms.items():
-        stream = TextStream(checkpoint.tokenizer, ids[0].tolist())
         generation = arm.wrapped.stream(
             ids,
             torch.ones_like(ids),
@@ -197,52 +296,34 @@ def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], t
             eos_token_id=None,
             pad_token_id=0,
         )
-        stamps: list[float] = []
         title = f"{draft}, the same random draws; a bar ends each pass of the model:"
-        screen.show_text(
-            title if draft else "Plain decoding, a token a pass:",
-            prompt,
-            stream,
-            _stamped(generation, stamps),
-            "|" if draft else "",
-        )
+        stream = TextStream(checkpoint.tokenizer, ids[0].tolist())
+        named = title if draft else "Plain decoding, a token a pass:"
+        stamps = screen.show_text(named, prompt, stream, generation, "|" if draft else "")
         if not draft:
             # The median: passes are recorded when they first run.
             seconds = statistics.median(later - earlier for earlier, later in pairwise(stamps))
     return seconds
 
 
-def _stamped(generation: Generation, stamps: list[float]) -> Iterator[Round]:
-    """The rounds, and when each was there."""
-    for committed in generation:
-        stamps.append(time.perf_counter())
-        yield committed
-
-
 def _that_fit(left: float, token_seconds: float) -> int:
-    """Tokens of a text so that enough turns fit into the seconds that are left."""
+    """Return how many tokens of a text let enough turns fit into the seconds that are left."""
     texts = 2 * _TURNS * _TEXTS_A_TURN + _TEXTS_A_TURN
     fitting = int(left / texts / max(token_seconds, 1e-6)) // 8 * 8
     return max(_FEWEST, min(_MOST, fitting))
 
 
-def _texts(arms: int) -> int:
-    """Texts until there is a result: each arm's untimed one, and one in each cell."""
-    return 3 * arms
+def _details(headed: Standing, temperature: float) -> str:
+    """Say what the headline is of, with its intervals."""
+    greedy, sampled = (_speed(each.speedup, 1, "x") for each in (headed.greedy, headed.sampled))
+    return f"{headed.name}: greedy {greedy}, at temperature {temperature:g} {sampled}"
 
 
-def _details(headed: Standing, temperature: float) -> tuple[str, ...]:
-    """What the headline is of, with its intervals."""
-    from selfspec.cli.demo_screen import shown_speed
-
-    greedy, sampled = (shown_speed(each.speedup, 1, "x") for each in (headed.greedy, headed.sampled))
-    return (f"{headed.name}: greedy {greedy}, at temperature {temperature:g} {sampled}",)
-
-
-def _notes(turns: int, seconds: float, all_drafts: bool, kernels: bool) -> list[str]:
-    """What the table means."""
+def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
+    """Say what the table means."""
+    turns = result.turns
     measured = f"Medians of {turns} turns and their interval" if turns > 1 else "One turn: too few for intervals"
-    notes = [f"{measured}; {seconds:.0f} seconds in all."]
+    notes = [f"{measured}; {result.seconds:.0f} seconds in all."]
     if all_drafts:
         notes += [
             "exit:4 needs a model that was trained to exit early, as this one was. The other",
@@ -251,6 +332,6 @@ def _notes(turns: int, seconds: float, all_drafts: bool, kernels: bool) -> list[
         ]
     else:
         notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")
-    if not kernels:
+    if on_cpu and not result.cpu_kernels:
         notes.append("`selfspec kernels` (C++ compiler): plain decoding of 129M is 2.7-3.2x faster.")
     return notes

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from selfspec.cli.options import Dtype, Model, Output, Threads, prepare_process, read_draft
-from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, counting_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import model_place
@@ -43,7 +42,7 @@ def export(
     dtype: Dtype = "auto",
     threads: Threads = None,
     output: Output = "text",
-) -> None:
+) -> Exported:
     """Write the draft as a model of its own: its layers, with the model's embeddings, norm and head.
 
     Other engines draft with it as with any small model: they keep a second copy of its layers, and a cache for it. What
@@ -77,10 +76,9 @@ def export(
             )
     else:
         done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to, overwrite=overwrite)
-    if output == "json":
-        print_json(done.to_dict())
-    else:
+    if output == "text":
         console().print(_shown(done, format), soft_wrap=True)
+    return done
 
 
 def _shown(done: Exported, format: Format) -> str:

@@ -6,19 +6,21 @@ import secrets
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
-from selfspec.cli.loading import NOTHING, check_draft, draft_option, load_drafting
-from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output
-from selfspec.cli.outcome import FailedRunError, print_json
-from selfspec.cli.terminal import by_depth, console, require_colours, two_digits
+from selfspec.cli.loading import Drafting
+from selfspec.cli.options import Budget, ModelOptions, Output
+from selfspec.cli.outcome import FailedRunError
+from selfspec.cli.terminal import by_depth, console, facts_table, require_colours, two_digits
 from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from selfspec.cli.display import DraftDisplay, PlainDisplay
     from selfspec.decode.generation import Generation
     from selfspec.decode.output import RowRound
     from selfspec.decode.stats import Stats
@@ -87,6 +89,22 @@ class Shaping:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftingPlain(Drafting):
+    """Draft."""
+
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="What drafts: see Drafts below. Default: `none`; with --memory, look-ups and rounded copies of "
+            "what is streamed.",
+        ),
+    ] = None
+
+    by_default: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shown:
     """What is shown."""
 
@@ -98,26 +116,71 @@ class Shown:
     output: Output = "text"
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Counts and times of a generation: see `selfspec.Stats`. Rates without data are null."""
+
+    rounds: int
+    row_rounds: int
+    new_tokens: int
+    drafted: int
+    judged: int
+    accepted: int
+    overlap: float
+    judged_per_depth: list[int]
+    accepted_per_depth: list[int]
+    acceptance_rate: float | None
+    optimal_acceptance_rate: float | None
+    mean_accepted_length: float | None
+    cache_bytes: int
+    substitute_bytes: int
+    draft_bytes: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RoundOfRow:
+    """A round, with `--show-drafts`; `tokens` are those committed."""
+
+    draft: list[int]
+    accepted: int
+    rejected: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """`selfspec generate`.
+
+    Attributes:
+        token_ids: the new tokens.
+        sequence: prompt and new tokens.
+        text: the new tokens as text.
+        settings: what was asked for, defaults included; `sampling.seed` repeats the run.
+    """
+
+    prompt: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    sequence: list[int]
+    text: str
+    settings: dict[str, Any]
+    lossless: bool
+    stats: Counts
+    rounds: list[RoundOfRow] | None = None
+
+
 def generate(
     model: ModelOptions,
     sampling: Sampling,
     shaping: Shaping,
     shown: Shown,
     budget: Budget,
+    drafting: DraftingPlain,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue, less its last line break.")
     ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DRAFT",
-            help="What drafts: see Drafts below. Default: `none`; with --memory, look-ups and rounded copies of "
-            "what is streamed.",
-        ),
-    ] = None,
-    draft_length: DraftLength = None,
-    nodes: Nodes = None,
     accept: Annotated[
         str | None,
         typer.Option(
@@ -127,13 +190,12 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most N tokens.")] = 128,
-) -> None:
+) -> Generated:
     """Continue a prompt: --prompt, --prompt-file or standard input.
 
     Prints the new text alone. How to sample is what the options say; the sampling defaults of the checkpoint are not
     used.
     """
-    option = draft_option(draft, NOTHING)
     text = _read_prompt(prompt, prompt_file)
     if shown.show_drafts and shown.output == "text":
         require_colours(sys.stdout)
@@ -141,30 +203,25 @@ def generate(
     import torch
 
     from selfspec.accept import find_rule
-    from selfspec.cli.display import DraftDisplay, PlainDisplay
     from selfspec.control.draft_policy import DraftPolicy
-    from selfspec.control.named import control_of
     from selfspec.decode.option_values import Scope, check_values
     from selfspec.draft.registry import draft_name
-    from selfspec.environment import versions
     from selfspec.model.checkpoint import Checkpoint
 
     sampling = sampling.seeded()
     options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}
     rule = None if accept is None else find_rule(accept)
-    control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
-    check_draft(model, option, budget, nodes)
+    control = drafting.control()
+    drafting.check(model, budget)
     check_values(options.get, Scope(vocabulary=0, rows=1))
 
-    loaded = load_drafting(model, option, budget)
+    loaded = drafting.load(model, budget)
     spec, checkpoint = loaded.spec, Checkpoint(loaded.spec.model, loaded.tokenizer)
     own = None if isinstance(spec.draft, DraftPolicy) else spec.draft
-    named = draft_name(own) if draft is None else draft.strip()
     ids = checkpoint.encode(text)
-    mask = torch.ones_like(ids)
     generation = spec.stream(
         ids,
-        mask,
+        torch.ones_like(ids),
         seed=sampling.seed,
         draft_length=control,
         accept=rule,
@@ -180,50 +237,42 @@ def generate(
     ended_by = _show_rounds(generation, display, rounds)
     new_ids = [token for row in rounds for token in row.tokens]
     if not generation.lossless:
-        why = f"--kv-cache {budget.kv_cache}" if rule is None or rule.lossless else f"--accept {accept}"
-        print(f"note: {why} is not lossless; this text is not the model's own", file=sys.stderr)
+        print(f"note: --accept {accept} is not lossless; this text is not the model's own", file=sys.stderr)
     if shown.stats:
         _print_stats(generation.stats)
-    result = {
-        "prompt": text,
-        "prompt_token_ids": prompt_ids,
-        "token_ids": new_ids,
-        "sequence": prompt_ids + new_ids,
-        "text": continuation(checkpoint.tokenizer, prompt_ids, new_ids),
-        "settings": {
-            "model": model.model,
-            "draft": named,
-            "draft_length": None if spec.draft is None else draft_length,
-            "nodes": nodes,
-            "max_new_tokens": max_new_tokens,
-            "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
-            "device": str(checkpoint.model.device),
-            "threads": torch.get_num_threads(),
-            "memory": budget.memory,
-            "context": None if spec.limits is None else spec.limits.context,
-            "kv_cache": budget.kv_cache,
-            "sampling": asdict(sampling),
-            "shaping": asdict(shaping),
-            "accept": accept,
-        },
-        "lossless": generation.lossless,
-        "stats": generation.stats.to_dict(),
-        "versions": versions(),
+    settings = {
+        "model": model.model,
+        "draft": draft_name(own) if drafting.draft is None else drafting.draft.strip(),
+        "draft_length": None if spec.draft is None else drafting.draft_length,
+        "nodes": drafting.nodes,
+        "max_new_tokens": max_new_tokens,
+        "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
+        "device": str(checkpoint.model.device),
+        "threads": torch.get_num_threads(),
+        "memory": budget.memory,
+        "context": None if spec.limits is None else spec.limits.context,
+        "sampling": asdict(sampling),
+        "shaping": asdict(shaping),
+        "accept": accept,
     }
-    if shown.show_drafts:
-        result["rounds"] = [
-            {
-                "draft": list(row.draft),
-                "accepted": row.accepted,
-                "rejected": list(row.rejected),
-                "tokens": list(row.tokens),
-            }
-            for row in rounds
-        ]
+    result = Generated(
+        prompt=text,
+        prompt_token_ids=prompt_ids,
+        token_ids=new_ids,
+        sequence=prompt_ids + new_ids,
+        text=continuation(checkpoint.tokenizer, prompt_ids, new_ids),
+        settings=settings,
+        lossless=generation.lossless,
+        stats=Counts(**generation.stats.to_dict()),
+        rounds=[_round(row) for row in rounds] if shown.show_drafts else None,
+    )
     if ended_by is not None:
         raise FailedRunError(ended_by, result)
-    if shown.output == "json":
-        print_json(result)
+    return result
+
+
+def _round(row: RowRound) -> RoundOfRow:
+    return RoundOfRow(list(row.draft), row.accepted, list(row.rejected), list(row.tokens))
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
@@ -269,29 +318,85 @@ def _show_rounds(
     return ended_by
 
 
-def _print_stats(stats: Stats) -> None:
-    from rich.table import Table
+# Strokes and weight besides colours, so that NO_COLOR leaves the three apart.
+_ACCEPTED = Style(color="green")
+_OWN = Style(bold=True)
+_REJECTED = Style(color="red", dim=True, strike=True)
 
+
+class PlainDisplay:
+    """Writes the text as it is committed, and a line break at the end."""
+
+    def __init__(self, stream: TextStream, out: IO[str]) -> None:
+        self._stream = stream
+        self._out = out
+
+    def show(self, committed: RowRound) -> None:
+        """Write a round's text."""
+        self._write(self._stream.push(committed.tokens))
+
+    def finish(self) -> None:
+        """Write the rest and a line break."""
+        self._write(self._stream.finish() + "\n")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class DraftDisplay:
+    """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in its own style."""
+
+    def __init__(self, stream: TextStream, out: IO[str]) -> None:
+        self._stream = stream
+        self._console = Console(file=out, highlight=False, markup=False, soft_wrap=True)
+        legend = (
+            ("accepted draft", _ACCEPTED),
+            " | ",
+            ("the target's own", _OWN),
+            " | ",
+            ("rejected draft", _REJECTED),
+            " (+n: tokens of other branches)",
+        )
+        self._console.print(Text.assemble(*legend), end="\n\n")
+
+    def show(self, committed: RowRound) -> None:
+        """Write a round: what was accepted, what was rejected, and then the target's own token."""
+        self._write(self._stream.push(committed.tokens[: committed.accepted]), _ACCEPTED)
+        rejected = self._stream.foresee(committed.rejected)
+        others = len(committed.draft) - committed.accepted - len(committed.rejected)
+        rejected += f"(+{others})" if others else ""
+        # A line that was not committed must not break the text.
+        self._write(rejected.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"), _REJECTED)
+        self._write(self._stream.push(committed.tokens[committed.accepted :]), _OWN)
+
+    def finish(self) -> None:
+        """Write the rest and a line break."""
+        self._write(self._stream.finish() + "\n", _OWN)
+
+    def _write(self, text: str, style: Style) -> None:
+        self._console.print(Text(text, style), end="")
+        self._console.file.flush()
+
+
+def _print_stats(stats: Stats) -> None:
     from selfspec.kernels import native
 
-    table = Table("count", "value", box=None, show_header=False, pad_edge=False)
     seconds = sum(stats.seconds.values())
     rate = f", {stats.new_tokens / seconds:.1f} tokens/s" if seconds else ""
-    table.add_row("new tokens", f"{stats.new_tokens} in {seconds:.2f} s{rate}")
-    table.add_row("rounds", str(stats.rounds))
-    table.add_row("mean accepted length", two_digits(stats.mean_accepted_length))
+    facts = {
+        "new tokens": f"{stats.new_tokens} in {seconds:.2f} s{rate}",
+        "rounds": str(stats.rounds),
+        "mean accepted length": two_digits(stats.mean_accepted_length),
+    }
     if stats.drafted:
-        table.add_row(
-            "acceptance rate", f"{two_digits(stats.acceptance_rate)} of {stats.judged} judged, {stats.drafted} drafted"
-        )
-        table.add_row("acceptance by depth", by_depth(stats.accepted_per_depth, stats.judged_per_depth))
+        judged = f"{stats.judged} judged, {stats.drafted} drafted"
+        facts["acceptance rate"] = f"{two_digits(stats.acceptance_rate)} of {judged}"
+        facts["acceptance by depth"] = by_depth(stats.accepted_per_depth, stats.judged_per_depth)
     else:
-        table.add_row("drafted", "nothing")
-    table.add_row("seconds", ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items()))
-    table.add_row("KV cache", f"{stats.cache_bytes:,} bytes")
-    if stats.substitute_bytes:
-        table.add_row("substitutes", f"{stats.substitute_bytes:,} bytes")
-    if stats.draft_bytes:
-        table.add_row("drafter", f"{stats.draft_bytes:,} bytes")
-    table.add_row("CPU kernels", "used" if native.are_loaded() else "not built: selfspec kernels")
-    console(stderr=True).print(table)
+        facts["drafted"] = "nothing"
+    facts["seconds"] = ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items())
+    held = {"KV cache": stats.cache_bytes, "substitutes": stats.substitute_bytes, "drafter": stats.draft_bytes}
+    facts |= {name: f"{size:,} bytes" for name, size in held.items() if size or name == "KV cache"}
+    facts["CPU kernels"] = "used" if native.are_loaded() else "not built: selfspec kernels"
+    console(stderr=True).print(facts_table(facts))

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from selfspec.cli.options import ModelOptions, Output
-from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console, counting_bar
+from selfspec.cli.options import ModelOptions
+from selfspec.cli.terminal import counting_bar
 
 # Documents given to the tokenizer at once.
 _BATCH = 64
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """`selfspec index`."""
+
+    file: str
+    tokens: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file}: {self.tokens:,} tokens, {self.bytes:,} bytes, in {self.seconds:.1f} s; "
+            f"use it with --draft suffix:{self.file}"
+        )
 
 
 def index(
@@ -23,8 +39,7 @@ def index(
         typer.Option(metavar="FILE", help="Text, or JSONL with `text`, plain or as .gz; may be repeated."),
     ],
     to: Annotated[Path, typer.Option(metavar="FILE", help="Where the corpus goes: safetensors.")],
-    output: Output = "text",
-) -> None:
+) -> Indexed:
     """Sort a corpus by its contexts, for `--draft suffix:FILE`: what followed there is drafted, several ways at once.
 
     The file takes 8 bytes a token, is read as far as searches go, and holds for models with this tokenizer.
@@ -47,10 +62,4 @@ def index(
             ids += batch["input_ids"]
             count(len(ids), len(documents))
     tokens = write_corpus(to, ids, Vocabulary.of(checkpoint.model))
-    seconds, size = time.perf_counter() - began, to.stat().st_size
-    if output == "json":
-        print_json({"file": str(to), "tokens": tokens, "bytes": size, "seconds": seconds})
-        return
-    console().print(
-        f"{to}: {tokens:,} tokens, {size:,} bytes, in {seconds:.1f} s; use it with --draft suffix:{to}", soft_wrap=True
-    )
+    return Indexed(str(to), tokens, to.stat().st_size, time.perf_counter() - began)

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfspec.cli.options import Budget, Model, Output, prepare_process
-from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console, figures_table
+from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from selfspec.model.summary import LayerSummary, ModelSummary, Weights
+    from selfspec.model.summary import (
+        CacheSummary,
+        ExitSummary,
+        LayerSummary,
+        ModelSummary,
+        SubstitutesSummary,
+        Weights,
+    )
     from selfspec.placement.planned import PlannedCheckpoint
 
 
-def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
+@dataclass(frozen=True)
+class Inspected:
+    """`selfspec inspect`: bytes are those in memory.
+
+    Attributes:
+        model: the class.
+        substitutes: what drafts in 8 and in 4 bits take.
+        target_bytes_read: by a step of plain decoding.
+        exits: of each exit, the bytes that a draft step reads, and its cost ratio c.
+        plan: with --memory: what would stay, what is streamed, and how fast.
+    """
+
+    checkpoint: str
+    model: str
+    model_type: str
+    dtype: str
+    width: int
+    vocabulary: int
+    context: int | None
+    embedding: Weights
+    layers: tuple[LayerSummary, ...]
+    final_norm: Weights
+    head: Weights
+    total: Weights
+    tied: bool
+    cache: CacheSummary
+    substitutes: tuple[SubstitutesSummary, ...]
+    target_bytes_read: int
+    exits: tuple[ExitSummary, ...]
+    plan: dict[str, Any] | None = None
+
+
+def inspect(model: Model, budget: Budget, output: Output = "text") -> Inspected:
     """Describe a model by its parts, without loading its weights or running it.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
@@ -27,7 +63,6 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
 
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
-    from selfspec.environment import versions
     from selfspec.model.checkpoint import find_device, read_config
     from selfspec.model.summary import describe_config
     from selfspec.placement.planned import plan_checkpoint
@@ -38,110 +73,97 @@ def inspect(model: Model, budget: Budget, output: Output = "text") -> None:
     planned = None
     if budget.memory is not None:
         source = source_for(find_device("auto"))
-        planned = plan_checkpoint(
-            model_place(model), budget.memory, None, True, budget.context, source, budget.kv_cache
-        )
-    if output == "json":
-        found = {"checkpoint": model, **summary.to_dict(), "versions": versions()}
-        if planned is not None:
-            found["plan"] = {
-                "device": str(planned.survey.source.device),
-                "memory": asdict(planned.survey.memory),
-                "context": planned.survey.context,
-                "cache": planned.survey.cache,
-                **asdict(planned.plan),
-            }
-        print_json(found)
-        return
-    exits = figures_table(
-        "Draft cost of each exit, by weights read (head included)", ["draft"], ["bytes a step", "cost ratio c"]
+        planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.context, source)
+    if output == "text":
+        _print(model, summary, planned, budget)
+    shown = {each.name: getattr(summary, each.name) for each in fields(summary)}
+    return Inspected(
+        **shown,
+        checkpoint=model,
+        target_bytes_read=summary.target_bytes_read,
+        exits=summary.exits,
+        plan=None if planned is None else _plan_as_json(planned),
     )
-    for choice in summary.exits:
-        exits.add_row(f"exit:{choice.layer}", f"{choice.bytes_read:,}", f"{choice.cost_ratio:.3f}")
-    exits.add_section()
-    exits.add_row("target", f"{summary.target_bytes_read:,}", "1.000")
-    console().print(_overview(model, summary), "", _parts(summary), "", _substitutes(summary), "", exits, sep="\n")
+
+
+def _plan_as_json(planned: PlannedCheckpoint) -> dict[str, Any]:
+    survey = planned.survey
+    where = {"device": str(survey.source.device), "context": survey.context, "cache": survey.cache}
+    return {**where, "memory": asdict(survey.memory), **asdict(planned.plan)}
+
+
+def _print(model: str, summary: ModelSummary, planned: PlannedCheckpoint | None, budget: Budget) -> None:
+    exits = [(f"exit:{each.layer}", f"{each.bytes_read:,}", f"{each.cost_ratio:.3f}") for each in summary.exits]
+    target = ("target", f"{summary.target_bytes_read:,}", "1.000")
+    fewer = [(f"int{each.bits}", f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]
+    parts = ((part, f"{weights.parameters:,}", f"{weights.bytes:,}") for part, weights in _parts(summary))
+    total = "total, tied weights once" if summary.tied else "total"
+    whole = (total, f"{summary.total.parameters:,}", f"{summary.total.bytes:,}")
+    tables = [
+        facts_table(_overview(model, summary)),
+        figures_table("Weights", ["part"], ["parameters", "bytes"], [*parts, (), whole]),
+        figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"], fewer),
+        figures_table(
+            "Draft cost of each exit, by weights read (head included)",
+            ["draft"],
+            ["bytes a step", "cost ratio c"],
+            [*exits, (), target],
+        ),
+    ]
     if planned is not None:
-        console().print("", _plan(planned, budget), sep="\n")
+        survey = planned.survey
+        title = f"Within {budget.memory} on {survey.source.device}, for {survey.context:,} tokens of context"
+        tables.append(figures_table(title, ["part"], ["plan"], _plan(planned)))
+    for number, table in enumerate(tables):
+        console().print(*[""] * (number > 0), table, sep="\n")
 
 
-def _overview(name: str, summary: ModelSummary) -> Table:
-    from rich.table import Table
-
-    cache = summary.cache
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("checkpoint", name)
-    table.add_row("model", f"{summary.model} ({summary.model_type}), {summary.dtype}")
-    table.add_row(
-        "shape",
-        f"{len(summary.layers)} layers, width {summary.width}, vocabulary {summary.vocabulary}, "
-        f"context {summary.context or 'unlimited'}",
-    )
+def _overview(name: str, summary: ModelSummary) -> dict[str, str]:
+    cache, context = summary.cache, summary.context or "unlimited"
     pairs = {(part.attribute, part.module) for layer in summary.layers for part in (layer.attention, layer.mlp)}
-    table.add_row("sublayers", "; ".join(f"{name}: {module}" for name, module in sorted(pairs) if name))
     windows = f", {cache.sliding_layers} layers with a sliding window, kept in full" if cache.sliding_layers else ""
-    table.add_row(
-        "KV cache",
-        f"{cache.bytes_per_token:,} bytes a token ({cache.heads} heads of {cache.head_dim} a layer){windows}",
-    )
-    if cache.recurrent_layers:
-        table.add_row("states", f"{cache.recurrent_layers} layers, copied at each token of a round")
-    return table
+    keys = f"{cache.bytes_per_token:,} bytes a token ({cache.heads} heads of {cache.head_dim} a layer){windows}"
+    states = {"states": f"{cache.recurrent_layers} layers, copied at each token of a round"}
+    return {
+        "checkpoint": name,
+        "model": f"{summary.model} ({summary.model_type}), {summary.dtype}",
+        "shape": f"{len(summary.layers)} layers, width {summary.width}, vocabulary {summary.vocabulary}, "
+        f"context {context}",
+        "sublayers": "; ".join(f"{name}: {module}" for name, module in sorted(pairs) if name),
+        "KV cache": keys,
+        **(states if cache.recurrent_layers else {}),
+    }
 
 
-def _parts(summary: ModelSummary) -> Table:
-    table = figures_table("Weights", ["part"], ["parameters", "bytes"])
-
-    def add(part: str, weights: Weights) -> None:
-        table.add_row(part, f"{weights.parameters:,}", f"{weights.bytes:,}")
-
-    add("embedding", summary.embedding)
-    for numbers, layer in _equal_layers(summary.layers):
+def _parts(summary: ModelSummary) -> Iterator[tuple[str, Weights]]:
+    """Yield what each part weighs; runs of equal layers are one, named by their numbers: deep models have few kinds."""
+    yield "embedding", summary.embedding
+    for layer, run in groupby(enumerate(summary.layers), key=lambda numbered: numbered[1]):
+        numbers = [number for number, _ in run]
+        named = f"layer {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
         window = f", window {layer.window}" if layer.window else ""
-        add(f"layer {numbers}, each: attention{window}", layer.attention.weights)
-        add(f"layer {numbers}, each: MLP", layer.mlp.weights)
-        add(f"layer {numbers}, each: norms", layer.norms)
-    add("final norm", summary.final_norm)
-    add("head, tied to the embedding" if summary.tied else "head", summary.head)
-    table.add_section()
-    add("total, tied weights once" if summary.tied else "total", summary.total)
-    return table
+        yield f"{named}, each: attention{window}", layer.attention.weights
+        yield f"{named}, each: MLP", layer.mlp.weights
+        yield f"{named}, each: norms", layer.norms
+    yield "final norm", summary.final_norm
+    yield "head, tied to the embedding" if summary.tied else "head", summary.head
 
 
-def _substitutes(summary: ModelSummary) -> Table:
-    table = figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"])
-    for fewer in summary.substitutes:
-        table.add_row(f"int{fewer.bits}", f"{fewer.bytes:,}", f"{fewer.share:.1%}")
-    return table
-
-
-def _plan(planned: PlannedCheckpoint, budget: Budget) -> Table:
+def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     from selfspec.placement.byte_size import shown_bytes
 
     plan, memory = planned.plan, planned.survey.memory
     layers = len(memory.layers) - 1
-    device = planned.survey.source.device
-    table = figures_table(
-        f"Within {budget.memory} on {device}, for {planned.survey.context:,} tokens of context", ["part"], ["plan"]
-    )
-    table.add_row("layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}")
-    where = "the disk" if device.type == "cpu" else "the host"
-    table.add_row("streamed, each pass", f"{shown_bytes(plan.streamed)} from {where}" if plan.streamed else "nothing")
+    where = "the disk" if planned.survey.source.device.type == "cpu" else "the host"
+    yield "layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}"
+    yield "streamed, each pass", f"{shown_bytes(plan.streamed)} from {where}" if plan.streamed else "nothing"
     if plan.bits is not None:
-        table.add_row("rounded copies, for drafts", f"{plan.bits} bits")
-    kept = {"exact": "", "host": ", the rest on the host", "int8": ", in 8 bits: not lossless"}[planned.survey.cache]
-    table.add_row("keys and values", shown_bytes(memory.cache) + kept)
+        yield "rounded copies, for drafts", f"{plan.bits} bits"
+    kept = ", the rest on the host" if planned.survey.cache == "host" else ""
+    yield "keys and values", shown_bytes(memory.cache) + kept
     if memory.process:
-        table.add_row("the process itself", shown_bytes(memory.process))
-    table.add_row("total", shown_bytes(plan.total))
-    table.add_row("plain decoding, predicted", f"{plan.plain:.2f} tokens/s")
+        yield "the process itself", shown_bytes(memory.process)
+    yield "total", shown_bytes(plan.total)
+    yield "plain decoding, predicted", f"{plan.plain:.2f} tokens/s"
     if plan.drafting is not None:
-        table.add_row("with drafts, predicted", f"{plan.drafting:.2f} tokens/s, {plan.draft_length} drafted a round")
-    return table
-
-
-def _equal_layers(layers: Sequence[LayerSummary]) -> Iterator[tuple[str, LayerSummary]]:
-    """Runs of equal layers, named by their numbers: deep models have few kinds."""
-    for layer, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
-        numbers = [number for number, _ in run]
-        yield (f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"), layer
+        yield "with drafts, predicted", f"{plan.drafting:.2f} tokens/s, {plan.draft_length} drafted a round"

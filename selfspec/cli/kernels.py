@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-
-from selfspec.cli.options import Output
-from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console
+from rich.console import Console
 
 
-def kernels(
-    verbose: Annotated[bool, typer.Option(help="Show what the compiler prints.")] = False,
-    output: Output = "text",
-) -> None:
+@dataclass(frozen=True)
+class Built:
+    """`selfspec kernels`.
+
+    Attributes:
+        kernels: the library that was built.
+    """
+
+    kernels: str
+
+    def __str__(self) -> str:
+        return f"The CPU kernels are built, and used from now on: {self.kernels}"
+
+
+def kernels(verbose: Annotated[bool, typer.Option(help="Show what the compiler prints.")] = False) -> Built:
     """Build the CPU kernels with this machine's C++ compiler, once: 15 to 60 seconds.
 
     They read weights at the speed of memory, for up to sixteen tokens at once. Later processes load them by themselves.
     Nothing needs them: without them torch's own products run.
     """
-    from rich.console import Console
-
     from selfspec.kernels.native import build_kernels
 
     with Console(stderr=True).status("Building the CPU kernels"):
-        library = build_kernels(verbose)
-    if output == "json":
-        print_json({"kernels": str(library)})
-    else:
-        console().print(f"The CPU kernels are built, and used from now on: {library}", soft_wrap=True)
+        return Built(str(build_kernels(verbose)))

@@ -1,11 +1,15 @@
-"""Load the model of a command and wrap it: whole, or within a budget."""
+"""What drafts in a command that decodes, and the model wrapped for it: whole, or within a budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from selfspec.cli.options import Budget, ModelOptions, load_within, read_draft
+import typer
+
+from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, load_within, read_draft
 from selfspec.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -16,9 +20,7 @@ if TYPE_CHECKING:
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
 
-# What drafts where nothing is named: each command says which.
-BEST = "auto"
-NOTHING = "none"
+_BEST = "auto"
 
 
 @dataclass(frozen=True)
@@ -29,64 +31,76 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class DraftOption:
-    """A draft as the command line names it, read before any weight is.
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """Draft."""
 
-    Attributes:
-        name: as given; None: nothing was.
-        drafter: as `selfspec.wrap` takes it.
-        within_budget: what `selfspec.load` takes in its place: True chooses what promises most.
-    """
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="What drafts; `selfspec generate --help` lists every kind. Default: `auto`, and with --memory "
+            "look-ups and rounded copies of what is streamed.",
+        ),
+    ] = None
+    draft_length: DraftLength = None
+    nodes: Nodes = None
 
-    name: str | None
-    drafter: Drafter | Profile | str | None
-    within_budget: Drafter | Profile | str | bool | None
+    by_default: ClassVar[str] = _BEST
+
+    def __post_init__(self) -> None:
+        # What names no draft is refused before anything else is read.
+        _ = self.drafter
+
+    @cached_property
+    def drafter(self) -> Drafter | Profile | str | None:
+        """The draft as `selfspec.wrap` takes it, read before any weight is."""
+        return read_draft(self.draft or self.by_default)
+
+    def control(self) -> Control | None:
+        """Return how long drafts are; None: the default."""
+        from selfspec.control.named import control_of
+
+        return None if self.draft_length is None and self.nodes is None else control_of(self.draft_length, self.nodes)
+
+    def check(self, model: ModelOptions, budget: Budget) -> None:
+        """Check device, configuration and draft, since weights may take minutes to load."""
+        from selfspec.draft import Drafter
+
+        if self.nodes is not None and self.drafter is None and (self.draft is not None or budget.memory is None):
+            raise UnsupportedOptionError("--nodes has no effect on plain decoding; name a draft, or drop it")
+        depth = model.prepare()
+        if isinstance(self.drafter, Drafter):
+            self.drafter.check(depth)
+
+    def load(self, model: ModelOptions, budget: Budget, control: Control | None = None) -> Loaded:
+        """Load a model and wrap it; within a budget the default draft is what promises most there."""
+        from selfspec.api import wrap
+        from selfspec.measure.stock import bare
+        from selfspec.model.checkpoint import load_tokenizer
+
+        if budget.memory is None:
+            checkpoint = model.load()
+            spec = wrap(bare(checkpoint.model), draft=self.drafter, draft_length=control)
+            return Loaded(spec, checkpoint.tokenizer)
+        tokenizer = load_tokenizer(model.place)
+        best = self.draft is None or self.draft.strip() == self.by_default == _BEST
+        spec = load_within(model, budget, True if best else self.drafter)
+        if control is not None:
+            spec = spec.drafting(spec.draft, draft_length=control)
+        spec.model.generation_config = bare(spec.model).generation_config
+        return Loaded(spec, tokenizer)
 
 
-def draft_option(name: str | None, default: str) -> DraftOption:
-    """Read --draft.
-
-    Args:
-        name: None: the default, and within a budget what promises most there.
-        default: `NOTHING` or `BEST`; where it is `BEST`, `auto` within a budget means what promises most there.
-    """
-    drafter = read_draft(name or default)
-    best = name is None or (default == BEST and name.strip() == BEST)
-    return DraftOption(name, drafter, True if best else drafter)
+Template = Annotated[
+    Path | None, typer.Option(help="File with a chat template in Jinja, in place of the checkpoint's own.")
+]
 
 
-def check_draft(model: ModelOptions, draft: DraftOption, budget: Budget, nodes: int | None) -> None:
-    """Check device, configuration and draft, since weights may take minutes to load."""
-    from selfspec.draft import Drafter
+def read_template(file: Path | None) -> str | None:
+    """Read the file of a chat template, where there is one."""
+    if file is None:
+        return None
+    from selfspec.serve.chat_template import read_template as read
 
-    if nodes is not None and draft.drafter is None and (draft.name is not None or budget.memory is None):
-        raise UnsupportedOptionError("--nodes has no effect on plain decoding; name a draft, or drop it")
-    depth = model.prepare()
-    if isinstance(draft.drafter, Drafter):
-        draft.drafter.check(depth)
-
-
-def load_drafting(model: ModelOptions, draft: DraftOption, budget: Budget, control: Control | None = None) -> Loaded:
-    """Load a model and wrap it.
-
-    Args:
-        model: from a folder or the hub.
-        draft: what drafts.
-        budget: of memory.
-        control: how long drafts are; None: the default.
-    """
-    from selfspec.api import wrap
-    from selfspec.measure.stock import bare
-    from selfspec.model.checkpoint import load_tokenizer
-
-    if budget.memory is None:
-        checkpoint = model.load()
-        spec = wrap(bare(checkpoint.model), draft=draft.drafter, draft_length=control)
-        return Loaded(spec, checkpoint.tokenizer)
-    tokenizer = load_tokenizer(model.place)
-    spec = load_within(model, budget, draft.within_budget)
-    if control is not None:
-        spec = spec.drafting(spec.draft, draft_length=control)
-    spec.model.generation_config = bare(spec.model).generation_config
-    return Loaded(spec, tokenizer)
+    return read(file)

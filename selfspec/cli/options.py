@@ -9,11 +9,13 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
+from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 
@@ -91,21 +93,10 @@ class Budget:
             min=1, help="With --memory: room for N tokens of prompt and text; by default 4096, or as many as fit."
         ),
     ] = None
-    kv_cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="With --memory: keep keys and values `exact`, on the `host` of a GPU, or in `int8`, not lossless.",
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
-        for name, what in (
-            ("context", "what a budget has room for"),
-            ("kv_cache", "how a budget keeps keys and values"),
-        ):
-            if self.memory is None and getattr(self, name) is not None:
-                raise UnsupportedOptionError(f"--{name.replace('_', '-')} says {what}; add --memory, or drop it")
+        if self.memory is None and self.context is not None:
+            raise UnsupportedOptionError("--context says what a budget has room for; add --memory, or drop it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +193,6 @@ def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | 
         dtype=model.dtype,
         draft=draft or False,
         context=budget.context,
-        cache=budget.kv_cache,
     )
 
 
@@ -250,14 +240,19 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
         raise DraftConfigError(re.sub("^draft ", "--draft ", str(error))) from error
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the dataclasses among a command's parameters into options.
+def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
+    """Turn a command's dataclasses into options, and print what it returns.
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring
     titles. The command gets the dataclasses. Its other parameters are annotated as typer's options and arguments. A
     value that has no metavar is called by its type. A parameter of the type `Given` is no option.
+
+    What a command returns is printed as JSON, where that is asked for. One that takes no `output` gets the option all
+    the same, and what it returns is its text; any other prints its text itself.
     """
-    hints = get_type_hints(command, include_extras=True)
+    # The dataclass that it returns may be known to type checkers alone.
+    taken = {name: hint for name, hint in command.__annotations__.items() if name != "return"}
+    hints = get_type_hints(SimpleNamespace(__annotations__=taken), command.__globals__, include_extras=True)
     groups: dict[str, type[Any]] = {
         name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
     }
@@ -274,8 +269,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             types = get_type_hints(group, include_extras=True)
             parameters += [_option(each.name, types[each.name], _default(each), title) for each in fields(group)]
 
+    tells = "output" in {parameter.name for parameter in parameters}
+    if not tells:
+        parameters.append(_option("output", Output, "text", None))
+
     @wraps(command)
     def run(**given: Any) -> None:
+        output = given["output"] if tells else given.pop("output")
         if about_words is not None:
             source = given.pop(about_words).get_parameter_source
             given[about_words] = Given(name for name in given if source(name).name != "DEFAULT")
@@ -283,7 +283,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        command(**made, **given)
+        result = command(**made, **given)
+        if result is None:
+            return
+        if output == "json":
+            print_json(result)
+        elif not tells:
+            print(result)
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,13 +1,14 @@
-"""How a command ends: JSON on stdout, a line on stderr for an error, and the exit status."""
+"""How a command ends: its result as JSON on stdout, a line on stderr for an error, and the exit status."""
 
 from __future__ import annotations
 
 import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import Field, asdict, dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import typer
 
@@ -19,14 +20,20 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 
+class Result(Protocol):
+    """What a command returns: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
 class FailedCheckError(Exception):
     """What a command checks did not hold. Its message is all that needs to be said."""
 
 
 class FailedRunError(Exception):
-    """A run that failed or was interrupted after it had results, which are as JSON prints them."""
+    """A run that failed or was interrupted after it had a result."""
 
-    def __init__(self, cause: BaseException, result: Mapping[str, Any]) -> None:
+    def __init__(self, cause: BaseException, result: Result) -> None:
         super().__init__(str(cause))
         self.cause = cause
         self.result = result
@@ -39,10 +46,45 @@ SCHEMA_VERSION = 1
 """Of what `--output json` prints: see `selfspec.cli.json_schema`."""
 
 
-def print_json(content: Mapping[str, Any]) -> None:
-    """Print one JSON object on one line, which says the version of its schema."""
+@dataclass(frozen=True)
+class Failure:
+    """What ended a command.
+
+    Attributes:
+        type: name of the error's class: see the reference.
+        message: one line that names the remedy.
+    """
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Versions of what ran."""
+
+    selfspec: str
+    torch: str
+    transformers: str
+    python: str
+
+
+def print_json(result: Result | None, failure: Failure | None = None) -> None:
+    """Print a result as one JSON object on one line, which says the version of its schema, and of what made it.
+
+    A field whose default is None is left out where it is None.
+    """
+    content: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+    if result is not None:
+        from selfspec.environment import versions
+
+        absent = {each.name for each in fields(result) if each.default is None and getattr(result, each.name) is None}
+        content |= {name: value for name, value in asdict(result).items() if name not in absent}
+        content["versions"] = versions()
+    if failure is not None:
+        content["error"] = asdict(failure)
     # ASCII survives every encoding of a terminal or pipe.
-    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **content}, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
@@ -67,10 +109,10 @@ def status_of(error: BaseException) -> int:
 def report(error: BaseException, as_json: bool) -> None:
     """Print one line on stderr and, for JSON, an object with `error` on stdout."""
     cause = error.cause if isinstance(error, FailedRunError) else error
-    result = error.result if isinstance(error, FailedRunError) else {}
+    result = error.result if isinstance(error, FailedRunError) else None
     message = _message(cause)
     if as_json:
-        print_json({**result, "error": {"type": type(cause).__name__, "message": message}})
+        print_json(result, Failure(type(cause).__name__, message))
     # Without any words typer shows the help, and there is no message.
     if message:
         print(message if isinstance(cause, KeyboardInterrupt) else f"error: {message}", file=sys.stderr)

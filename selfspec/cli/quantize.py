@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import Output, PromptFile, Seed, WholeModelOptions
-from selfspec.cli.outcome import print_json
-from selfspec.cli.terminal import console, counting_bar
+from selfspec.cli.options import PromptFile, Seed, WholeModelOptions
+from selfspec.cli.terminal import counting_bar
 from selfspec.errors import DraftConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,27 @@ if TYPE_CHECKING:
 
 # Texts that errors are compensated on, and tokens that each takes of a prompt.
 _TEXTS, _PROMPT = 12, 16
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """`selfspec quantize`.
+
+    Attributes:
+        share: of the bytes of all weights.
+    """
+
+    file: str
+    bytes: int
+    share: float
+    seconds: float
+    bits: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file}: {self.bytes:,} bytes, {self.share:.1%} of the weights, in {self.seconds:.1f} s; "
+            f"use it with --draft int{self.bits}:{self.file}"
+        )
 
 
 def quantize(
@@ -38,8 +59,7 @@ def quantize(
     ] = None,
     prompt_file: PromptFile = None,
     seed: Seed = 0,
-    output: Output = "text",
-) -> None:
+) -> Quantized:
     """Write the weights in 8 or 4 bits to a file, for `--draft int8:FILE`: a draft then reads them instead of rounding.
 
     The model stays as it is. The file holds for these weights alone. In 4 bits the errors of each layer are compensated
@@ -63,14 +83,7 @@ def quantize(
         draft.save(to, checkpoint.model, texts=written, progress=count)
     seconds = time.perf_counter() - began
     size, whole = to.stat().st_size, sum(weight.nbytes for weight in checkpoint.model.parameters())
-    if output == "json":
-        print_json({"file": str(to), "bytes": size, "share": size / whole, "seconds": seconds})
-        return
-    console().print(
-        f"{to}: {size:,} bytes, {size / whole:.1%} of the weights, in {seconds:.1f} s; "
-        f"use it with --draft int{bits}:{to}",
-        soft_wrap=True,
-    )
+    return Quantized(str(to), size, size / whole, seconds, bits)
 
 
 def _own_texts(checkpoint: Checkpoint, prompts: Sequence[str] | None, number: int, seed: int) -> list[Tensor]:

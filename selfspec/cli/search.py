@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
 from selfspec.cli.options import MINUTES, Given, Minutes, Model, Output, Seed, WholeMachine
-from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import announce, counting_bar
 from selfspec.errors import DraftConfigError
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
 _SIZES = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """`selfspec search`.
+
+    Attributes:
+        front: no set is both cheaper and better than one of these.
+        sublayers: the fewest and the most that sets leave out.
+    """
+
+    best: dict[str, Any]
+    front: list[dict[str, Any]]
+    scores: list[dict[str, Any]]
+    file: str
+    study: dict[str, Any]
+    sublayers: list[int | None]
+    evaluations: int
 
 
 def search(
@@ -41,14 +58,13 @@ def search(
     ] = None,
     minutes: Minutes = MINUTES,
     output: Output = "text",
-) -> None:
+) -> Searched:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
 
     Sets are proposed by dynamic programming on hidden states, as in CLaSp and KnapSpec.
     """
     fewest, most = _sizes(sublayers)
 
-    from selfspec.environment import versions
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import Size
     from selfspec.tools.studies.drafts import Space
@@ -81,14 +97,16 @@ def search(
     with counting_bar("searching") as count:
         scores = searching.search(studied, study, space, evaluations, keep, count)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
-    about = {"study": asdict(study), "sublayers": [space.fewest, space.most], "evaluations": len(scores)}
+    about: dict[str, Any] = {
+        "study": asdict(study),
+        "sublayers": [space.fewest, space.most],
+        "evaluations": len(scores),
+    }
     searching.save(best, studied, to, about)
-    if output == "json":
-        found = {"best": best, "front": front, "scores": scores, "file": str(to)}
-        print_json({**found, **about, "versions": versions()})
-    else:
+    if output == "text":
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
         print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), sep="\n")
+    return Searched(best=best, front=front, scores=scores, file=str(to), **about)
 
 
 def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ipaddress
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from selfspec.cli.loading import BEST, check_draft, draft_option, load_drafting
-from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, Output
+from selfspec.cli.loading import Drafting, Template, read_template
+from selfspec.cli.options import Budget, ModelOptions, Output
 from selfspec.cli.outcome import print_json
 from selfspec.errors import UnsupportedOptionError
 
@@ -67,28 +66,32 @@ class Bounds:
     ] = 60.0
 
 
+@dataclass(frozen=True)
+class Serving:
+    """`selfspec serve`, once it takes requests.
+
+    Attributes:
+        url: of the server; OpenAI's endpoints are below /v1.
+        model: the name that clients ask for.
+        context: the most tokens of a prompt and its answer.
+    """
+
+    url: str
+    model: str
+    context: int
+
+
 def serve(
     model: ModelOptions,
     address: Address,
     batching: Batching,
     bounds: Bounds,
     budget: Budget,
-    draft: Annotated[
-        str,
-        typer.Option(
-            metavar="DRAFT",
-            help="What drafts; `selfspec generate --help` lists every kind. With --memory `auto` is look-ups and "
-            "rounded copies of what is streamed.",
-        ),
-    ] = BEST,
-    draft_length: DraftLength = None,
-    nodes: Nodes = None,
-    template: Annotated[
-        Path | None, typer.Option(help="File with a chat template in Jinja, in place of the checkpoint's own.")
-    ] = None,
+    drafting: Drafting,
+    template: Template = None,
     log_text: Annotated[bool, typer.Option("--log-text", help="Write prompts and answers to the log, too.")] = False,
     output: Output = "text",
-) -> None:
+) -> Serving | None:
     """Serve a model over HTTP, as OpenAI's clients expect it: /v1/completions and /v1/chat/completions.
 
     Every answer is what the model writes alone, whatever runs beside it. The log is JSON, one line a request, on
@@ -105,15 +108,9 @@ def serve(
         ) from error
     if address.api_key == "":
         raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
-    named = draft_option(draft, BEST)
-    source = None
-    if template is not None:
-        from selfspec.serve.chat_template import read_template
+    source = read_template(template)
+    drafting.check(model, budget)
 
-        source = read_template(template)
-    check_draft(model, named, budget, nodes)
-
-    from selfspec.control.named import control_of
     from selfspec.placement.byte_size import parse_bytes
     from selfspec.serve.app import create_app
     from selfspec.serve.served import serve_model
@@ -129,9 +126,8 @@ def serve(
         connections=bounds.max_connections,
     )
     cache_bytes = None if batching.cache is None else parse_bytes("--cache", batching.cache)
-    control = None if draft_length is None and nodes is None else control_of(draft_length, nodes)
     with listen(address.host, address.port) as bound:
-        loaded = load_drafting(model, named, budget, control)
+        loaded = drafting.load(model, budget, drafting.control())
         name = address.name or model.model
         served = serve_model(
             loaded.spec,
@@ -151,7 +147,7 @@ def serve(
 
         def ready() -> None:
             if output == "json":
-                print_json({"url": url, "model": name, "context": served.context})
+                print_json(Serving(url, name, served.context))
                 return
             print(f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops", file=sys.stderr)
             if served.template is None:
@@ -160,6 +156,7 @@ def serve(
                 print("note: whoever reaches this address may ask; --api-key KEY lets in who has it", file=sys.stderr)
 
         run(app, served, bound, bounds.stop_seconds, ready)
+    return None
 
 
 def _is_local(host: str) -> bool:

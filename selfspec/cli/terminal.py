@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
@@ -23,12 +23,30 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False)
 
 
-def figures_table(title: str | None, names: Iterable[str | Column], figures: Iterable[str]) -> Table:
-    """An empty table with columns of names, to the left, and of figures, to the right."""
+def figures_table(
+    title: str | None, names: Iterable[str | Column], figures: Iterable[str], rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """Make a table with columns of names, to the left, and of figures, to the right; an empty row ends a section."""
     from rich.table import Column, Table
 
     right = (Column(figure, justify="right") for figure in figures)
-    return Table(*names, *right, title=title, title_justify="left")
+    table = Table(*names, *right, title=title, title_justify="left")
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
+    return table
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Make a table of what is called so and what it is, without a frame."""
+    from rich.table import Table
+
+    table = Table("fact", "value", box=None, show_header=False, pad_edge=False)
+    for fact in facts.items():
+        table.add_row(*fact)
+    return table
 
 
 def require_colours(stream: IO[str]) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from selfspec.cli.options import Model, Output, OutputFormat, Threads, WholeMachine, grouped, prepare_process
-from selfspec.cli.outcome import print_json
 from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
 from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts
+
+if TYPE_CHECKING:
+    from selfspec.measure.estimate import Estimate
 
 train = typer.Typer(
     name="train",
@@ -35,8 +38,79 @@ _UNSAID = {
     "train_samples_per_second",
     "train_steps_per_second",
 }
+# Of the check of a trained checkpoint: tokens of a prompt, and what is generated.
+_CONTEXT, _NEW, _TEMPERATURE = 24, 32, 0.8
 
 To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes. Repeat the command to resume there.")]
+
+
+@dataclass(frozen=True)
+class CheckedExit:
+    """An exit of a trained checkpoint, in times plain decoding.
+
+    Attributes:
+        draft: its name.
+        predicted: from its acceptance rate on held-out text and the weights that it reads.
+        greedy: measured, greedily.
+        sampled: measured, at temperature 0.8.
+    """
+
+    draft: str
+    predicted: float
+    greedy: Estimate
+    sampled: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """`selfspec train layerskip`, `plain` and `exit`.
+
+    Attributes:
+        base: fingerprint of the weights it began with.
+        before: figures on held-out text.
+        checked: of `train layerskip`: each exit, predicted and measured in times plain decoding.
+    """
+
+    source: dict[str, Any]
+    base: str
+    course: dict[str, Any]
+    recipe: dict[str, Any] | None
+    before: dict[str, float]
+    after: dict[str, float]
+    seconds_of_last_stretch: float
+    log: list[dict[str, float]]
+    folder: str
+    checked: list[CheckedExit] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaged:
+    """`selfspec train average`."""
+
+    trained: dict[str, str]
+    base: dict[str, str]
+    base_share: float
+    held_out: str | None
+    held_out_blocks: int
+    before: dict[str, float]
+    after: dict[str, float]
+    folder: str
+
+
+@dataclass(frozen=True)
+class Counted:
+    """`selfspec train vocabulary`.
+
+    Attributes:
+        coverage: share of the text's tokens that are kept.
+    """
+
+    file: str
+    size: int
+    coverage: float
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.size} tokens, {self.coverage:.2%} of the text"
 
 
 @train.command()
@@ -55,28 +129,28 @@ def layerskip(
         ),
     ] = 15.0,
     output: Output = "text",
-) -> None:
+) -> Trained:
     """Continue a checkpoint by the LayerSkip recipe (Elhoushi et al., 2024), so that early exits draft well.
 
     The weights change; the report says what that costs the full model on held-out text.
     """
     if not check_seconds < math.inf:
         raise UnsupportedOptionError(f"--check-seconds {check_seconds:g} never ends; give e.g. 15")
-    report = _train(model, text, course, recipe, to, machine)
-
-    from selfspec.cli.train_check import check_exits, verdict
-
-    checked = check_exits(to, machine.device, report["after"], check_seconds)
-    _show({**report, "checked": [asdict(each) for each in checked]}, to, output)
+    trained = _train(model, text, course, recipe, to, machine)
+    checked = _check_exits(to, machine.device, trained.after, check_seconds)
+    _show(trained, output)
     if output == "text":
         print(verdict(checked, to))
+    return replace(trained, checked=checked)
 
 
 @train.command()
 @grouped
-def plain(model: Model, to: To, text: Texts, course: Course, machine: WholeMachine, output: Output = "text") -> None:
+def plain(model: Model, to: To, text: Texts, course: Course, machine: WholeMachine, output: Output = "text") -> Trained:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
-    _show(_train(model, text, course, None, to, machine), to, output)
+    trained = _train(model, text, course, None, to, machine)
+    _show(trained, output)
+    return trained
 
 
 @train.command("exit")
@@ -89,12 +163,14 @@ def exit_heads(
     course: HeadCourse,
     machine: WholeMachine,
     output: Output = "text",
-) -> None:
+) -> Trained:
     """Train exit heads for a base that stays as it is: a side-car of a few MB, for `--draft head:FOLDER`.
 
     Heads learn the full model's own distribution; alpha = 1 - TV is the acceptance rate to expect.
     """
-    _show(_train(model, text, course, heads, to, machine), to, output)
+    trained = _train(model, text, course, heads, to, machine)
+    _show(trained, output)
+    return trained
 
 
 @train.command()
@@ -106,7 +182,7 @@ def average(
     averaging: Averaging,
     threads: Threads = None,
     output: Output = "text",
-) -> None:
+) -> Averaged:
     """Average a trained checkpoint with its base: a little less of what was taught, for a better full model."""
     from selfspec.tools.train.average import average as run
 
@@ -114,7 +190,9 @@ def average(
     with progress_bar("averaging") as bar:
         bar.add_task("reading, averaging, measuring", total=None)
         report = run(model_place(trained), model_place(base), averaging, to)
-    _show(report, to, output)
+    averaged = Averaged(**report, folder=str(to))
+    _show(averaged, output)
+    return averaged
 
 
 @train.command()
@@ -124,18 +202,12 @@ def vocabulary(
     text: Files,
     to: Annotated[Path, typer.Option(help="The JSON file to write.")],
     size: Annotated[int, typer.Option(min=1, help="Tokens to keep.")],
-    output: Output = "text",
-) -> None:
+) -> Counted:
     """Count which tokens a draft needs, for `--draft exit:4+vocab:FILE`: its steps then read only their rows."""
-    from selfspec.environment import versions
     from selfspec.tools.train.vocabulary import count_vocabulary
 
     _prepare(threads=None)
-    coverage = count_vocabulary(model_place(model), text, size, to)
-    if output == "json":
-        print_json({"file": str(to), "size": size, "coverage": coverage, "versions": versions()})
-    else:
-        print(f"{to}: {size} tokens, {coverage:.2%} of the text")
+    return Counted(str(to), size, count_vocabulary(model_place(model), text, size, to))
 
 
 def _train(
@@ -145,7 +217,7 @@ def _train(
     recipe: LayerSkipRecipe | ExitHeadRecipe | None,
     to: Path,
     machine: WholeMachine,
-) -> dict[str, Any]:
+) -> Trained:
     """Train, and return the figures before and after."""
     from selfspec.tools.train.run import run
 
@@ -162,7 +234,8 @@ def _train(
                 # Where there is a bar, above it.
                 print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
 
-        return run(model_place(model), text, course, recipe, to, observe, machine.device)
+        report = run(model_place(model), text, course, recipe, to, observe, machine.device)
+    return Trained(**report, folder=str(to))
 
 
 def _prepare(threads: int | None) -> None:
@@ -175,15 +248,48 @@ def _prepare(threads: int | None) -> None:
     torch.set_flush_denormal(True)
 
 
-def _show(report: Mapping[str, Any], to: Path, output: OutputFormat) -> None:
+def _show(result: Trained | Averaged, output: OutputFormat) -> None:
     """Print what a training did to the figures on the held-out text."""
-    from selfspec.environment import versions
-
     if output == "json":
-        print_json({**report, "folder": str(to), "versions": versions()})
         return
-    table = figures_table(f"On held-out text; the result is in {to}", ["figure"], ["before", "after"])
-    for name, after in report["after"].items():
-        before = report["before"].get(name)
-        table.add_row(name, "" if before is None else f"{before:.3f}", f"{after:.3f}")
-    console().print(table)
+    before = {name: f"{figure:.3f}" for name, figure in result.before.items()}
+    rows = [(name, before.get(name, ""), f"{after:.3f}") for name, after in result.after.items()]
+    title = f"On held-out text; the result is in {result.folder}"
+    console().print(figures_table(title, ["figure"], ["before", "after"], rows))
+
+
+def _check_exits(folder: Path, device: str, figures: Mapping[str, float], seconds: float) -> list[CheckedExit]:
+    """Decode with each exit that has figures, in turns with plain decoding, for some seconds."""
+    from selfspec.measure.prompts import BEGINNINGS
+    from selfspec.model.checkpoint import load_checkpoint
+    from selfspec.tools.bench.arms import ArmSpec, make_arm
+    from selfspec.tools.bench.cell import Cell
+    from selfspec.tools.bench.race import race, scores
+
+    layers = [int(name.removeprefix("speedup_")) for name in figures if name.startswith("speedup_")]
+    checkpoint = load_checkpoint(str(folder), "auto", device)
+    prompts = [checkpoint.encode(text)[:, :_CONTEXT] for text in BEGINNINGS]
+    specs = [ArmSpec("plain"), *(ArmSpec("draft", f"exit:{layer}") for layer in layers)]
+    arms = [make_arm(spec, checkpoint.model) for spec in specs]
+    greedy, sampled = (Cell("check", temperature, 1, _CONTEXT, _NEW) for temperature in (0.0, _TEMPERATURE))
+    turns = race(arms, (greedy, sampled), prompts, time.perf_counter() + seconds, lambda: None)
+    measured = zip(scores(turns, greedy)[1:], scores(turns, sampled)[1:], strict=True)
+    return [
+        CheckedExit(f"exit:{layer}", figures[f"speedup_{layer}"], first.speedup, second.speedup)
+        for layer, (first, second) in zip(layers, measured, strict=True)
+    ]
+
+
+def verdict(checked: Sequence[CheckedExit], folder: Path) -> str:
+    """Say what to do with the checkpoint."""
+    best = max(checked, key=lambda each: each.sampled.value)
+    said = f"greedy {best.greedy.shown(2)}, sampled {best.sampled.shown(2)}, predicted {best.predicted:.2f}"
+    if max(best.greedy.value, best.sampled.value) <= 1:
+        return (
+            f"No exit beat plain decoding here; the best is {best.draft}: {said}. Train for longer or on more text, or "
+            f"draft without training: --draft lookup+int8"
+        )
+    return (
+        f"{best.draft} in times plain decoding: {said}. Choose by your own texts: selfspec calibrate {folder} "
+        "--prompt-file FILE"
+    )

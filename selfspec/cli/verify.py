@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ from selfspec.cli.options import (
 )
 from selfspec.cli.outcome import FAILED, print_json
 from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
-from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError
 from selfspec.tools.verify.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,6 +45,30 @@ _WRONG = "bold red"
 _MOST_LISTED = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """`selfspec verify`.
+
+    Attributes:
+        bound: what rounding explains.
+        verdict: `EXACT`, `EXACT WITHIN ROUNDING`, `NOT EXACT`, or of relaxed rules `NOT LOSSLESS`.
+    """
+
+    checkpoint: str
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    bound: dict[str, Any]
+    drafts: list[dict[str, Any]]
+    divergences: list[dict[str, Any]]
+    smallest_p_value: float | None
+    lossless: bool
+    exact: bool
+    verdict: str
+    sentence: str
+    failures: list[str]
+    seconds: float
+
+
 def verify(
     model: ModelOptions,
     settings: Settings,
@@ -61,7 +85,7 @@ def verify(
     prompt_file: PromptFile = None,
     minutes: Minutes = MINUTES,
     output: Output = "text",
-) -> None:
+) -> Verified:
     """Check that self-speculation leaves the output of this model as it is: its tokens, and what it samples from.
 
     Greedy texts are compared with those of `model.generate`, and read once more through the passes that verify
@@ -77,7 +101,6 @@ def verify(
     import torch
 
     from selfspec.draft import Drafter
-    from selfspec.environment import versions
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
@@ -86,8 +109,6 @@ def verify(
     from selfspec.tools.verify.run import verify as run
     from selfspec.tools.verify.work import SIZES, work
 
-    if budget.kv_cache == "int8":
-        raise UnsupportedOptionError("--kv-cache int8 is not lossless, so there is nothing to verify; drop it")
     texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named
@@ -117,17 +138,18 @@ def verify(
     with progress_bar("verifying") as progress:
         report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))
     seconds = time.perf_counter() - started
-    if output == "json":
-        found = report.to_dict()
-        used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
-        placement = placement_of(checkpoint.model)
-        used |= {"memory": budget.memory, "context": None if placement is None else placement.context}
-        found |= {"checkpoint": model.model, "settings": used, "seconds": seconds, "versions": versions()}
-        print_json(found)
-    else:
+    found, placement = report.to_dict(), placement_of(checkpoint.model)
+    used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
+    used |= {"memory": budget.memory, "context": None if placement is None else placement.context}
+    found |= {"checkpoint": model.model, "settings": used, "seconds": seconds}
+    result = Verified(**found)
+    if output == "text":
         _print_report(model.model, checkpoint.tokenizer, report, seconds)
     if not report.exact:
+        if output == "json":
+            print_json(result)
         raise typer.Exit(FAILED)
+    return result
 
 
 def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | str]) -> list[Drafter]:

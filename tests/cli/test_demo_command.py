@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.running import Invoke
-from selfspec.cli.demo_screen import Standing, headline
+from selfspec.cli.demo import Standing, headline
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.peak_memory import peak_memory

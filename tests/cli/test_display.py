@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import cast
 
-from selfspec.cli.display import DraftDisplay
+from selfspec.cli.generate import DraftDisplay
 from selfspec.decode.output import RowRound
 from selfspec.decode.text_stream import TextStream
 

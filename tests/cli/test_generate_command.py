@@ -19,7 +19,7 @@ import selfspec
 from helpers import tiny
 from helpers.budgets import tight_budget
 from helpers.running import Invoke
-from selfspec.cli.display import PlainDisplay
+from selfspec.cli.generate import PlainDisplay
 from selfspec.decode.output import RowRound
 
 PROMPT = "Once upon a time"
@@ -414,8 +414,6 @@ def test_within_a_budget_the_text_is_the_same(
         (("--memory", "-6GiB"), "'-6GiB' is no size"),
         (("--memory", "6 gigs"), "'6 gigs' is no size"),
         (("--memory", "6GiB", "--packed"), "drop --packed"),
-        (("--kv-cache", "int8"), "add --memory"),
-        (("--memory", "6GiB", "--kv-cache", "int4"), "kept as exact, host, int8"),
         (("--memory", "6GiB", "--draft", "auto"), "name another --draft"),
         (("--memory", "6GiB", "--context", "9"), "raise context to"),
     ],
@@ -424,16 +422,6 @@ def test_budgets_that_cannot_be_kept_are_refused(invoke: Invoke, folder: str, mo
     ending = invoke(*words(folder, *more))
     assert (ending.status, ending.stdout) == (2, "")
     assert said in ending.stderr
-
-
-def test_keys_and_values_in_eight_bits_are_named_as_what_is_not_lossless(invoke: Invoke, folder: str) -> None:
-    ending = invoke(*words(folder, "--memory", "1TiB", "--context", "200", "--kv-cache", "int8", "--output", "json"))
-    assert ending.status == 0
-    assert result(ending.stdout)["lossless"] is False
-    assert "note: --kv-cache int8 is not lossless" in ending.stderr
-    verified = invoke("verify", folder, "--memory", "1TiB", "--kv-cache", "int8")
-    assert (verified.status, verified.stdout) == (2, "")
-    assert "nothing to verify" in verified.stderr
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_
     assert process.stderr is not None
     try:
         told = json.loads(process.stdout.readline())
-        OUTPUTS["serve"].model_validate(told)
+        OUTPUTS["serve"].model_validate(told, strict=True)
         assert told["model"] == "stories"
         assert told["url"].startswith("http://127.0.0.1:")
         body = {"model": "stories", "messages": [{"role": "user", "content": "Tell me of Lily."}], "max_tokens": 4}

@@ -8,7 +8,7 @@ import pytest
 
 from selfspec.cli.ablate import _verdict
 from selfspec.cli.search import verdict as verdict_of_search
-from selfspec.cli.train_check import CheckedExit, verdict
+from selfspec.cli.train import CheckedExit, verdict
 from selfspec.measure.estimate import Estimate
 
 

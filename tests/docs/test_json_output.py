@@ -1,4 +1,4 @@
-"""Every `--output json` is what selfspec/cli/json_schema.py declares, and says so by its version."""
+"""Every `--output json` fits the schema that is read off what its command returns, and says so by its version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from helpers.chat_templates import written
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
-from selfspec.cli import json_schema
 from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, Failed, schema_of
 from selfspec.control.profile_place import VARIABLE
@@ -34,6 +33,7 @@ COMMANDS = {
     "inspect": "inspect MODEL",
     "kernels": "kernels",
     "doctor": "doctor",
+    "drafts": "drafts",
     "export": "export MODEL --draft exit:2 --to exported",
     "calibrate": f"calibrate MODEL --draft exit:3 {CALIBRATION} --prompt-file PROMPTS",
     "verify": "verify MODEL --draft exit:2 --samples 100 --prompt-file PROMPTS",
@@ -116,8 +116,25 @@ def test_what_is_not_declared_is_seen(invoke: Invoke, place: Path) -> None:
 
 
 def test_schemas_describe_commands() -> None:
-    assert json_schema.OUTPUTS
     for command in OUTPUTS:
         schema = schema_of(command)
         assert schema["description"]
+        assert "Attributes" not in schema["description"]
         assert "schema_version" in schema["required"]
+        assert not schema["additionalProperties"]
+
+
+def test_fields_are_described_by_docstrings_and_nested_results_are_declared_too() -> None:
+    schema = schema_of("inspect")
+    assert schema["properties"]["exits"]["description"].startswith("of each exit")
+    assert schema["$defs"]["Weights"]["required"] == ["parameters", "bytes"]
+    assert "plan" not in schema["required"]
+
+
+def test_arms_of_a_cell_have_figures_with_intervals(invoke: Invoke, place: Path) -> None:
+    words = COMMANDS["bench"].replace("PROMPTS", str(place / "PROMPTS.jsonl"))
+    (cell, *_) = json.loads(invoke(*words.split(), "--output", "json").stdout)["cells"]
+    for arm in cell["arms"]:
+        assert arm["absence"] is None
+        for figure in ("decoding_tokens_per_second", "whole_call_tokens_per_second", "first_token_seconds"):
+            assert set(arm[figure]) == {"value", "low", "high", "confidence"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -60,10 +60,6 @@ class Exported:
     share: float
     size: int
     off: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        return {**asdict(self), "layers": list(self.layers)}
 
 
 def export_checkpoint(

@@ -1,0 +1,91 @@
+"""What benchmarks share: where results are kept, timing, and workers in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.measure.prompts import parse_workloads
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+def keep(name: str, record: Mapping[str, Any], report: str) -> None:
+    """Write a record as JSON and its report as Markdown into the folder of results."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(report)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Time a piece of work on a CPU."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def equal_tokens(text: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens that two texts begin with alike."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))))
+
+
+def prompts_of(workload: str, tokenizer: PreTrainedTokenizerBase, number: int, tokens: int) -> list[Tensor]:
+    """Return prompts of one length, `[1, tokens]` each.
+
+    Args:
+        workload: `FILE`, `FILE#FIELD` or `FILE#FIELD=VALUE`, as `selfspec bench --workload` takes it.
+        tokenizer: of the model.
+        number: of prompts.
+        tokens: of each.
+    """
+    return parse_workloads(f"texts={workload}")[0].prompts(tokenizer, number, 1, tokens)
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """Return the options of `generate` for plain sampling at a temperature; 0 decodes greedily."""
+    return {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+
+
+class JsonWorker:
+    """A process that answers each line of JSON with another.
+
+    Args:
+        command: starts it.
+        **settings: of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[object], **settings: Any) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True, **settings)
+
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a job, and read the answer."""
+        assert self._process.stdin is not None
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        """Read the next line.
+
+        Raises:
+            SystemExit: the process has ended.
+        """
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit("a worker ended; what it wrote on standard error says why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.communicate()
