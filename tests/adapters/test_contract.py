@@ -112,10 +112,9 @@ def test_contract(model_type: str, check: str) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("model_type", QUICK)
-def test_greedy_text_in_float32(model_type: str, seed: int) -> None:
-    tested = Subject(shrunken(model_type, torch.float32, seed), ADAPTERS[model_type], tolerance=1e-4)
+def test_greedy_text_in_float32(model_type: str) -> None:
+    tested = Subject(shrunken(model_type, torch.float32, seed=1), ADAPTERS[model_type], tolerance=1e-4)
     CHECKS["greedy"](tested)
     CHECKS["fewer bits"](tested)
 
