@@ -672,66 +672,11 @@ def test_a_model_put_into_training_after_wrapping_is_refused_before_it_runs() ->
         model.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3)
 
 
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        selfspec.Adapter(model_types=("llama",), layers="transformer.h"),
-        selfspec.Adapter(model_types=("llama",), layers="model.norm"),
-        selfspec.Adapter(model_types=("llama",), attention="attention"),
-        selfspec.Adapter(model_types=("llama",), mlp="feed_forward"),
-    ],
-    ids=str,
-)
-def test_an_adapter_that_names_what_the_model_does_not_have_is_refused(
-    llama: PreTrainedModel, adapter: selfspec.Adapter
-) -> None:
-    _no_forward(llama)
-    with pytest.raises(UnsupportedModelError, match=r"[Aa]dapter"):
-        selfspec.wrap(llama, DRAFTS["sublayers"], adapter=adapter, draft_length=4)
-
-
 @pytest.mark.parametrize("build", [_t5, _headless, lambda: torch.nn.Linear(2, 2)])
 def test_an_adapter_does_not_make_a_causal_model_of_another(build: Callable[[], Any]) -> None:
     adapter = selfspec.Adapter(model_types=("llama",), layers="layers")
     with pytest.raises(UnsupportedModelError):
         selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter, draft_length=4)
-
-
-@pytest.mark.parametrize("draft", [selfspec.EarlyExit, 4, 4.0, [2], {"layer": 2}, object(), tiny.llama, True])
-def test_what_is_no_drafter_is_refused(llama: PreTrainedModel, draft: Any) -> None:
-    _no_forward(llama)
-    with pytest.raises(DraftConfigError, match=r"draft must be a drafter such as EarlyExit\(layer=4\)"):
-        selfspec.wrap(llama, draft, draft_length=4)
-
-
-@pytest.mark.parametrize("length", [0, -1, True, False, 1.0, "3", [3], float("nan")])
-def test_a_draft_length_that_is_no_positive_integer_is_refused(llama: PreTrainedModel, length: Any) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
-    _no_forward(llama)
-    for use in (
-        lambda: selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=length),
-        lambda: spec.generate(tiny.prompt(5), max_new_tokens=3, draft_length=length),
-        lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, draft_length=length),
-        lambda: llama.generate(tiny.prompt(5), max_new_tokens=3, custom_generate=spec, draft_length=length),
-    ):
-        with pytest.raises(DraftConfigError, match=r"draft length must be .*at least 1"):
-            use()
-
-
-@pytest.mark.parametrize("length", [-1, 1.5, "3"])
-def test_a_draft_length_is_checked_even_where_nothing_drafts(llama: PreTrainedModel, length: Any) -> None:
-    with pytest.raises(DraftConfigError, match="draft length must be"):
-        selfspec.wrap(llama, draft_length=length)
-    with pytest.raises(DraftConfigError, match="draft length must be"):
-        selfspec.wrap(llama).generate(tiny.prompt(5), max_new_tokens=3, draft_length=length)
-
-
-@pytest.mark.parametrize("seed", [1.5, "1", [1], 2**70])
-def test_a_seed_that_is_no_integer_is_refused_before_the_model_runs(llama: PreTrainedModel, seed: Any) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
-    _no_forward(llama)
-    with pytest.raises(selfspec.SelfSpecError, match="seed"):
-        spec.generate(tiny.prompt(5), max_new_tokens=3, do_sample=True, seed=seed)
 
 
 def test_after_unwrap_everything_is_refused_and_says_what_to_do(llama: PreTrainedModel) -> None:

@@ -112,10 +112,9 @@ def test_contract(model_type: str, check: str) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("model_type", QUICK)
-def test_greedy_text_in_float32(model_type: str, seed: int) -> None:
-    tested = Subject(shrunken(model_type, torch.float32, seed), ADAPTERS[model_type], tolerance=1e-4)
+def test_greedy_text_in_float32(model_type: str) -> None:
+    tested = Subject(shrunken(model_type, torch.float32, seed=1), ADAPTERS[model_type], tolerance=1e-4)
     CHECKS["greedy"](tested)
     CHECKS["fewer bits"](tested)
 
@@ -157,9 +156,8 @@ def test_the_quick_ones_are_there() -> None:
     assert set(QUICK) <= set(MODEL_TYPES)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_type_is_classified(model_type: str) -> None:
-    assert declared(model_type), f"{model_type} has neither an adapter nor a reason in adapters/refused.py"
+def test_every_type_has_an_adapter_or_a_reason_to_refuse_it() -> None:
+    assert [name for name in MODEL_TYPES if not declared(name)] == []
 
 
 def test_no_type_both_works_and_is_refused() -> None:

@@ -493,19 +493,3 @@ class Right(Stateless):
     def propose(self, batch: Any, budget: Budget) -> Draft:
         start = batch.sequences.length(0)
         return Draft.chain(torch.tensor([self.text[start : start + budget.depth]]), steps=budget.depth)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: selfspec.FixedLength(0),
-        lambda: selfspec.FixedLength(True),
-        lambda: selfspec.ConfidenceStop(1.5),
-        lambda: selfspec.ConfidenceStop(0.5, longest=0),
-        lambda: CostAware(longest=2.5),  # type: ignore[arg-type]
-        lambda: selfspec.wrap(tiny.llama(), selfspec.EarlyExit(1), draft_length=0),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make: Any) -> None:
-    with pytest.raises(selfspec.DraftConfigError):
-        make()

@@ -97,13 +97,16 @@ WARPS = (
 LOSSLESS = ("token", "block", "coupled")
 
 
-def test_samples_follow_the_exact_joint() -> None:
+@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.statistical)])
+def test_samples_follow_the_exact_joint(share: int) -> None:
     # Five tokens of vocabulary and four new ones: prefill, a bonus token and several rounds are all in it. The numbers
     # that choose rule, draft length and end of sequence share no factor, so most of their pairs come up. Half of all
-    # pairs of draft and warp are here; `-m statistical` has many more draws.
+    # pairs of draft and warp are here, in two shares; `-m statistical` has many more draws.
     found = {}
     cases = [pair for place, pair in enumerate(itertools.product(DRAFTS, WARPS)) if (place + place // 6) % 2]
     for number, (draft, warp) in enumerate((*cases, *((IN_FEWER_BITS[1], warp) for warp in WARPS[1::4]))):
+        if (number + number // 4) % 2 != share:
+            continue
         rule, length, eos = LOSSLESS[number % 3], 1 + number % 4, EOS if number % 5 < 2 else None
         spec = selfspec.wrap(small(seed=number % 7), draft, draft_length=length, accept=rule)
         for prompt, value in p_values(spec, warp, eos, seed=100 * number).items():
@@ -115,16 +118,15 @@ def test_samples_follow_the_exact_joint() -> None:
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("draft", [*DRAFTS[1:], *IN_FEWER_BITS], ids=str)
 def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: str) -> None:
-    found = {}
+    # Of the three settings each draft has another with each rule, and each rule with each draft.
     # Dozens of tests at 1 % each. With seeds from 2000 on, these have p = 9e-5 and 1e-3 for one prompt; 150,000 and
     # 100,000 further draws of their settings show no bias (p from 0.11 to 0.79), so they have other seeds.
     offsets = {(selfspec.EarlyExit(1), "block"): 50_000, (IN_FEWER_BITS[-1], "token"): 300_000}
     offset = offsets.get((draft, rule), 0)
-    for length, warp in zip((1, 2, 3), (WARPS[0], WARPS[1], WARPS[5]), strict=True):
-        spec = selfspec.wrap(small(seed=length), draft, draft_length=length, accept=rule)
-        for prompt, value in p_values(spec, warp, EOS, seed=offset + 1000 * length, batches=80).items():
-            found[f"{warp} length {length} prompt {prompt}"] = value
-    assert holm_rejects(found, 0.01) == []
+    place = ([*DRAFTS, *IN_FEWER_BITS].index(draft) + LOSSLESS.index(rule)) % 3
+    length, warp = 1 + place, (WARPS[0], WARPS[1], WARPS[5])[place]
+    spec = selfspec.wrap(small(seed=length), draft, draft_length=length, accept=rule)
+    assert holm_rejects(p_values(spec, warp, EOS, seed=offset + 1000 * length, batches=80), 0.01) == []
 
 
 @pytest.mark.statistical
@@ -239,7 +241,7 @@ def test_greedy_equals_stock_generate(case: Case) -> None:
 
 
 @pytest.mark.statistical
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None, derandomize=True)
 @given(cases())
 def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:
     assert_case_is_stock(case)

@@ -7,23 +7,18 @@ python -m helpers.checkpoints --write ../docs/checkpoints.md   # all of them, in
 
 from __future__ import annotations
 
-import argparse
 import sys
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
-from transformers.utils import logging
 
 import selfspec
+from helpers.pages import run_types
 from helpers.shrunken import PAD, shrunken
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 
@@ -125,25 +120,10 @@ nothing that a layer gets. A server, and a model loaded within a budget, read te
 """
 
 
-def main() -> int:
-    """Run them; the exit status says whether any differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="model types; none: all")
-    parser.add_argument("--write", type=Path, help="file to write the table to, if none differs")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    console = Console(stderr=True)
-    lines = []
-    for name in track(options.types or TEXT + MULTIMODAL, description="checkpoints", console=console):
-        lines.append(line(name))
-        console.print(lines[-1], highlight=False, markup=False)
-    broken = sum("DIFFERS" in each for each in lines)
-    if options.write and not broken and not options.types:
-        options.write.write_text(table(lines), encoding="utf-8")
-    return int(broken > 0)
+def _run(name: str) -> tuple[str, bool]:
+    said = line(name)
+    return said, "DIFFERS" not in said
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_types(__doc__, TEXT + MULTIMODAL, _run, table))

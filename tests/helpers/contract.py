@@ -270,7 +270,7 @@ def tree(subject: Subject) -> None:
 
 
 def greedy(subject: Subject) -> None:
-    """Greedy text is the stock model's own, for several drafts and seeds, and nothing of the model changes."""
+    """Greedy text is the stock model's own, for several drafts and prompts, and nothing of the model changes."""
     # Some models exchange modules of theirs in their first pass over a short text, or keep what positions begin with.
     subject.model.generate(subject.tokens(PAST, 1, 0), max_new_tokens=1)
     before = Snapshot(subject.model)
@@ -285,17 +285,24 @@ def greedy(subject: Subject) -> None:
     ]
     chains = [(draft, selfspec.FixedLength(3)) for draft in drafts]
     trees = [(drafts[place], selfspec.FixedLength(3, nodes=7)) for place in (1, -1)] if _reads_trees(subject) else []
-    for seed, (draft, length) in enumerate([*chains, *trees]):
-        prompts = subject.tokens(PAST, subject.batch, seed)
-        mask = torch.ones_like(prompts)
-        if subject.batch > 1:
-            mask[1, :4] = 0
+    mask = torch.ones(subject.batch, PAST, dtype=torch.long)
+    if subject.batch > 1:
+        mask[1, :4] = 0
+    asked = [subject.tokens(PAST, subject.batch, seed) for seed in range(2)]
+    # Each row alone: eager attention makes NaN of padded rows in transformers itself.
+    texts = [
+        [
+            subject.model.generate(row[None, -used:], max_new_tokens=NEW, do_sample=False)[0].tolist()
+            for row, used in zip(prompts, mask.sum(1).tolist(), strict=True)
+        ]
+        for prompts in asked
+    ]
+    for number, (draft, length) in enumerate([*chains, *trees]):
+        prompts, wanted = asked[number % 2], texts[number % 2]
         spec = selfspec.wrap(subject.model, draft, draft_length=length, adapter=subject.adapter)
         out = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
-        # Each row alone: eager attention makes NaN of padded rows in transformers itself.
-        for row, used in enumerate(mask.sum(1).tolist()):
-            wanted = subject.model.generate(prompts[row : row + 1, -used:], max_new_tokens=NEW, do_sample=False)
-            assert out.sequences[row, -used - NEW :].tolist() == wanted[0].tolist(), f"{draft}, {length}, row {row}"
+        for row, text in enumerate(wanted):
+            assert out.sequences[row, -len(text) :].tolist() == text, f"{draft}, {length}, row {row}"
         assert spec.unwrap() is subject.model
     before.assert_same(subject.model)
 

@@ -7,22 +7,17 @@ python -m helpers.survey --write ../docs/architectures.md  # all of them, into t
 
 from __future__ import annotations
 
-import argparse
 import sys
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import track
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from helpers.contract import CHECKS, Subject
+from helpers.pages import run_types
 from helpers.shrunken import DEPTH, shrunken, shrunken_config
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.errors import UnsupportedModelError
@@ -132,34 +127,16 @@ every sublayer and whole layers left out, resuming, ragged batches, trees, greed
 """
 
 
-def main() -> int:
-    """Run the survey; the exit status says whether every declaration holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="model types; none: all")
-    parser.add_argument("--write", type=Path, help="file to write the table to, if every declaration holds")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    console = Console(stderr=True)
-    broken = 0
-    chosen = options.types or MODEL_TYPES
-    for name in track(chosen, description="architectures", console=console):
-        verdict = declared(name) or "not classified"
-        if verdict.startswith("works"):
-            try:
-                found = failures(name)
-            except Exception as error:
-                found = [f"cannot be built: {' '.join(str(error).split())[:200]}"]
-            verdict = "; ".join(found) or verdict
-            broken += bool(found)
-        broken += verdict == "not classified"
-        console.print(f"{name}: {verdict}", highlight=False, markup=False)
-    if options.write and not broken and not options.types:
-        options.write.write_text(table(rows()), encoding="utf-8")
-    console.print(f"{len(chosen) - broken} of {len(chosen)} are as declared")
-    return int(broken > 0)
+def _run(name: str) -> tuple[str, bool]:
+    verdict = declared(name) or "not classified"
+    found = []
+    if verdict.startswith("works"):
+        try:
+            found = failures(name)
+        except Exception as error:
+            found = [f"cannot be built: {' '.join(str(error).split())[:200]}"]
+    return f"{name}: {'; '.join(found) or verdict}", not found and verdict != "not classified"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_types(__doc__, MODEL_TYPES, _run, lambda _: table(rows())))

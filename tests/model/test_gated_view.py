@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +65,8 @@ def bench_of(model: PreTrainedModel, past: int) -> Bench:
     return Bench(model, ADAPTERS[model.config.model_type], cache, tiny.prompt(past + BLOCK, BATCH), past)
 
 
-def equal(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT)
+def equal(found: Tensor, wanted: Tensor, of: object = "") -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT, msg=lambda said: f"{of}: {said}")
 
 
 def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> None:
@@ -75,61 +76,63 @@ def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> 
         equal(bench.logits(bench.full), model(bench.tokens).logits[:, past:])
 
 
-@pytest.mark.parametrize("exit_layer", [1, 2, 3])
-def test_an_early_exit_is_the_model_cut_there(model: PreTrainedModel, past: int, exit_layer: int) -> None:
-    bench = bench_of(model, past)
-    found = bench.logits(LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
-    with torch.no_grad():
-        wanted = with_layers(model, range(exit_layer))(bench.tokens).logits[:, past:]
-        assert (wanted - model(bench.tokens).logits[:, past:]).abs().max() > 1e-2
-    equal(found, wanted)
+def test_an_early_exit_is_the_model_cut_there(model: PreTrainedModel, past: int) -> None:
+    for exit_layer in (1, 2, 3):
+        bench = bench_of(model, past)
+        found = bench.logits(LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
+        with torch.no_grad():
+            wanted = with_layers(model, range(exit_layer))(bench.tokens).logits[:, past:]
+            assert (wanted - model(bench.tokens).logits[:, past:]).abs().max() > 1e-2
+        equal(found, wanted, exit_layer)
 
 
-@pytest.mark.parametrize("exit_layer", [1, 3])
-def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: str, exit_layer: int) -> None:
-    model = _model(architecture, "sdpa")
-    view = GatedModel(model, ADAPTERS[architecture], LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION)))
-    tokens = tiny.prompt(12, BATCH)
-    with torch.no_grad():
-        equal(view.module(tokens, use_cache=False).logits, with_layers(model, range(exit_layer))(tokens).logits)
-        # By keyword, with a padding mask and with a stock cache, it is called like the model too.
-        mask = torch.ones_like(tokens)
-        mask[0, :3] = 0
-        found = view.module(input_ids=tokens, attention_mask=mask, use_cache=True).logits
-        wanted = with_layers(model, range(exit_layer))(input_ids=tokens, attention_mask=mask, use_cache=True).logits
-        equal(found[mask.bool()], wanted[mask.bool()])
+def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: str) -> None:
+    for exit_layer in (1, 3):
+        model = _model(architecture, "sdpa")
+        view = GatedModel(
+            model, ADAPTERS[architecture], LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION))
+        )
+        tokens = tiny.prompt(12, BATCH)
+        with torch.no_grad():
+            equal(view.module(tokens, use_cache=False).logits, with_layers(model, range(exit_layer))(tokens).logits)
+            # By keyword, with a padding mask and with a stock cache, it is called like the model too.
+            mask = torch.ones_like(tokens)
+            mask[0, :3] = 0
+            found = view.module(input_ids=tokens, attention_mask=mask, use_cache=True).logits
+            wanted = with_layers(model, range(exit_layer))(input_ids=tokens, attention_mask=mask, use_cache=True).logits
+            equal(found[mask.bool()], wanted[mask.bool()])
 
 
-@pytest.mark.parametrize("skipped", SKIP_SETS, ids=str)
-def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int, skipped: list[Sublayer]) -> None:
-    bench = bench_of(model, past)
-    found = bench.logits(LayerPath.without(tiny.DEPTH, skipped))
-    wanted = logits_after(model, bench.prefix, bench.block, reference=zeroed(model, skipped))
-    assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
-    equal(found, wanted)
+def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int) -> None:
+    for skipped in SKIP_SETS:
+        bench = bench_of(model, past)
+        found = bench.logits(LayerPath.without(tiny.DEPTH, skipped))
+        wanted = logits_after(model, bench.prefix, bench.block, reference=zeroed(model, skipped))
+        assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
+        equal(found, wanted, skipped)
 
 
-@pytest.mark.parametrize("skipped", LAYER_SETS, ids=str)
-def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past: int, skipped: tuple[int, ...]) -> None:
-    bench = bench_of(model, past)
-    path = LayerPath.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
-    kept = [layer for layer in range(tiny.DEPTH) if layer not in skipped]
-    wanted = logits_after(model, bench.prefix, bench.block, reference=with_layers(model, kept), kept=kept)
-    assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
-    equal(bench.logits(path), wanted)
+def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past: int) -> None:
+    for skipped in LAYER_SETS:
+        bench = bench_of(model, past)
+        path = LayerPath.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
+        kept = [layer for layer in range(tiny.DEPTH) if layer not in skipped]
+        wanted = logits_after(model, bench.prefix, bench.block, reference=with_layers(model, kept), kept=kept)
+        assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
+        equal(bench.logits(path), wanted, skipped)
 
 
-@pytest.mark.parametrize("start", ALL[1:], ids=str)
-def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past: int, start: Sublayer) -> None:
+def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past: int) -> None:
     wanted = bench_of(model, past)
     logits = wanted.logits(wanted.full)
-    for first in (LayerPath.up_to(tiny.DEPTH, start), LayerPath.without(tiny.DEPTH, [start])):
-        for leave in (Bench.states, Bench.stepped_states):
+    for start in ALL[1:]:
+        paths = (LayerPath.up_to(tiny.DEPTH, start), LayerPath.without(tiny.DEPTH, [start]))
+        for first, leave in itertools.product(paths, (Bench.states, Bench.stepped_states)):
             bench = bench_of(model, past)
             left = leave(bench, first)
             assert left is not None
             assert (not left.attention) == (start.part is Part.ATTENTION)
-            equal(bench.logits(bench.full.resumed_at(start), entering=left), logits)
+            equal(bench.logits(bench.full.resumed_at(start), entering=left), logits, (first, leave))
             # And the cache holds what a full pass would have left, so the next tokens are right too.
             for found, full in zip(bench.keys_and_values(), wanted.keys_and_values(), strict=True):
                 equal(found[0], full[0])
@@ -234,10 +237,7 @@ def test_hooks_on_a_layer_and_in_it_fire_where_it_runs_and_only_there(architectu
         assert calls.tokens[sublayer] in (0, BLOCK)
 
 
-@pytest.mark.parametrize("start", ALL[1:], ids=str)
-def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_full_one(
-    architecture: str, start: Sublayer
-) -> None:
+def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_full_one(architecture: str) -> None:
     model = copy.deepcopy(_model(architecture, "sdpa"))
 
     def louder(module: object, args: object, output: Any) -> Any:
@@ -250,23 +250,21 @@ def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_fu
             return (args[0] + 0.125, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + 0.125}
 
-    plain = logits_after(model, *_split(model))
+    tokens = tiny.prompt(PAST + BLOCK, BATCH)
+    split = tokens[:, :PAST], tokens[:, PAST:]
+    plain = logits_after(model, *split)
     for sublayer in ALL:
         sublayer_module(model, sublayer).register_forward_hook(louder)
         sublayer_module(model, sublayer).register_forward_pre_hook(shifted, with_kwargs=True)
     for layer in layers_of(model):
         layer.register_forward_hook(louder)
         layer.register_forward_pre_hook(shifted, with_kwargs=True)
-    bench = bench_of(model, PAST)
-    wanted = logits_after(model, bench.prefix, bench.block)
+    wanted = logits_after(model, *split)
     assert (wanted - plain).abs().max() > 1e-2
-    left = bench.states(LayerPath.up_to(tiny.DEPTH, start))
-    equal(bench.logits(bench.full.resumed_at(start), entering=left), wanted)
-
-
-def _split(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    bench = bench_of(model, PAST)
-    return bench.prefix, bench.block
+    for start in ALL[1:]:
+        bench = bench_of(model, PAST)
+        left = bench.states(LayerPath.up_to(tiny.DEPTH, start))
+        equal(bench.logits(bench.full.resumed_at(start), entering=left), wanted, start)
 
 
 def test_hooks_hung_on_or_taken_off_after_a_view_was_made_count(llama: PreTrainedModel) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from mutations.catalogue import Mutation
 
 _CODE = ("selfspec", "adapters")
-_PAGES = "docs"
 _PLACEHOLDER = re.compile(r"_[1-9]")
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
 
@@ -76,8 +75,6 @@ class Sources:
         Raises:
             AnchorError: the anchor is not found exactly once, or the bug changes nothing or does not compile.
         """
-        if mutation.at.endswith(".md"):
-            return self._planted_in_page(mutation)
         right = _parsed(mutation.right, mutation)
         definitions = [each for each in self._definitions if each.name == mutation.at]
         matches = [match for each in definitions for match in _matches(right, each)]
@@ -94,18 +91,6 @@ class Sources:
         if not changed:
             raise AnchorError(f"{mutation.name!r}: `wrong` is the same code as `right`. Write what is wrong.")
         return Planted(file, after)
-
-    def _planted_in_page(self, mutation: Mutation) -> Planted:
-        """Plant a bug in the code of a page, where the text is matched."""
-        pages = [(page, page.read_text(encoding="utf-8")) for page in (self._root / _PAGES).rglob(mutation.at)]
-        found = sum(text.count(mutation.right) for _, text in pages)
-        if found != 1 or mutation.wrong == mutation.right:
-            raise AnchorError(
-                f"{mutation.name!r}: the text of `right` is found {found} times in {_PAGES}/**/{mutation.at}. "
-                "Correct `at`, `right` or `wrong`."
-            )
-        page, text = next(each for each in pages if mutation.right in each[1])
-        return Planted(page.relative_to(self._root), text.replace(mutation.right, mutation.wrong))
 
     def _remedy(self, mutation: Mutation, right: list[_Node], definitions: list[_Definition], found: int) -> str:
         files = ", ".join(str(each.file) for each in definitions)

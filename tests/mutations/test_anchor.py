@@ -86,15 +86,6 @@ def test_what_cannot_be_planted_says_what_to_do(tmp_path: Path, at: str, right: 
         _planted(tmp_path, at, right, wrong)
 
 
-def test_code_in_pages_is_found_by_its_text(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "page.md"
-    page.parent.mkdir()
-    page.write_text("Call `one(1)`.\n", encoding="utf-8")
-    assert Sources(tmp_path).planted(Mutation("a bug", "page.md", "one(1)", "two(1)", ())).text == "Call `two(1)`.\n"
-    with pytest.raises(AnchorError, match="'a bug': the text of `right` is found 0 times"):
-        Sources(tmp_path).planted(Mutation("a bug", "page.md", "one(2)", "two(2)", ()))
-
-
 def test_tests_are_found_wherever_they_are(tmp_path: Path) -> None:
     for file, names in {"a/test_a.py": ("test_one", "test_two"), "b/c/test_b.py": ("test_two",)}.items():
         path = tmp_path / "tests" / file

@@ -313,26 +313,6 @@ def test_without_a_context_there_is_room_for_as_much_as_fits(tmp_path: Path, mon
         planned("1MiB", None)
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"memory": "1MiB"}, "takes at least"),
-        ({"memory": "-1GiB"}, "is no size"),
-        ({"memory": 0}, "is no size"),
-        ({"context": 0}, "context=0"),
-        ({"dtype": "int8"}, r"dtype='int8': weights are float64, float32, bfloat16, float16, or auto"),
-        ({"dtype": torch.int8}, r"dtype=torch.int8: weights are"),
-        ({"dtype": torch.complex64}, r"dtype=torch.complex64: weights are"),
-        ({"dtype": torch.float8_e4m3fn}, r"dtype=torch.float8_e4m3fn: weights are"),
-        ({"dtype": 16}, r"dtype=16: weights are"),
-    ],
-)
-def test_bad_input(tmp_path: Path, options: dict[str, object], problem: str) -> None:
-    MODELS["llama"]().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedOptionError, match=problem):
-        selfspec.load(tmp_path, **{"memory": "64GiB", **options})  # type: ignore[arg-type]
-
-
 NAMED = (
     "int4", "int4+exit:3", "lookup+int4", "int4+exit:1", "exit:1", "exit:3", "skip:layers=2", "lookup", "recycle",
     "lookup+recycle+int4",
@@ -410,13 +390,6 @@ def test_a_draft_that_load_names_is_what_the_budget_is_planned_for(tmp_path: Pat
     with pytest.raises(selfspec.DraftConfigError, match="no memory was set aside"):
         selfspec.load(tmp_path, "64GiB").drafting("int8")
     assert selfspec.load(tmp_path, "64GiB", draft="none").draft is None
-
-
-@pytest.mark.parametrize("draft", ["auto", "auto:profile.json", 4, None])
-def test_load_takes_no_profile(tmp_path: Path, draft: Any) -> None:
-    MODELS["llama"]().save_pretrained(tmp_path)
-    with pytest.raises(selfspec.DraftConfigError, match="within a budget"):
-        selfspec.load(tmp_path, "64GiB", draft=draft)
 
 
 def test_a_copy_of_the_model_streams_and_drafts_as_well(tmp_path: Path) -> None:

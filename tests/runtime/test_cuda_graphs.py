@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn, StandInRecorder
-from helpers.proving import check_inference_mode, greedy_together, ragged_samples, ticking
+from helpers.proving import ragged_samples, ticking
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
 from selfspec.cache.shared_cache import Slots
@@ -108,18 +108,6 @@ def test_a_limited_number_of_graphs_is_kept(llama: PreTrainedModel, monkeypatch:
     graphs = candidate.program.function
     assert isinstance(graphs, cuda_graphs._Graphs)
     assert len(graphs._graphs) == most
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
-    check_inference_mode(_wrapped(llama, DRAFTS["exit"]), PROMPT, NEW, first)
-
-
-def test_threads_share_graphs(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama, DRAFTS["exit"])
-    prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
-    expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
-    assert greedy_together(spec, prompts, NEW) == expected
 
 
 class _Failing(StandInRecorder):
@@ -225,9 +213,3 @@ def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:
     spec.programs = GraphCache(CudaGraphs())
     with pytest.raises(UnsupportedOptionError, match="move it there"):
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=4)
-
-
-@pytest.mark.parametrize(("after", "bucket"), [(-1, 64), (True, 64), (1.5, 64), (0, 1), (0, 0), (0, False), (0, 8.0)])
-def test_numbers_are_checked(after: int, bucket: int) -> None:
-    with pytest.raises(UnsupportedOptionError, match="must be an integer of at least"):
-        CudaGraphs(after, bucket)

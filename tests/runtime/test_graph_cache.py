@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.proving import check_inference_mode, greedy_together, ticking
+from helpers.proving import ticking
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
-from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import UnsupportedModelError
 from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
@@ -93,11 +93,6 @@ def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrai
     assert [(kind.rows, kind.width, kind.uniform) for kind in proved] == [(1, 1, True)]
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
     assert spec.programs.proved == proved
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_inference_mode_may_come_and_go(llama: PreTrainedModel, first: bool) -> None:
-    check_inference_mode(_wrapped(llama, DRAFTS["exit"]), PROMPT, NEW, first)
 
 
 def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
@@ -321,24 +316,11 @@ def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
     assert set(spec.programs.refusals.values()) == {"it took longer than the stock modules"}
 
 
-def test_threads_share_programs(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama, DRAFTS["exit"])
-    prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(4)]
-    expected = [llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
-    assert greedy_together(spec, prompts, NEW) == expected
-
-
 def test_eager_makes_no_programs(llama: PreTrainedModel) -> None:
     spec = _wrapped(llama, runtime=Eager())
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert not spec.programs.proved
     assert not spec.programs.refusals
-
-
-@pytest.mark.parametrize("after", [-1, 1.5, True, "soon"])
-def test_a_malformed_runtime_is_refused(after: object) -> None:
-    with pytest.raises(UnsupportedOptionError, match="after must be an integer"):
-        Traced(after=after)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
