@@ -227,7 +227,7 @@ class SharedCache(Cache):
             tree: of at most `slack` nodes.
 
         Raises:
-            ValueError: it has more nodes, or passes have read nodes that are others in it.
+            ValueError: it has more nodes, or a pass has already read a node whose parent is another one in it.
         """
         if len(tree) > self._cursors.slack:
             raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self._cursors.slack} slots for a draft")
@@ -235,12 +235,12 @@ class SharedCache(Cache):
         if any(tree.parents[node] != self._cursors.parent(node) for node in range(read)):
             raise ValueError(f"passes have read {read} nodes of this block, which have other parents in {tree}")
         self._cursors.tree = tree
-        # What passes have read of nodes that are taken away is forgotten.
+        # Nodes that the new tree does not have count as not read.
         self._cursors.read = min(self._cursors.read, len(tree) + 1)
 
     @contextmanager
     def reading(self, width: int, first: int = -1) -> Iterator[None]:
-        """Let the pass that runs within read nodes `first`, `first + 1`, ... of the block.
+        """Run a pass within this context over `width` nodes of the block, from node `first` on.
 
         Raises:
             ValueError: the open tree has fewer nodes.
@@ -255,10 +255,10 @@ class SharedCache(Cache):
             self._cursors.first = -1
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Make the first tokens of the block final, each row's own number of them: its cursor moves over them.
+        """Make the first tokens of the block final by moving each row's cursor over `counts[row]` of them.
 
         Raises:
-            ValueError: the open tree branches before.
+            ValueError: the open tree branches among these tokens.
         """
         if self.tree is not None and max(counts) - 1 > self.tree.trunk:
             raise ValueError(f"the first {max(counts) - 1} nodes of {self.tree} are no path; commit paths")

@@ -145,9 +145,10 @@ class BatchCosts:
             raise DraftConfigError(f"costs are measured once for each number of rows, in order, got {sizes}")
 
     def in_batch(self, rows: int) -> Costs:
-        """The costs of rounds over `rows` rows: between two measured sizes, on a line over their logarithms.
+        """Return the costs of rounds over `rows` rows.
 
-        Outside of these by the nearest one, as `Costs.in_batch` takes it.
+        Between two measured sizes they are interpolated, linearly in the logarithm of the number of rows. Beyond the
+        smallest and the largest size, `Costs.in_batch` of that size is taken.
         """
         smaller = [costs for costs in self.measured if costs.rows <= rows]
         larger = [costs for costs in self.measured if costs.rows >= rows]

@@ -17,12 +17,12 @@ _SUREST, _WEIGHT = 0.98, 4.0
 
 @dataclass(frozen=True)
 class Offer:
-    """What one source offers after the text of one row.
+    """What one source proposes after the text of one row.
 
     Attributes:
-        kind: what it is trusted by, such as the length of a match; a larger one promises more.
-        shares: of each path that it knows, by its tokens: how likely the source holds the last of them to be after the
-            others. A path comes after its beginnings.
+        kind: groups offers that are trusted alike, such as the length of a match; a larger one promises more.
+        shares: for each path of tokens, the probability that the source gives its last token after the others. Each
+            path comes after its own prefixes.
     """
 
     kind: int
@@ -41,10 +41,10 @@ class Offer:
         return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
     def reach(self, trust: float) -> dict[Path, float]:
-        """The chance that all tokens of a path are accepted, of each path.
+        """Return for each path the chance that all its tokens are accepted.
 
         Args:
-            trust: how often tokens of such offers were accepted, over how often they were held to be.
+            trust: accepted tokens of such offers, divided by the sum of their shares.
         """
         reach: dict[Path, float] = {(): 1.0}
         for path, share in self.shares.items():
@@ -54,18 +54,18 @@ class Offer:
 
 
 class Trust:
-    """How often what sources offer is accepted, by source and kind of offer."""
+    """Learns how often offers are accepted, for each source and kind of offer."""
 
     def __init__(self) -> None:
         self._accepted: dict[Hashable, float] = {}
         self._promised: dict[Hashable, float] = {}
 
     def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
-        """The chance that all tokens of a path are accepted, of each path that some source offers: as the surest says.
+        """Return for each path that is offered the chance that all its tokens are accepted, by the surest source.
 
         Args:
-            offers: to one row, of each source.
-            place: where in drafts they would stand; trust is apart by that.
+            offers: to one row, one of each source.
+            place: where in a draft they would be; trust is learnt for each place by itself.
         """
         reach: dict[Path, float] = {}
         for source, offer in enumerate(offers):
@@ -76,7 +76,7 @@ class Trust:
         return reach
 
     def count(self, offers: Sequence[Offer], outcome: Outcome, place: Hashable = 0) -> None:
-        """Learn what became of offers: at each place that was reached, of their own nodes alone."""
+        """Learn which offered tokens were accepted, at each place of the draft that was reached."""
         for source, offer in enumerate(offers):
             key = (place, source, offer.kind)
             for before, children, accepted in outcome.places():
@@ -151,8 +151,8 @@ def merged(
 ) -> Merged:
     """Merge what is offered to each row into the tree that promises most for its cost.
 
-    Each row has a tree of its own; of all of them together those nodes are taken that are reached most often, where a
-    node is a first, second, ... child of another.
+    Rows share the shape of the tree and not its tokens. So a node means the first, second, ... likeliest child of
+    another, and the nodes are taken that are reached most often over all rows.
 
     Args:
         rows: the chance of each path, of each row, as `Trust.reach` gives them.

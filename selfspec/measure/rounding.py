@@ -10,14 +10,15 @@ from transformers import PreTrainedModel
 
 from selfspec.measure.stock import Reference, blockwise_logits
 
-# Passes that begin in given states round in other places than the measured ones, and a largest of many is a lottery.
+# A margin: passes that resume from given states round elsewhere than those measured, and the largest of many
+# differences varies from run to run.
 _SAFETY = 2
-# What no choice of tokens rests on may be off by more, before it is called an error.
+# How many times the bound a logit may be off, where no token is chosen by it, before it counts as an error.
 _BEYOND_ROUNDING = 8
 # Roundings of the largest logit: more than the layers of any model add up to.
 _MOST_ROUNDINGS = 256
 _QUANTILE = 0.99
-# Where rounding may decide more of the text than this, nearly tied means little.
+# Where rounding can decide more than this share of the tokens, calling two texts nearly tied says little.
 _MOST_CLOSE_CALLS = 0.5
 # TensorFloat-32 keeps ten bits after the leading one.
 _TF32_EPS = 2.0**-10

@@ -203,8 +203,8 @@ def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
     """Replace a module that is left out.
 
-    Zeros, where the layer adds the output to the residual stream: they survive post-norms, parallel residuals and
-    multipliers, which leaving the branch out of the layer's code would not.
+    Where the layer adds the output to the residual stream, this is zeros. The layer's own code then runs as it is, with
+    its post-norms, parallel residuals and multipliers, and adds nothing.
     """
     hidden = args[-1] if gives == "residual" else hidden_states(args, kwargs)
     return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)

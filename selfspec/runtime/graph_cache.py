@@ -104,29 +104,29 @@ class GraphCache:
         return {} if self._current is None else self._current.candidates
 
     def bound_to(self, model: PreTrainedModel) -> BoundPrograms | None:
-        """The programs of the model as it is now, for a generation that begins. All are forgotten if it has changed.
+        """Return the programs that fit the model as it is now, for one generation. Drop all of them if it has changed.
 
         Returns:
-            None: nothing of this model, as it is, is recorded.
+            None: passes of the model as it is are not recorded.
         """
         self._runtime.check(model.get_input_embeddings().weight.device)
         if self._runtime.after is None:
             return None
         current = self._current
         if current is None or current.state.model is not model or not current.state.holds():
-            # Weights that the model has no more are let go.
+            # Programs hold weights that the model may no longer have.
             self._current = current = None
             if why_not(model) is None:
                 self._current = current = BoundPrograms(self._runtime, self._clock, ModelState(model))
-        # The code of others may do otherwise next time.
+        # Foreign hooks may act differently on each call, and a recording would repeat what they did once.
         return None if current is None or current.state.others else current
 
 
 class BoundPrograms:
     """The programs of one state of a model.
 
-    A generation keeps those of the state that the model was in when it began. Nothing is recorded while the model is
-    in another.
+    A generation uses the programs of the state in which the model was when it began. If the model is changed meanwhile,
+    nothing more is recorded.
 
     Attributes:
         candidates: how far kinds of passes have come.

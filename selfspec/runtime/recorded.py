@@ -90,11 +90,11 @@ def runner_for(
     programs: GraphCache | None,
     substitutes: Substitutes | None = None,
 ) -> ModelRunner:
-    """Make the runner of one generation: a recorded one where this model's passes can be recorded now.
+    """Make the runner of one generation: a recorded one where passes of this model can be recorded.
 
     Without `programs` the stock modules run every pass.
     """
-    # A runtime that needs passes of few shapes can do nothing for others.
+    # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     recordable = takes(model, "position_ids") and not adapter.publishes
     if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)
