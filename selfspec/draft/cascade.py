@@ -14,6 +14,7 @@ from selfspec.draft.rows_apart import filled_up, lengths_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
+from selfspec.values import shown
 
 
 class Gain:
@@ -60,12 +61,12 @@ class JoinedDrafter(Drafter):
         if wrong or twice or len(sources) < 2:
             raise DraftConfigError(
                 "a cascade and a union are of two or more different drafters, e.g. Cascade(PromptLookup(), "
-                f"EarlyExit(layer=4)); got {list(sources)!r}"
+                f"EarlyExit(layer=4)); got {shown(list(sources))}"
             )
         if sum(source.runs != "nothing" for source in sources) > 1:
             raise DraftConfigError(
                 f"a cascade and a union hold at most one drafter that runs a model, which drafts each time that it is "
-                f"asked; got {list(sources)!r}"
+                f"asked; got {shown(list(sources))}"
             )
         bits = next((source.bits for source in sources if source.bits is not None), None)
         runs = next((source.runs for source in sources if source.runs != "nothing"), "nothing")

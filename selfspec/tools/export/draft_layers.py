@@ -13,6 +13,7 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.values import shown
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
     """
     if drafter is None:
         raise DraftConfigError("plain decoding has no draft to export; name one, e.g. exit:4 or skip:layers=3,5")
+    if not isinstance(drafter, Drafter):
+        raise DraftConfigError(f"a drafter is exported, such as EarlyExit(layer=4), got {shown(drafter)}")
     name = draft_name(drafter)
     if drafter.runs == "model" and not drafter.sources:
         raise DraftConfigError(f"{name} is a checkpoint of its own already; give its folder to the other engine")
