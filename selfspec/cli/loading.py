@@ -39,7 +39,7 @@ class Drafting:
         str | None,
         typer.Option(
             metavar="DRAFT",
-            help="What drafts; `selfspec generate --help` lists every kind. Default: `auto`, and with --memory "
+            help="What drafts; `selfspec drafts` lists every kind. Default: `auto`, and with --memory "
             "look-ups and rounded copies of what is streamed.",
         ),
     ] = None

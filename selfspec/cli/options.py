@@ -51,7 +51,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by defaul
 Packed = Annotated[
     bool, typer.Option("--packed", help="Pack the weights for oneDNN: faster on CPUs with AVX-512, in bfloat16 most.")
 ]
-Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspec generate --help` lists every kind.")]
+Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspec drafts` lists every kind.")]
 DraftLength = Annotated[
     int | None, typer.Option(min=1, help="Draft N tokens a round; by default as many as pay, or none.")
 ]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -97,6 +97,9 @@ class Averaged:
     folder: str
 
 
+_Result = TypeVar("_Result", Trained, Averaged)
+
+
 @dataclass(frozen=True)
 class Counted:
     """`selfspec train vocabulary`.
@@ -138,7 +141,7 @@ def layerskip(
         raise UnsupportedOptionError(f"--check-seconds {check_seconds:g} never ends; give e.g. 15")
     trained = _train(model, text, course, recipe, to, machine)
     checked = _check_exits(to, machine.device, trained.after, check_seconds)
-    _show(trained, output)
+    _shown(trained, output)
     if output == "text":
         print(verdict(checked, to))
     return replace(trained, checked=checked)
@@ -148,9 +151,7 @@ def layerskip(
 @grouped
 def plain(model: Model, to: To, text: Texts, course: Course, machine: WholeMachine, output: Output = "text") -> Trained:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
-    trained = _train(model, text, course, None, to, machine)
-    _show(trained, output)
-    return trained
+    return _shown(_train(model, text, course, None, to, machine), output)
 
 
 @train.command("exit")
@@ -168,9 +169,7 @@ def exit_heads(
 
     Heads learn the full model's own distribution; alpha = 1 - TV is the acceptance rate to expect.
     """
-    trained = _train(model, text, course, heads, to, machine)
-    _show(trained, output)
-    return trained
+    return _shown(_train(model, text, course, heads, to, machine), output)
 
 
 @train.command()
@@ -190,9 +189,7 @@ def average(
     with progress_bar("averaging") as bar:
         bar.add_task("reading, averaging, measuring", total=None)
         report = run(model_place(trained), model_place(base), averaging, to)
-    averaged = Averaged(**report, folder=str(to))
-    _show(averaged, output)
-    return averaged
+    return _shown(Averaged(**report, folder=str(to)), output)
 
 
 @train.command()
@@ -248,14 +245,15 @@ def _prepare(threads: int | None) -> None:
     torch.set_flush_denormal(True)
 
 
-def _show(result: Trained | Averaged, output: OutputFormat) -> None:
-    """Print what a training did to the figures on the held-out text."""
+def _shown(result: _Result, output: OutputFormat) -> _Result:
+    """Print what a training did to the figures on the held-out text, unless JSON is to say it."""
     if output == "json":
-        return
+        return result
     before = {name: f"{figure:.3f}" for name, figure in result.before.items()}
     rows = [(name, before.get(name, ""), f"{after:.3f}") for name, after in result.after.items()]
     title = f"On held-out text; the result is in {result.folder}"
     console().print(figures_table(title, ["figure"], ["before", "after"], rows))
+    return result
 
 
 def _check_exits(folder: Path, device: str, figures: Mapping[str, float], seconds: float) -> list[CheckedExit]:

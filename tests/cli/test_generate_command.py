@@ -218,7 +218,7 @@ def split_by_stroke(text: Text) -> Sequence[str]:
 
 
 BAD_INPUT: list[tuple[list[str], str, str]] = [
-    (["--draft", "exit"], "DraftConfigError", "write exit:E with a layer"),
+    (["--draft", "exit"], "DraftConfigError", "write exit:E, such as exit:4"),
     (["--draft", "exit:5"], "DraftConfigError", "this model has 5 layers, choose 1..4"),
     (["--draft", "skip:attn=7"], "DraftConfigError", "layers 0..4"),
     (["--draft", "skip:layers=0-4"], "DraftConfigError", "skip fewer layers"),
