@@ -89,13 +89,16 @@ def _types() -> list[object]:
 
 
 def _cases() -> list[object]:
+    """Every type and check; in a plain run each of some types has some of the checks, and every check some types."""
     cases: list[object] = []
-    for name in MODEL_TYPES:
-        if (declared(name) or "").startswith("works"):
-            for check in checks(name):
-                quick = QUICK_IN_FEWER_BITS if check == "fewer bits" else QUICK
-                marks = () if name in quick else pytest.mark.contract
-                cases.append(pytest.param(name, check, marks=marks, id=f"{name}-{check}"))
+    working = [name for name in MODEL_TYPES if (declared(name) or "").startswith("works")]
+    for name in working:
+        for place, check in enumerate(checks(name)):
+            if check == "fewer bits":
+                quick = name in QUICK_IN_FEWER_BITS
+            else:
+                quick = name in QUICK and (QUICK.index(name) + place) % (2 if check == "greedy" else 3) == 0
+            cases.append(pytest.param(name, check, marks=() if quick else pytest.mark.contract, id=f"{name}-{check}"))
     return cases
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.bench import Bench
 from helpers.reference import Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
+from helpers.tiers import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.errors import UnsupportedModelError
@@ -36,23 +37,25 @@ SKIP_SETS = [[s] for s in ALL] + [
 LAYER_SETS = [(0,), (1,), (3,), (1, 2), (0, 3), (0, 1, 2), (2, 3)]
 
 
-@pytest.fixture(
-    params=[("sdpa", 0), ("sdpa", PAST), ("eager", PAST)],
-    ids=["sdpa", "sdpa, past in the cache", "eager, past in the cache"],
-)
-def setting(request: pytest.FixtureRequest) -> tuple[str, int]:
-    kernel, past = request.param
-    return kernel, past
+SETTINGS = {"sdpa": ("sdpa", 0), "sdpa, past in the cache": ("sdpa", PAST), "eager, past in the cache": ("eager", PAST)}
+CASES = in_turns(sorted(tiny.BUILDERS), SETTINGS)
+
+
+@pytest.fixture(params=[pytest.param(each.values, id=each.id, marks=each.marks) for each in CASES])
+def case(request: pytest.FixtureRequest) -> tuple[str, tuple[str, int]]:
+    """An architecture, and a kernel with a length of the past."""
+    architecture, setting = request.param
+    return architecture, setting
 
 
 @pytest.fixture
-def past(setting: tuple[str, int]) -> int:
-    return setting[1]
+def past(case: tuple[str, tuple[str, int]]) -> int:
+    return case[1][1]
 
 
 @pytest.fixture
-def model(architecture: str, setting: tuple[str, int]) -> PreTrainedModel:
-    return _model(architecture, setting[0])
+def model(case: tuple[str, tuple[str, int]]) -> PreTrainedModel:
+    return _model(case[0], case[1][0])
 
 
 @functools.cache

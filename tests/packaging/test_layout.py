@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -90,45 +89,26 @@ def _room(module: str) -> str:
 ENGINE_MODULES = sorted(module for module in MODULES if _room(module) in ENGINE)
 
 
-@dataclass(frozen=True)
-class Import:
-    """A module that another one imports; `selfspec` itself if it takes a name from there.
-
-    Attributes:
-        name: of the module.
-        for_types: whether type checkers alone see it.
-    """
-
-    name: str
-    for_types: bool
-
-
-def _imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
-    """Every import of a source, wherever in the source."""
+def _imports(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """The modules that a source imports, wherever in the source; `selfspec` itself if it takes a name from there."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    tree = ast.parse(source)
-    unseen = {id(node) for outer in ast.walk(tree) if _is_for_types(outer) for node in ast.walk(outer)}
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (Import(name.name, id(node) in unseen) for name in node.names)
+            yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
             for name in node.names:
                 full = f"{base}.{name.name}"
-                yield Import(full if full in MODULES else base, id(node) in unseen)
+                yield full if full in MODULES else base
 
 
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def _imports_of(module: str) -> list[Import]:
+def _imports_of(module: str) -> list[str]:
     path = MODULES[module]
     return list(_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
 
 
-def _allowed(room: str, other: str, for_types: bool) -> bool:
+def _allowed(room: str, other: str) -> bool:
     """Whether a module of one room may import one of another."""
     if room == other or room in {"selfspec", *FRONT} or other == "selfspec":
         return True
@@ -141,8 +121,8 @@ def _allowed(room: str, other: str, for_types: bool) -> bool:
 
 def _breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     """Imports that a module may not have, by its room."""
-    found = [each for each in _imports(source, module, is_package) if each.name.partition(".")[0] == "selfspec"]
-    return [each.name for each in found if not _allowed(_room(module), _room(each.name), each.for_types)]
+    found = [name for name in _imports(source, module, is_package) if name.partition(".")[0] == "selfspec"]
+    return [name for name in found if not _allowed(_room(module), _room(name))]
 
 
 def _words(source: str) -> Iterator[str]:
@@ -201,13 +181,13 @@ def test_arrows_of_the_engine_point_down() -> None:
 def test_the_table_names_what_rooms_import_and_nothing_else() -> None:
     found: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
     for module in ENGINE_MODULES:
-        found[_room(module)] |= {_room(each.name) for each in _imports_of(module)}
+        found[_room(module)] |= {_room(name) for name in _imports_of(module)}
     for room, others in found.items():
         assert others & ENGINE - {room} == MAY_IMPORT[room], room
 
 
 def test_no_two_modules_import_each_other() -> None:
-    imports = {module: {each.name for each in _imports_of(module)} for module in MODULES}
+    imports = {module: set(_imports_of(module)) for module in MODULES}
     mutual = [
         (module, other)
         for module, names in imports.items()
