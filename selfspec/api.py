@@ -33,7 +33,7 @@ from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.rows.decoder import Drafting, RowDecoder
 from selfspec.draft import Budget, Drafter
-from selfspec.draft.drafter import Memory
+from selfspec.draft.drafter import DraftMemory
 from selfspec.draft.registry import AUTO, draft_name, parse_draft
 from selfspec.errors import (
     ClosedError,
@@ -382,7 +382,7 @@ class SelfSpeculative:
 
         Recorded passes and substitutes stay.
         """
-        for drafter in [key for key, memory in self._memories.items() if isinstance(memory, Memory)]:
+        for drafter in [key for key, memory in self._memories.items() if isinstance(memory, DraftMemory)]:
             del self._memories[drafter]
 
     def save_memory(self, file: str | Path) -> None:
@@ -398,7 +398,7 @@ class SelfSpeculative:
         self._check_open()
         place = checked_path("file", file)
         self._follow_vocabulary()
-        memories = [memory for memory in self._memories.values() if isinstance(memory, Memory) and memory.has_file]
+        memories = [memory for memory in self._memories.values() if isinstance(memory, DraftMemory) and memory.has_file]
         if not memories:
             raise DraftConfigError(
                 "nothing was learnt yet that has a file; wrap with draft='recycle', and generate first"
@@ -579,7 +579,7 @@ class SelfSpeculative:
         found = vocabulary_size(self.model)
         if found == self._vocabulary:
             return
-        if any(isinstance(memory, Memory) for memory in self._memories.values()):
+        if any(isinstance(memory, DraftMemory) for memory in self._memories.values()):
             warnings.warn(
                 f"the model has {found} tokens, and had {self._vocabulary} when its drafts learnt from texts: what "
                 "they learnt is dropped, and they begin anew",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.accept.residual import less_q
+from selfspec.accept.token_level import less_q
 from selfspec.accept.tree_paths import at_parents, from_leaves, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft

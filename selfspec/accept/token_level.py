@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.accept.residual import less_q
 from selfspec.accept.tree_paths import first_path, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
@@ -89,3 +88,12 @@ def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield child.clamp(min=0), child < 0
     elif len(tree):
         yield place.clamp(max=len(tree) - 1), place == len(tree)
+
+
+def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice | int]) -> Tensor:
+    """max(p - q, 0), with q of the nodes at an index of rows and nodes: one-hot where the draft was not drawn."""
+    if draft.probs is None:
+        q = torch.zeros_like(p).scatter_(-1, draft.tokens[nodes][..., None], 1.0)
+    else:
+        q = draft.probs[nodes]
+    return (p - q).clamp_min(0.0)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from selfspec.cache.block import Block
+from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.tree import Tree
 
 _SMALLEST_ROOM = 64
@@ -120,15 +120,15 @@ class Cursors:
         """Whether all rows have the same offset."""
         return len(set(self.offsets)) == 1
 
-    def block(self, width: int, first: int) -> Block | None:
+    def block(self, width: int, first: int) -> OpenBlock | None:
         """The open block, where a pass sees other slots of it than all before its own; else None."""
         # A tree begins as a chain, and a pass that sees no more of it is one over a chain.
         if self.tree is None or first + width <= self.tree.trunk:
             return None
         if self.tree not in self._tables:
-            self._tables[self.tree] = Block.tables(self.tree, self.device)
+            self._tables[self.tree] = OpenBlock.tables(self.tree, self.device)
         start = torch.full((1, 1), self.seq_lens[0], device=self.device) if self.uniform else self._starts(0)
-        return Block(start, *self._tables[self.tree])
+        return OpenBlock(start, *self._tables[self.tree])
 
     def right_aligned(self, width: int, first: int) -> Tensor:
         """Which slot lies where once rows are aligned on the right, `[batch, visible]`; negative: padding."""

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from selfspec.cache.block import Block
+from selfspec.cache.open_block import OpenBlock
 
 Pattern = Callable[..., Tensor]
 """Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
@@ -38,7 +38,7 @@ def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
 
 
-def needs_mask(config: PreTrainedConfig, slots: Tensor, block: Block | None, padded: bool) -> bool:
+def needs_mask(config: PreTrainedConfig, slots: Tensor, block: OpenBlock | None, padded: bool) -> bool:
     """Whether full attention over these slots is given a mask; arguments as in `attention_mask`.
 
     Not for the one last token of every row, which sees all: models on the sdpa kernel give it none either.
@@ -54,7 +54,7 @@ def attention_mask(
     visible: int,
     dtype: torch.dtype,
     *,
-    block: Block | None = None,
+    block: OpenBlock | None = None,
     recurrent: bool = False,
     padded: bool = False,
 ) -> Any:
@@ -116,7 +116,7 @@ def _by_slots(slots: Tensor) -> Callable[[Pattern], Pattern]:
     return lambda pattern: lambda row, head, query, key: pattern(row, head, slots[row, query], key)
 
 
-def _by_positions(block: Block, slots: Tensor, visible: int) -> Callable[[Pattern], Pattern]:
+def _by_positions(block: OpenBlock, slots: Tensor, visible: int) -> Callable[[Pattern], Pattern]:
     """Patterns over the tokens of a pass and all slots, where the tokens are nodes of a tree."""
     keys = torch.arange(visible, device=slots.device)[None]
     sees = block.visible(slots, keys)

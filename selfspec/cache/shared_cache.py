@@ -18,14 +18,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from selfspec.cache.block import Block
-from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.cursors import Cursors
 from selfspec.cache.host_layer import HostLayer
 from selfspec.cache.masks import attention_mask
+from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_layer import RoundedLayer
-from selfspec.cache.shared_layer import SharedLayer
+from selfspec.cache.shared_layer import CacheKind, SharedLayer
 from selfspec.cache.tree import Tree
 
 _STEPS = 16
@@ -48,7 +47,7 @@ class Slots:
     positions: Tensor
     visible: Tensor
     buffers: tuple[Tensor, ...]
-    block: Block | None = None
+    block: OpenBlock | None = None
 
 
 class SharedCache(Cache):
@@ -356,7 +355,7 @@ class SharedCache(Cache):
         """
         return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
 
-    def _positions(self, slots: Tensor, block: Block | None) -> Tensor:
+    def _positions(self, slots: Tensor, block: OpenBlock | None) -> Tensor:
         return (slots if block is None else block.positions(slots)).clamp(max=self._cursors.limit - 1)
 
     @property

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.cursors import Cursors
+
+CacheKind = Literal["exact", "host", "int8"]
+"""How keys and values are kept.
+
+`exact`: in the model's dtype, on its device. `host`: the same numbers, in memory of the host. `int8`: in 8 bits.
+"""
+
+CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 
 
 class SharedLayer(CacheLayerMixin):

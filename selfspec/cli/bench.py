@@ -113,7 +113,7 @@ class Arms:
 
         `model.generate` and selfspec's plain decoding are always among them.
         """
-        from selfspec.control.named import control_of
+        from selfspec.control.fixed import control_of
         from selfspec.draft import Drafter
         from selfspec.model.checkpoint import find_device
         from selfspec.runtime.named import RuntimeName

@@ -1,10 +1,11 @@
-"""The same draft length every round."""
+"""The same draft length every round, and the control that a length and a number of nodes name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from selfspec.control.controller import Control, Controller, check_length, check_nodes
+from selfspec.control.cost_aware import CostAware
 from selfspec.control.costs import CostsByRows
 from selfspec.draft.draft import Budget
 
@@ -34,3 +35,21 @@ class FixedLength(Control):
     def begin(self, costs: CostsByRows) -> Controller:
         most = Budget(self.length, self.nodes or self.length)
         return Controller(most, rows_apart=most.nodes == most.depth, costs=costs.in_batch(1))
+
+
+def control_of(draft_length: int | None, nodes: int | None) -> Control:
+    """Return the control of a draft length, of trees of that many nodes, of both, or by default of neither.
+
+    Args:
+        draft_length: tokens to draft each round, of a tree levels; None: as many as pay.
+        nodes: the most tokens of a draft, siblings included; None: drafts are chains.
+
+    Raises:
+        DraftConfigError: one is out of range, or there are fewer nodes than levels.
+    """
+    if draft_length is not None:
+        return FixedLength(draft_length, nodes)
+    if nodes is None:
+        return CostAware()
+    check_nodes(nodes, 1)
+    return CostAware(min(CostAware.longest, nodes), nodes=nodes)

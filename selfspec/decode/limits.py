@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import PromptError
 
 

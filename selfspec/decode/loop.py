@@ -8,15 +8,13 @@ from torch import Tensor
 
 from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
-from selfspec.decode.commit import commit
 from selfspec.decode.judge import judge_together
 from selfspec.decode.judge_in_order import judge_in_order
 from selfspec.decode.output import Round
 from selfspec.decode.prefill import prefill
-from selfspec.decode.propose import propose
 from selfspec.decode.request import Request
 from selfspec.decode.stats import PhaseClock, Stats
-from selfspec.decode.verify import verify
+from selfspec.decode.steps import commit, propose, verify
 from selfspec.draft import Draft, Proposer, Verdict
 
 Judge = Callable[[Batch, Draft, Tensor, Rule], Verdict]

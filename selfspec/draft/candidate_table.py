@@ -49,7 +49,7 @@ class CandidateTable:
     def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
         places = max(nbytes // (longest * (8 + 4 * kept)), 1)
         self._under = under
-        # Memory is taken as places are written to.
+        # DraftMemory is taken as places are written to.
         self._keys: NDArray[np.uint64] = np.zeros((longest, places), dtype=np.uint64)
         self._rows: NDArray[np.int32] = np.zeros((longest, places, kept), dtype=np.int32)
 

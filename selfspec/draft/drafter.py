@@ -38,7 +38,7 @@ class Exit:
     head: DraftHead | None
 
 
-class Memory:
+class DraftMemory:
     """What a drafter keeps of texts as long as the wrapper, in `RowsView.memories`."""
 
     has_file: ClassVar[bool] = False

@@ -19,7 +19,7 @@ from selfspec.draft.candidate_file import About, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter, FreeProposer, Memory
+from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer
 from selfspec.draft.offer import Offer
 from selfspec.draft.rank_chances import RankChances
 from selfspec.draft.rows_apart import chains
@@ -128,7 +128,7 @@ class Recycling(Drafter):
             raise DraftConfigError(f"{self.saved} holds another table by now; make the draft of it anew")
 
 
-class RecyclingMemory(Memory):
+class RecyclingMemory(DraftMemory):
     """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
 
     Args:

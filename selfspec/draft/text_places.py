@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.draft.drafter import Memory
+from selfspec.draft.drafter import DraftMemory
 
 Tokens = NDArray[np.int32]
 
@@ -43,7 +43,7 @@ def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDAr
     return found
 
 
-class TextMemory(Memory):
+class TextMemory(DraftMemory):
     """Texts one after another, the latest that its bytes have room for. Each search reads through all of them.
 
     Attributes:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
-from selfspec.decode.verify import verify
+from selfspec.decode.steps import verify
 from selfspec.draft import Budget, Draft, Proposer, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN

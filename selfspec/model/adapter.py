@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import Part
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.model.summary import CacheSummary
 
 # Bytes of the scale of a token's keys, or values, in one head.

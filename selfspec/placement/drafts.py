@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice

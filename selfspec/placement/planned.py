@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from selfspec.arguments import shown
-from selfspec.cache.cache_kind import CACHE_KINDS, CacheKind
+from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import parse_bytes, shown_bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import recurrent_layers
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.adapter import Adapter

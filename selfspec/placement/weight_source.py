@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import shown_bytes
 from selfspec.placement.device_copies import CudaCopies, DeviceCopies

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from selfspec.cache.block import Block
 from selfspec.cache.masks import attention_mask
+from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.shared_cache import Slots
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
@@ -126,7 +126,7 @@ class PassFunction:
         block = None
         if self.kind.nodes is not None:
             start, depths, sees, *rest = rest
-            block = Block(start, depths, sees)
+            block = OpenBlock(start, depths, sees)
         entering = None
         if self.kind.entering is not None:
             hidden, *rest = rest

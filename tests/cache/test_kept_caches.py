@@ -14,8 +14,8 @@ import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
 from helpers.copies import stand_in_device
-from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import FixedLength
 from selfspec.decode.limits import Limits
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError

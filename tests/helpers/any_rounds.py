@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.shrunken import shrunken
 from selfspec.adapters import ADAPTERS
-from selfspec.cache.cache_kind import CacheKind
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.cache.tree import Tree
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Sublayer, sublayers

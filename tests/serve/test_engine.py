@@ -12,7 +12,7 @@ import selfspec
 from helpers import tiny
 from helpers.serving import Asked, alone, small
 from helpers.shrunken import shrunken
-from selfspec.cache.cache_kind import CacheKind
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.decode.limits import Limits
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine

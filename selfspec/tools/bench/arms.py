@@ -13,7 +13,7 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 from selfspec.accept import find_rule
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
-from selfspec.control.named import control_of
+from selfspec.control.fixed import control_of
 from selfspec.draft import Assistant, Drafter
 from selfspec.draft.registry import parse_draft
 from selfspec.measure.stock import bare

@@ -11,7 +11,7 @@ from selfspec.cache.tree import Tree
 
 
 @dataclass(frozen=True)
-class Block:
+class OpenBlock:
     """The last committed token and the nodes of a tree, in the slots from each row's cursor on.
 
     Everything about the tree is in tensors whose shapes depend on its size alone, so that one recording of a pass
