@@ -32,6 +32,7 @@ from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.rows.decoder import Drafting, RowDecoder
+from selfspec.decode.target import Target
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory
 from selfspec.draft.registry import AUTO, draft_name, parse_draft
@@ -444,17 +445,8 @@ class SelfSpeculative:
                 f"the rule {self.rule!r} is not lossless, and rows are served with the model's own distribution; wrap "
                 "the model without accept=..., or with a rule that is lossless"
             )
-        return RowDecoder(
-            self.model,
-            self.adapter,
-            {greedy: self._drafting_by_load(choice) for greedy, choice in self._choices.items()},
-            self.rule,
-            self.programs,
-            self.substitutes,
-            self._memories,
-            self.limits,
-            self._follow_vocabulary,
-        )
+        drafting = {greedy: self._drafting_by_load(choice) for greedy, choice in self._choices.items()}
+        return RowDecoder(self._target(), drafting, self.rule, self._follow_vocabulary)
 
     def _drafting_by_load(self, choice: DraftChoice) -> Drafting:
         control = choice.control if self._draft_length is None else _control(self._draft_length)
@@ -533,19 +525,11 @@ class SelfSpeculative:
             request.prefill_width,
         )
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        return Generation(
-            self.model,
-            self.adapter,
-            request,
-            choice.draft,
-            controller,
-            rule,
-            seed,
-            self.programs,
-            self.substitutes,
-            self._memories,
-            self.limits,
-        )
+        target = self._target()
+        return Generation(target, request, draft=choice.draft, control=controller, rule=rule, seed=seed)
+
+    def _target(self) -> Target:
+        return Target(self.model, self.adapter, self.programs, self.substitutes, self._memories, self.limits)
 
     def _device(self) -> torch.device:
         device: torch.device = self.model.get_input_embeddings().weight.device

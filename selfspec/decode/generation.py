@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, MaxTimeCriteria, PreTrainedModel
+from transformers import Cache, DynamicCache, MaxTimeCriteria
 
 from selfspec.accept import Rule
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.cache.transfer import can_store, check_kinds, is_callers, store_past
+from selfspec.cache.transfer import check_kinds, is_callers
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
-from selfspec.decode.limits import Limits
 from selfspec.decode.loop import rounds
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import GenerateOutput, Round, streamed
 from selfspec.decode.request import Request
 from selfspec.decode.score_record import ScoreRecord, ScoreRecords
 from selfspec.decode.sequences import Sequences
-from selfspec.decode.stats import PhaseClock, Stats
-from selfspec.draft import Drafter, Proposer
+from selfspec.decode.stats import Stats
+from selfspec.decode.target import Target
+from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
-from selfspec.model.adapter import Adapter
-from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
-from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.recorded import runner_for
 
 
 class Generation(Iterator[Round]):
@@ -44,38 +40,27 @@ class Generation(Iterator[Round]):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        adapter: Adapter,
+        target: Target,
         request: Request,
+        *,
         draft: Drafter | None,
         control: Controller,
         rule: Rule,
         seed: int | None,
-        programs: GraphCache | None = None,
-        substitutes: Substitutes | None = None,
-        memories: dict[Hashable, object] | None = None,
-        limits: Limits | None = None,
     ) -> None:
-        device = _device(model, request)
+        device = target.device or request.input_ids.device
         rows = request.input_ids.shape[0]
         longest = max(request.lengths) + request.stopping.max_new_tokens
-        if limits is not None:
-            limits.check(rows, longest)
-        cache = adapter.shared_cache(
-            model,
-            batch=rows,
-            limit=longest,
-            # No draft is deeper than what remains to be generated, whatever the controller allows.
-            slack=control.most.within(request.stopping.max_new_tokens).nodes,
-            device=device,
-            bucket=1 if programs is None else programs.bucket,
-            kept="exact" if limits is None else limits.cache,
-        )
+        if target.limits is not None:
+            target.limits.check(rows, longest)
+        # No draft is deeper than what remains to be generated, whatever the controller allows.
+        slack = control.most.within(request.stopping.max_new_tokens).nodes
+        cache = target.cache(rows, longest, slack, device)
         if request.offsets is not None:
             cache.shift(request.offsets)
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
-        ranks = ranks_of(model)
+        ranks = ranks_of(target.model)
         if ranks is not None:
             _check_no_clock(request)
             seed = ranks.of_first(seed)
@@ -83,7 +68,7 @@ class Generation(Iterator[Round]):
         self._request = request
         self.lossless = rule.lossless and cache.lossless
         batch = Batch(
-            runner=runner_for(model, adapter, cache, programs, substitutes),
+            runner=target.runner(cache),
             cache=cache,
             sampling=request.sampling.coupled() if rule.couples else request.sampling,
             noise=Noise(seed, range(rows), device),
@@ -101,8 +86,8 @@ class Generation(Iterator[Round]):
             past=_past_to_fill(request, cache),
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
             needs_lockstep=request.sampling.in_order or request.stopping.needs_lockstep,
-            memories={} if memories is None else memories,
-            programs=programs,
+            memories=target.memories,
+            programs=target.programs,
             prefill_width=request.prefill_width,
         )
         proposer = None if draft is None else draft.begin(batch)
@@ -111,7 +96,7 @@ class Generation(Iterator[Round]):
         self._records = batch.records
         self._unfinished, self._past = batch.unfinished, batch.past
         self._text_ends = batch.sequences.text_ends
-        self._rounds = _rounds(batch, request, proposer, rule, self.stats)
+        self._rounds = rounds(batch, request, proposer, rule, self.stats)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
         self._inference = torch.is_inference_mode_enabled()
@@ -124,7 +109,7 @@ class Generation(Iterator[Round]):
         """
         try:
             # Tensors of one mode cannot be written in the other, and a caller may go on elsewhere than it began.
-            with torch.inference_mode(self._inference):
+            with torch.inference_mode(self._inference), torch.no_grad():
                 return next(self._rounds)
         except StopIteration:
             failed, self._failed = self._failed, []
@@ -179,23 +164,6 @@ class Generation(Iterator[Round]):
         )
 
 
-@torch.no_grad()
-def _rounds(
-    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats
-) -> Generator[Round, None, None]:
-    """Run the loop; then store the past, the times and the bytes of the whole generation."""
-    clock = PhaseClock(batch.last_tokens.device)
-    try:
-        yield from rounds(batch, request, proposer, rule, stats, clock)
-        if batch.past is not None and can_store(batch.cache):
-            store_past(batch.cache, batch.past, request.mask)
-    finally:
-        stats.cache_bytes = batch.cache.most_bytes
-        stats.substitute_bytes = batch.runner.substitutes.nbytes
-        stats.draft_bytes = 0 if proposer is None else proposer.nbytes
-        stats.seconds = clock.seconds()
-
-
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
     """Return the cache that receives keys and values at the end: the caller's own, or a new one to be returned."""
     if request.past is not None:
@@ -223,9 +191,3 @@ def _check_no_clock(request: Request) -> None:
             "max_time is not supported where a model lies on several processes, whose clocks differ; bound the text by "
             "max_new_tokens"
         )
-
-
-def _device(model: PreTrainedModel, request: Request) -> torch.device:
-    """Return the device of token ids and logits: that of the weights, or of the prompt if all weights are offloaded."""
-    embeddings: torch.device = model.get_input_embeddings().weight.device
-    return request.input_ids.device if embeddings.type == "meta" else embeddings

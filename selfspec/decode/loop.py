@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from torch import Tensor
 
 from selfspec.accept import Rule
+from selfspec.cache.transfer import can_store, store_past
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge_together
 from selfspec.decode.judge_in_order import judge_in_order
@@ -22,20 +23,37 @@ Judge = Callable[[Batch, Draft, Tensor, Rule], Verdict]
 
 
 def rounds(
-    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats, clock: PhaseClock
+    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats
 ) -> Generator[Round, None, None]:
-    """Generate, and yield what each round committed; `stats` counts the rounds, and `clock` times their phases."""
-    judge = judge_in_order if batch.sampling.in_order else judge_together
-    with clock.phase("prefill"):
-        prefill(batch, request, proposer)
-    while batch.unfinished:
-        yield run_round(batch, proposer, rule, judge, stats, clock)
+    """Generate, and yield what each round committed. At the end store the past, and complete `stats`."""
+    judge, clock = judge_in_order if batch.sampling.in_order else judge_together, PhaseClock(batch.last_tokens.device)
+    try:
+        with clock.phase("prefill"):
+            prefill(batch, request, proposer)
+        while batch.unfinished:
+            yield run_round(batch, proposer, rule, judge, stats, clock)
+        if batch.past is not None and can_store(batch.cache):
+            store_past(batch.cache, batch.past, request.mask)
+    finally:
+        stats.cache_bytes = batch.cache.most_bytes
+        stats.substitute_bytes = batch.runner.substitutes.nbytes
+        stats.draft_bytes = 0 if proposer is None else proposer.nbytes
+        stats.seconds = clock.seconds()
 
 
 def run_round(
     batch: Batch, proposer: Proposer | None, rule: Rule, judge: Judge, stats: Stats, clock: PhaseClock
 ) -> Round:
-    """Run one round, and return what it committed. Arguments as in `rounds`; `judge` makes the verdict."""
+    """Run one round, and return what it committed.
+
+    Args:
+        batch: before the round.
+        proposer: drafts; None: nothing does.
+        rule: accepts or rejects draft tokens.
+        judge: makes the verdict.
+        stats: counts the round.
+        clock: times its phases.
+    """
     with clock.phase("draft"):
         draft = propose(batch, proposer)
     with clock.phase("verify"):

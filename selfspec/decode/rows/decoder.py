@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from selfspec.accept import Rule, default_rule
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.by_load import ControllerByLoad
-from selfspec.decode.limits import Limits
 from selfspec.decode.loop import run_round
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round
@@ -28,13 +26,11 @@ from selfspec.decode.rows.sequences import JoinedSequences
 from selfspec.decode.rows.stopping import JoinedStopping
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import PhaseClock, Stats
+from selfspec.decode.target import Target
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.adapter import Adapter
 from selfspec.model.rope import boundaries, check_rotary
-from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
 
@@ -77,14 +73,9 @@ class RowDecoder:
     """Runs rows of one wrapped model. Used by one thread at a time, but for `row`.
 
     Args:
-        model: the stock model.
-        adapter: where its layers are.
+        target: the model, and what all its generations share.
         drafting: by whether decoding is greedy: what most rows do decides.
         rule: judges drafts of rows that are sampled and not coupled; None: see `default_rule`.
-        programs: recorded passes.
-        substitutes: weights in fewer bits.
-        memories: what drafters keep as long as the wrapper.
-        limits: where memory has a budget.
         check: refuses what drafts where it no longer fits the model; asked before each row is begun.
 
     Attributes:
@@ -93,31 +84,23 @@ class RowDecoder:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        adapter: Adapter,
+        target: Target,
         drafting: Mapping[bool, Drafting],
         rule: Rule | None,
-        programs: GraphCache,
-        substitutes: Substitutes,
-        memories: dict[Hashable, object],
-        limits: Limits | None,
         check: Callable[[], None],
     ) -> None:
-        check_on_one_process(model, "an engine of requests that come and go")
+        limits = target.limits
+        check_on_one_process(target.model, "an engine of requests that come and go")
         if limits is not None and limits.cache != "exact":
             raise UnsupportedOptionError(
                 f"an engine of requests that come and go keeps exact keys and values on the model's device; load the "
                 f"model without cache={limits.cache!r}"
             )
-        self._model = model
-        self._adapter = adapter
+        self._target = target
         self._drafting = drafting
         self._rule = rule
-        self._programs = programs
-        self._substitutes = substitutes
-        self._memories = memories
         self._check = check
-        self._config = model.config.get_text_config(decoder=True)
+        self._config = target.model.config.get_text_config(decoder=True)
         context = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
         # Not even scrap behind the end of a row may lie where tables change, for they would change for all rows.
         self._limit: int = min([context, *boundaries(self._config)])
@@ -152,8 +135,8 @@ class RowDecoder:
         ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, and transformers warns of a model that does not say by what.
         request = read_request(
-            self._model,
-            self._adapter,
+            self._target.model,
+            self._target.adapter,
             ids,
             torch.ones_like(ids),
             None,
@@ -179,7 +162,7 @@ class RowDecoder:
         cache = self._cache()
         cache.hold(1, row.length)
         if self._runner is None:
-            self._runner = runner_for(self._model, self._adapter, cache, self._programs, self._substitutes)
+            self._runner = self._target.runner(cache)
         row.error = None
         batch = RowsBatch(
             runner=self._runner.over(cache),
@@ -191,8 +174,8 @@ class RowDecoder:
             sequences=JoinedSequences([row.sequences]),
             stopping=JoinedStopping([row]),
             records=records_of([row]),
-            memories=self._memories,
-            programs=self._programs,
+            memories=self._target.memories,
+            programs=self._target.programs,
             rows=[row],
         )
         for each in self._drafting.values():
@@ -223,7 +206,7 @@ class RowDecoder:
     def measured(self) -> CacheSizes:
         """Measure what a token and a row take in the cache, by a pass over one token."""
         cache = self._cache()
-        runner = runner_for(self._model, self._adapter, cache, None, self._substitutes)
+        runner = runner_for(self._target.model, self._target.adapter, cache, None, self._target.substitutes)
         cache.hold(1, 1)
         runner.prefill(torch.zeros(1, 1, dtype=torch.long, device=self._device), [1])
         slots = cache.nbytes - cache.state_bytes
@@ -233,15 +216,7 @@ class RowDecoder:
 
     @property
     def _device(self) -> torch.device:
-        weights: torch.device = self._model.get_input_embeddings().weight.device
-        return torch.device("cpu") if weights.type == "meta" else weights
+        return self._target.device or torch.device("cpu")
 
     def _cache(self) -> SharedCache:
-        return self._adapter.shared_cache(
-            self._model,
-            1,
-            self._limit,
-            self._slack,
-            device=self._device,
-            bucket=self._programs.bucket,
-        )
+        return self._target.cache(1, self._limit, self._slack, self._device)

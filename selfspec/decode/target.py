@@ -1,0 +1,54 @@
+"""The target: the model that verifies, with all that its generations share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.decode.limits import Limits
+from selfspec.model.adapter import Adapter
+from selfspec.model.substitutes import Substitutes
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Target:
+    """A wrapped model, as generations run it.
+
+    Attributes:
+        model: the stock model.
+        adapter: where its layers are.
+        programs: passes recorded so far.
+        substitutes: its weights in fewer bits, made so far.
+        memories: what drafters keep as long as the wrapper.
+        limits: of each call, where memory has a budget; None: there are none.
+    """
+
+    model: PreTrainedModel
+    adapter: Adapter
+    programs: GraphCache
+    substitutes: Substitutes
+    memories: dict[Hashable, object]
+    limits: Limits | None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where token ids and logits are; None: all weights are offloaded, and they are where the prompt is."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return None if device.type == "meta" else device
+
+    def cache(self, rows: int, limit: int, slack: int, device: torch.device) -> SharedCache:
+        """Make a cache for rows of up to `limit` committed tokens, and `slack` more for drafts."""
+        kept = "exact" if self.limits is None else self.limits.cache
+        bucket = self.programs.bucket
+        return self.adapter.shared_cache(self.model, rows, limit, slack, device=device, bucket=bucket, kept=kept)
+
+    def runner(self, cache: SharedCache) -> ModelRunner:
+        """Make what runs passes over a cache."""
+        return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes)
