@@ -29,7 +29,12 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 
 
-@drafter("assistant", argument=":FOLDER", help="another checkpoint with the same vocabulary, over a cache of its own")
+@drafter(
+    "assistant",
+    argument=":FOLDER",
+    help="another checkpoint with the same vocabulary, over a cache of its own",
+    mark=("#882255", "X"),
+)
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Assistant(Drafter):
     """A second, smaller model with the same vocabulary drafts, as in Leviathan et al. (2023) and Chen et al. (2023).

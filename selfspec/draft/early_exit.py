@@ -12,7 +12,9 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
-@drafter("exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head")
+@drafter(
+    "exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head", mark=("#0072B2", "o")
+)
 @dataclass(frozen=True)
 class EarlyExit(LayerPathDrafter):
     """Self-speculation from an exit layer, as in LayerSkip (Elhoushi et al., 2024).

@@ -38,8 +38,12 @@ _GROUPS = (32, 64, 128, 256)
 _CHANCES = (0.95, 0.03, 0.01)
 
 
-@drafter("int8", argument="[:FILE]", help="the same layers in 8 bits; FILE is by `selfspec quantize`")
-@drafter("int4", argument="[:FILE]", help="the same in 4 bits; int4+exit:E is the first E of them")
+@drafter(
+    "int8", argument="[:FILE]", help="the same layers in 8 bits; FILE is by `selfspec quantize`", mark=("#009E73", "D")
+)
+@drafter(
+    "int4", argument="[:FILE]", help="the same in 4 bits; int4+exit:E is the first E of them", mark=("#009E73", "D")
+)
 @dataclass(frozen=True, init=False)
 class LowPrecision(LayerPathDrafter):
     """Self-speculation with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ _ROW_BYTES = 8 << 20
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
-@drafter("recycle", argument="[:FILE]", help="trees of candidates that earlier passes left over")
+@drafter("recycle", argument="[:FILE]", help="trees of candidates that earlier passes left over", mark=("#D55E00", "P"))
 @dataclass(frozen=True)
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
@@ -93,10 +92,6 @@ class Recycling(Drafter):
         adapter.check_trees(model)
         if self.saved is not None:
             self._check_file(CandidateFile(self.saved), Vocabulary.of(model))
-
-    @classmethod
-    def variants(cls, depth: int) -> Sequence[Drafter]:
-        return (cls(),)
 
     def begin(self, rows: RowsView) -> RecyclingProposer:
         if self not in rows.memories:

@@ -32,7 +32,7 @@ class _Content:
     layers: list[int] = field(default_factory=list)
 
 
-@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
+@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found", mark=("#E69F00", "s"))
 @dataclass(frozen=True)
 class SkipFile(LayerPathDrafter):
     """A `LayerSkip` for one checkpoint and no other.

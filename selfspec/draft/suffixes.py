@@ -30,7 +30,12 @@ _ENOUGH, _SHORTER = 8, 0.3
 _LONG_MATCH = 12
 
 
-@drafter("suffix", argument="[:FILE]", help="what followed in earlier texts, and in a corpus by `selfspec index`")
+@drafter(
+    "suffix",
+    argument="[:FILE]",
+    help="what followed in earlier texts, and in a corpus by `selfspec index`",
+    mark=("#D55E00", "p"),
+)
 @dataclass(frozen=True)
 class Suffixes(Drafter):
     """Suffix trees of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
@@ -80,10 +85,6 @@ class Suffixes(Drafter):
     def spelling(self) -> str | None:
         has_file = self.corpus is not None and self == Suffixes(self.corpus)
         return f"suffix:{self.corpus}" if has_file else super().spelling
-
-    @classmethod
-    def variants(cls, depth: int) -> Sequence[Drafter]:
-        return (cls(),)
 
 
 class SuffixProposer(MergingProposer):

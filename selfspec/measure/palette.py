@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from selfspec.draft.registry import AUTO, declarations
+
 # The qualitative palette of Okabe and Ito (2008), and two of Tol (2021) that go with it.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, OLIVE, WINE = "#E69F00", "#56B4E9", "#000000", "#999933", "#882255"
@@ -26,18 +28,6 @@ STYLE: dict[Any, Any] = {
 }
 """Settings of matplotlib that every picture shares."""
 
-# By how the name of a draft begins; the last part of a cascade says its colour.
-_KINDS = {
-    "exit": (BLUE, "o"),
-    "skip": (ORANGE, "s"),
-    "head": (SKY, "^"),
-    "int": (GREEN, "D"),
-    "lookup": (PURPLE, "v"),
-    "recycle": (VERMILION, "P"),
-    "suffix": (VERMILION, "p"),
-    "assistant": (WINE, "X"),
-    "auto": (OLIVE, "*"),
-}
 Dashes = str | tuple[int, tuple[int, ...]]
 _DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _MARKERS = ("s", "^", "d")
@@ -70,11 +60,14 @@ def mark_of(draft: str | None) -> Mark:
     """The mark of a draft by its name, such as `lookup+exit:4`; None: plain decoding."""
     if draft is None:
         return Mark(BLACK, "o")
+    declared = {each.name: each.mark for each in declarations() if each.written == "alone"} | {AUTO: (OLIVE, "*")}
     parts = [part for part in draft.split("+") if not part.startswith("vocab")]
+    # The last part of a cascade says its colour.
     for part in reversed(parts):
-        for kind, (colour, marker) in _KINDS.items():
-            if part.startswith(kind):
-                return Mark(colour, marker, filled=len(parts) == 1)
+        name = part.removeprefix("union:").partition(":")[0]
+        if name in declared:
+            colour, marker = declared[name]
+            return Mark(colour, marker, filled=len(parts) == 1)
     return Mark(GREY, "h")
 
 
