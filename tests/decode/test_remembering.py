@@ -25,6 +25,7 @@ from transformers.generation import BaseStreamer, RepetitionPenaltyLogitsProcess
 import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
+from helpers.tiers import in_turns
 from selfspec.draft import Drafter
 
 WIDTH, NEW, PAD = 8, 20, 0
@@ -248,8 +249,7 @@ def wrapped(model: PreTrainedModel, draft: str, length: int, rule: str | None = 
     return selfspec.wrap(model, DRAFTS[draft], draft_length=length, accept=rule, runtime=selfspec.Eager())
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "draft"), in_turns(tuple(OPTIONS), tuple(DRAFTS)))
 def test_calls_and_text_are_those_of_transformers(model: PreTrainedModel, name: str, draft: str) -> None:
     wanted, calls = stock(model, name, **ragged(), **GREEDY)
     log: list[Call] = []
@@ -297,8 +297,7 @@ def test_through_custom_generate(model: PreTrainedModel, name: str) -> None:
     assert same_calls(log, calls, lengths(wanted))
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", ["criterion", "both", "two of each"])
+@pytest.mark.parametrize(("name", "draft"), in_turns(("criterion", "both", "two of each"), tuple(DRAFTS)))
 def test_without_an_end_of_sequence_rows_that_have_ended_are_filled_up(
     model: PreTrainedModel, name: str, draft: str
 ) -> None:
@@ -348,8 +347,7 @@ def test_coupled_samples_and_their_calls_are_those_of_plain_decoding(model: PreT
         assert same_calls(log, calls, out.lengths)
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "rule"), in_turns(tuple(OPTIONS), ("token", "block")))
 def test_a_sample_is_shown_as_it_grows(model: PreTrainedModel, name: str, rule: str) -> None:
     log: list[Call] = []
     spec = wrapped(model, "skip", 4, rule)
@@ -589,8 +587,7 @@ STOCK_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("draft", ["plain", "exit", "cascade"])
-@pytest.mark.parametrize("name", STOCK_OPTIONS)
+@pytest.mark.parametrize(("name", "draft"), in_turns(tuple(STOCK_OPTIONS), ("plain", "exit", "cascade")))
 @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
 def test_the_remembering_processors_of_transformers(model: PreTrainedModel, name: str, draft: str) -> None:
     wanted = model.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name]())

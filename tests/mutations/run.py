@@ -197,6 +197,7 @@ class _Runs(contextlib.AbstractContextManager["_Runs"]):
 def _end(child: ForkServerProcess) -> None:
     """End a child, and with it the processes that its tests have started."""
     assert child.pid is not None
+    child.join(1)
     child.kill()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)

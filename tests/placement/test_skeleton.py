@@ -18,6 +18,7 @@ import selfspec
 from helpers import tiny
 from helpers.same_tensors import check_same_tensors
 from helpers.shrunken import shrunken
+from helpers.tiers import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.errors import CheckpointError
 from selfspec.model.checkpoint import load_model, read_config
@@ -86,8 +87,7 @@ NAMES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[dict[str, Tensor
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), in_turns(tuple(NAMES), (None, torch.bfloat16)))
 def test_names_and_dtypes(tmp_path: Path, name: str, dtype: torch.dtype | None) -> None:
     make, change = NAMES[name]
     saved(tmp_path, make(), change)

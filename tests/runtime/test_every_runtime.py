@@ -9,19 +9,64 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import Interpreted, StandIn
-from helpers.proving import check_inference_mode, greedy_together, ticking
-from selfspec.runtime import Runtime, Traced
+from helpers.proving import check_inference_mode, greedy_together, ragged_samples, ticking
+from helpers.snapshot import Snapshot
+from helpers.tiers import in_turns
+from selfspec.runtime import Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 
-PROMPT, NEW = 5, 20
+PROMPT, NEW = 5, 24
 RUNTIMES: dict[str, Runtime] = {"traced": Traced(after=0), "graphs": StandIn(0, 8), "compiled": Interpreted(0)}
+DRAFTS: dict[str, selfspec.Drafter | None] = {
+    "plain": None,
+    "exit": selfspec.EarlyExit(1),
+    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.LayerSkip(layers=[0, 2]),
+    "look-up": selfspec.PromptLookup(),
+    "int8": selfspec.LowPrecision(),
+}
+
+
+def wrapped(model: PreTrainedModel, draft: selfspec.Drafter | None, runtime: Runtime) -> selfspec.SelfSpeculative:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
+    spec.programs = GraphCache(spec.runtime, ticking())
+    return spec
+
+
+# Compiled passes take longer: test_compiled.py has fewer of these cases.
+@pytest.mark.parametrize(
+    ("runtime", "architecture", "kernel", "draft"),
+    in_turns(("traced", "graphs"), sorted(tiny.BUILDERS), ("sdpa", "eager"), tuple(DRAFTS)),
+)
+def test_greedy_text_is_the_stock_models(runtime: str, architecture: str, kernel: str, draft: str) -> None:
+    model = tiny.BUILDERS[architecture](attention=kernel)
+    before = Snapshot(model)
+    prompt = tiny.prompt(PROMPT)
+    spec = wrapped(model, DRAFTS[draft], RUNTIMES[runtime])
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert spec.programs.proved
+    assert all(kind.padded == (runtime == "graphs") for kind in spec.programs.proved)
+    assert not spec.programs.refusals
+    before.assert_same(model)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("runtime", ["traced", "graphs"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: str, draft: str, runtime: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    tokens: list[list[list[int]]] = []
+    for each in (Eager(), RUNTIMES[runtime]):
+        spec = wrapped(model, DRAFTS[draft], each)
+        tokens.append(ragged_samples(spec, PROMPT, NEW))
+    assert tokens[0] == tokens[1]
+    assert any(not kind.uniform for kind in spec.programs.proved)
 
 
 @pytest.fixture(params=RUNTIMES)
 def spec(request: pytest.FixtureRequest, llama: PreTrainedModel) -> selfspec.SelfSpeculative:
-    found = selfspec.wrap(llama, selfspec.EarlyExit(1), draft_length=1, runtime=RUNTIMES[request.param])
-    found.programs = GraphCache(found.runtime, ticking())
-    return found
+    return wrapped(llama, selfspec.EarlyExit(1), RUNTIMES[request.param])
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -14,6 +14,7 @@ import selfspec
 from helpers import tiny
 from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder
+from helpers.tiers import in_turns
 from selfspec.errors import CheckpointError, PromptError
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.conversation import Conversation
@@ -116,8 +117,10 @@ def test_other_caches(name: str) -> None:
         assert turn.tokens == whole(spec, turn.prompt, 5)
 
 
-@pytest.mark.parametrize("source", [PLAIN, FORGETFUL])
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "mamba2", "falcon_mamba"])
+@pytest.mark.parametrize(
+    ("name", "source"),
+    in_turns(("qwen3_next", "mamba", "mamba2", "falcon_mamba"), {"plain": PLAIN, "forgetful": FORGETFUL}),
+)
 def test_states_that_cannot_go_back_are_read_anew(name: str, source: str) -> None:
     from helpers.shrunken import shrunken
 
