@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.measure.progress import Unwatched, Watch
-from selfspec.measure.stock import bare
+from selfspec.measure.stock import bare, end_tokens, until_end
 
 # Of the texts that weights are fitted on; rows that are written at a time.
 _TOKENS, _ROWS = 256, 4
@@ -89,12 +89,14 @@ def continued(
 ) -> list[Continuation]:
     """Let the stock model continue prompts of any lengths, each `[1, prompt]`, one by one, as `own_text` does.
 
-    The seed is that of the first text; the others count on from it.
+    A text ends where the model ends it. The seed is that of the first text; the others count on from it.
     """
     progress = watch or Unwatched()
     progress.begin(len(prompts))
     texts = []
     for number, prompt in enumerate(prompts):
         progress.step("the model's own text")
-        texts.append(Continuation(own_text(model, prompt, max_new_tokens, temperature, seed + number), prompt.shape[1]))
+        ids, first = own_text(model, prompt, max_new_tokens, temperature, seed + number), prompt.shape[1]
+        written = until_end(ids[0, first:].tolist(), end_tokens(model))
+        texts.append(Continuation(ids[:, : first + len(written)], first))
     return texts
