@@ -51,21 +51,14 @@ def calibrate(
         list[str] | None,
         typer.Option(
             metavar="DRAFT",
-            help="A path to consider: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. Default: every "
-            "exit. Look-ups, alone and before a path, trees along the best and plain decoding are always considered.",
+            help="A path to consider in place of exits: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. "
+            "Always considered are 8 and 4 bits, look-ups, alone and before a path, trees along the best, and plain "
+            "decoding.",
         ),
     ] = None,
     corpus: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Consider suffix trees over a corpus too: a file of `selfspec index`."),
-    ] = None,
-    candidates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="If recycling is chosen, begin with what it learns from the prompts: keep that in FILE, which the "
-            "profile names.",
-        ),
     ] = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
@@ -94,7 +87,6 @@ def calibrate(
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.tools.calibrate.candidates import considered
-    from selfspec.tools.calibrate.kept_candidates import with_candidates
     from selfspec.tools.calibrate.run import calibrate as run
     from selfspec.tools.calibrate.work import SIZES, work
 
@@ -108,8 +100,6 @@ def calibrate(
         check_output_folder(profile_place.folder())
     else:
         check_output_file(to)
-    if candidates is not None:
-        check_output_file(candidates)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
     ids = [checkpoint.encode(text) for text in texts]
@@ -121,8 +111,6 @@ def calibrate(
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         profile = run(checkpoint.model, ids, drafters, measurements, corpus=over, watch=StepBar(progress))
-    if candidates is not None:
-        profile = with_candidates(profile, checkpoint.model, ids, candidates)
     seconds = time.perf_counter() - started
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)

@@ -80,14 +80,14 @@ def calibrate(
 ) -> Profile:
     """Find the draft that decodes fastest here, greedily and sampling.
 
-    Considered are plain decoding, look-ups, every exit, the model in 8 and in 4 bits, exits in 8 bits (or the drafts
-    given), look-ups before each, recycling, and trees along the best. The formula narrows them down; what is chosen was
-    the fastest in real generations in turns with plain decoding, and surely faster than that.
+    Considered are plain decoding, look-ups, the model in 8 and in 4 bits, every exit, exact and in 8 bits (or the
+    drafts given in place of exits), look-ups before each, recycling, and trees along the best. The formula narrows them
+    down; what is chosen was the fastest in real generations in turns with plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
         prompts: token ids, each `[1, prompt]`, on the model's device; what is measured holds for texts like these.
-        drafters: drafts along a path of the model to consider in place of the usual ones.
+        drafters: drafts along a path of the model to consider in place of exits.
         measurements: how much is measured; None: the defaults.
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
@@ -102,10 +102,10 @@ def calibrate(
     asked, progress = measurements or Measurements(), watch or Unwatched()
     found = adapter or find_adapter(model)
     named = considered(len(found.decoder_layers(model)), drafters)
-    if drafters is None:
-        named = fitting(named, model, found)
-    for drafter in named.values():
+    # A model may refuse what it was not asked for: one that is quantised has no use for fewer bits.
+    for drafter in drafters or ():
         drafter.check_model(model, found)
+    named = fitting(named, model, found)
     if corpus is not None:
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)

@@ -195,6 +195,8 @@ def _estimate(row: Row, name: str) -> Estimate:
 
 
 def _short(draft: str) -> str:
-    name = re.sub(r"[^:]*[/\\]", "", draft).removeprefix("skip:")  # of files only their names
-    name = name.replace("attn=", "a").replace("mlp=", "m").replace("layers=", "l")
-    return name if len(name) <= 26 else name[:25] + "…"
+    """Name a draft in words: of files only their names, of a skip set what it does without."""
+    name = re.sub(r"[^:]*[/\\]", "", draft)
+    for part, words in (("skip:", "without "), ("attn=", "attention "), ("mlp=", "MLP "), ("layers=", "layers ")):
+        name = name.replace(part, words)
+    return name if len(name) <= 32 else name[:31] + "…"
