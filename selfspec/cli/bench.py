@@ -335,7 +335,9 @@ def _measure(
     parts, workloads = measured.parts(memory), read_workloads(cells.workload)
     grid, specs = cells.grid(list(workloads)), arms.specs(model)
     if "acceptance" in parts:
-        specs = [spec for spec in specs if spec.kind == "draft"]
+        # Texts are worth more or less beside those of plain decoding.
+        beside = {"draft", "plain"} if "quality" in parts else {"draft"}
+        specs = [spec for spec in specs if spec.kind in beside]
     # Arms that run packed weights pack a copy.
     checkpoint = replace(model, packed=False).load() if memory is None else _within(model, memory, specs, cells)
     name = "embedded" if model.model == DEMO else Path(model.model).name

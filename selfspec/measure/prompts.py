@@ -116,10 +116,12 @@ def as_chat(tokenizer: PreTrainedTokenizerBase) -> Callable[[Text], list[int]]:
     """Return what encodes texts as a user's messages, by the checkpoint's chat template.
 
     Raises:
-        CheckpointError: there is none.
+        PromptError: there is none.
     """
     from selfspec.serve.chat_template import ChatTemplate
 
+    if not tokenizer.chat_template:
+        raise PromptError("the checkpoint has no chat template to write prompts by; give them as they stand")
     template = ChatTemplate(tokenizer)
 
     def encode(text: Text) -> list[int]:

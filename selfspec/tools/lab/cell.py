@@ -109,7 +109,7 @@ def with_prompts(
 
     Raises:
         PromptError: a prompt and its text exceed the model's context.
-        CheckpointError: there is no chat template, where one is asked for.
+        PromptError: there is no chat template, where one is asked for.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     made: dict[Cell, list[Prompts]] = {}

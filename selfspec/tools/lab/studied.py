@@ -114,7 +114,7 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
     """Load a model of a study and its prompts.
 
     Raises:
-        CheckpointError: it has no chat template, and the study asks for one.
+        PromptError: it has no chat template, and the study asks for one.
         StudyError: a prompt and its text exceed the model's context.
     """
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
