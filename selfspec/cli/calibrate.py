@@ -61,6 +61,7 @@ def calibrate(
         typer.Option(metavar="FILE", help="Consider suffix trees over a corpus too: a file of `selfspec index`."),
     ] = None,
     prompt_file: PromptFile = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Write prompts by the checkpoint's chat template.")] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
     minutes: Minutes = MINUTES,
     to: Annotated[
@@ -81,11 +82,13 @@ def calibrate(
     # Those that are no path of the model are refused once its depth is known.
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
+    import torch
+
     from selfspec.control import profile_place
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import BEGINNINGS, read_prompts
+    from selfspec.measure.prompts import BEGINNINGS, Text, as_chat, as_text, read_prompts
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.calibrate.run import calibrate as run
     from selfspec.tools.calibrate.work import SIZES, work
@@ -102,7 +105,9 @@ def calibrate(
         check_output_file(to)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
-    ids = [checkpoint.encode(text) for text in texts]
+    encode = (as_chat if chat else as_text)(checkpoint.tokenizer)
+    device = checkpoint.model.device
+    ids = [torch.tensor([encode(Text(text, whole=False))], dtype=torch.long, device=device) for text in texts]
     free = {name: size for name, size in SIZES.items() if name not in given}
     counted = partial(work, measurements, ids, len(paths))
     fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)

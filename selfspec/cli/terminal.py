@@ -133,7 +133,7 @@ def _lines(verb: str, progress: Progress) -> Iterator[None]:
     def tell() -> None:
         while not done.wait(_EVERY):
             for task in progress.tasks:
-                counted = f"{task.completed:g} of {task.total:g}" if task.total else ""
+                counted = f"{task.completed:.0f} of {task.total:.0f}" if task.total else ""
                 what = ", ".join(dict.fromkeys(each for each in (counted, task.description) if each))
                 said = f"{verb}: {what}; {time.monotonic() - began:.0f} s"
                 if task.total and task.completed and task.elapsed:

@@ -6,7 +6,7 @@ Ratios are taken repeat by repeat, since both arms met the same troubles in a re
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,27 +80,28 @@ class Figures:
         prediction: None where the passes were not timed or the arm does not draft.
     """
 
-    decoding_tokens_per_second: Estimate | None
-    whole_call_tokens_per_second: Estimate | None
-    first_token_seconds: Estimate | None
-    decoding_against: dict[str, Estimate]
-    decoding_without_cycles: Estimate | None
-    whole_call_against: Estimate | None
     mean_accepted_length: Estimate
     acceptance_rate: Estimate | None
     acceptance_by_depth: list[float | None] | None
     cycle_share: float
-    round_in_plain_steps: RoundCost | None
-    prediction: PredictedSpeedup | None
+    decoding_tokens_per_second: Estimate | None = None
+    whole_call_tokens_per_second: Estimate | None = None
+    first_token_seconds: Estimate | None = None
+    decoding_against: dict[str, Estimate] = field(default_factory=dict)
+    decoding_without_cycles: Estimate | None = None
+    whole_call_against: Estimate | None = None
+    round_in_plain_steps: RoundCost | None = None
+    prediction: PredictedSpeedup | None = None
 
 
 def figures(record: Record, reference: Record | None, plain: Record | None) -> Figures:
     """The figures of an arm beside `model.generate` and selfspec's plain decoding in the same cell."""
-    own, counts = _decoding(record), record.counts
+    own = _decoding(record)
     others = {"model_generate": reference, "plain": plain}
     against = {name: _median(own / _decoding(other)) for name, other in others.items() if other is not None}
     calm = [] if reference is None else calls_without_cycles(reference)
-    return Figures(
+    return replace(
+        untimed_figures(record),
         decoding_tokens_per_second=_median(own),
         whole_call_tokens_per_second=_median(_whole_call(record)),
         first_token_seconds=_median(np.mean(record.first_seconds, 1)),
@@ -109,10 +110,6 @@ def figures(record: Record, reference: Record | None, plain: Record | None) -> F
         if reference and calm
         else None,
         whole_call_against=_median(_whole_call(record) / _whole_call(reference)) if reference else None,
-        mean_accepted_length=_tokens_a_pass(record),
-        acceptance_rate=_over_calls(_accepted(record), _judged(record)) if counts and counts.judged else None,
-        acceptance_by_depth=_by_depth(record),
-        cycle_share=float(np.mean(record.cycle_share)),
         round_in_plain_steps=_round_cost(record, plain) if plain else None,
         prediction=_prediction(record, against["plain"]) if plain else None,
     )
@@ -120,20 +117,19 @@ def figures(record: Record, reference: Record | None, plain: Record | None) -> F
 
 def untimed_figures(record: Record) -> Figures:
     """The figures of an arm whose texts were decoded once, whatever else the machine did: counts alone."""
-    counts = record.counts
+    judged, accepted = (
+        [float(sum(sum(depths) for depths in call)) for call in zip(*counts, strict=True)]
+        for counts in (record.judged, record.accepted)
+    )
+    by_depth: list[float | None] | None = None
+    if record.counts is not None:
+        pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
+        by_depth = [stood / seen if seen else None for stood, seen in pairs]
     return Figures(
-        decoding_tokens_per_second=None,
-        whole_call_tokens_per_second=None,
-        first_token_seconds=None,
-        decoding_against={},
-        decoding_without_cycles=None,
-        whole_call_against=None,
         mean_accepted_length=_tokens_a_pass(record),
-        acceptance_rate=_over_calls(_accepted(record), _judged(record)) if counts and counts.judged else None,
-        acceptance_by_depth=_by_depth(record),
+        acceptance_rate=_over_calls(accepted, judged) if sum(judged) else None,
+        acceptance_by_depth=by_depth,
         cycle_share=float(np.mean(record.cycle_share)),
-        round_in_plain_steps=None,
-        prediction=None,
     )
 
 
@@ -179,21 +175,6 @@ def _over_calls(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
     """A ratio with an interval over calls, whose prompts differ."""
     pairs = [pair for pair in zip(parts, wholes, strict=True) if pair[1] > 0]
     return Estimate.of_ratio([part for part, _ in pairs], [whole for _, whole in pairs])
-
-
-def _judged(record: Record) -> list[float]:
-    return [float(sum(sum(depths) for depths in call)) for call in zip(*record.judged, strict=True)]
-
-
-def _accepted(record: Record) -> list[float]:
-    return [float(sum(sum(depths) for depths in call)) for call in zip(*record.accepted, strict=True)]
-
-
-def _by_depth(record: Record) -> list[float | None] | None:
-    if record.counts is None:
-        return None
-    pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
-    return [accepted / judged if judged else None for accepted, judged in pairs]
 
 
 def _whole_call(record: Record) -> _Speeds:
