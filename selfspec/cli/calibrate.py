@@ -90,8 +90,8 @@ def calibrate(
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import BEGINNINGS, Text, as_chat, as_text, read_prompts
     from selfspec.tools.calibrate.candidates import considered
+    from selfspec.tools.calibrate.run import SIZES, work
     from selfspec.tools.calibrate.run import calibrate as run
-    from selfspec.tools.calibrate.work import SIZES, work
 
     # The embedded model writes nothing but code.
     texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else BEGINNINGS

@@ -79,7 +79,7 @@ MODULES = _modules()
 
 
 def _room(module: str) -> str:
-    """The room of a module: of tools each is a room, as `tools.bench`; the package's front is "selfspec"."""
+    """The room of a module: of tools each is a room, as `tools.lab`; the package's front is "selfspec"."""
     below = module.split(".")[1:]
     if not below:
         return "selfspec"

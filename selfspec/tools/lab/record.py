@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from selfspec.decode.stats import Stats
-from selfspec.measure.cycles import cycle_share
+from selfspec.measure.own_text import cycle_share
 from selfspec.measure.timing import Call, DraftShape
 from selfspec.tools.lab.agreement import TextAgreement
 from selfspec.tools.lab.arms import ArmSpec

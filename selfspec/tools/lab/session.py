@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.environment import environment
-from selfspec.measure.progress import Watch
+from selfspec.measure.expected_time import Watch
 from selfspec.measure.spare_cores import CoreWatch
 from selfspec.runtime.packed import pack
 from selfspec.tools.lab.arms import ArmSpec, make_arm

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.api import SelfSpeculative
-from selfspec.measure.progress import Watch
+from selfspec.measure.expected_time import Watch
 from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place, rows_at_once
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.texts import sampled_texts

@@ -16,7 +16,7 @@ from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.progress import Unwatched
+from selfspec.measure.expected_time import Unwatched
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
