@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from selfspec.runtime.packed import pack, unpack
     from selfspec.serve.engine import Engine
     from selfspec.serve.row_request import RowRequest, RowSampling
-    from selfspec.tools.studies.inline import ablate
+    from selfspec.tools.lab.inline import ablate
 
 __version__ = "0.1.0"
 
@@ -129,7 +129,7 @@ __all__ = [
 
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
-    "tools.studies.inline": ["ablate"],
+    "tools.lab.inline": ["ablate"],
     "model.adapter": ["Adapter"],
     "control.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],

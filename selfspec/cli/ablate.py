@@ -19,8 +19,6 @@ _DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers
 _WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
 _FIGURES = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
 
-_SHAPES = ("draft_length", "nodes", "rule", "measured_mean_accepted_length", "measured_speedup_median", "exact")
-
 _Texts = list[str] | None
 _Numbers = list[int] | None
 _Count = int | None
@@ -33,8 +31,11 @@ class TextsAndCosts:
     """Texts and costs."""
 
     texts: Annotated[_Count, typer.Option(help="Texts of each workload.")] = None
-    prompt_tokens: Annotated[_Count, typer.Option(help="Tokens of each prompt.")] = None
-    max_new_tokens: Annotated[_Count, typer.Option(help="Tokens that the model adds to each.")] = None
+    prompt_tokens: Annotated[_Count, typer.Option(help="Cut or join prompts to N tokens. Default: whole prompts.")] = (
+        None
+    )
+    chat: Annotated[bool | None, typer.Option("--chat", help="Write prompts by the checkpoint's chat template.")] = None
+    max_new_tokens: Annotated[_Count, typer.Option(help="Most tokens that the model adds to each.")] = None
     pricing: Annotated[Pricing, typer.Option(help="Costs `measured` here, or by the `weights` a step reads.")] = None
     dtype: Annotated[DtypeOption | None, typer.Option(metavar="DTYPE", help="Compute in it; default: float32.")] = None
 
@@ -49,25 +50,21 @@ class Lists:
     drafts: Annotated[_Texts, typer.Option("--draft", metavar="DRAFT", help=_DRAFTS)] = None
     workloads: Annotated[_Texts, typer.Option("--workload", metavar="NAME=FILE", help=_WORKLOADS)] = None
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="0: greedy decoding.")] = None
-    accept: Annotated[_Texts, typer.Option(metavar="RULE", help="Acceptance rule of the drafts to confirm.")] = None
     draft_lengths: DraftLengths = None
-    nodes: Annotated[
-        _Numbers, typer.Option(help="Confirm trees of N tokens too, of each draft length; may be repeated.")
-    ] = None
-    seeds: Annotated[_Numbers, typer.Option("--seed", help="Seed of sampled texts.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates(TextsAndCosts):
     """Texts, estimates and costs."""
 
+    seed: Annotated[_Count, typer.Option(help="Seed of sampled texts.")] = None
     reach: Annotated[_Count, typer.Option(help="Positions of a draft to tell apart; each costs a pass.")] = None
     confirm: Annotated[_Count, typer.Option(help="Drafts of each text and temperature confirmed by generation.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablated:
-    """`selfspec ablate`. A row of `best` is one of `points.jsonl`.
+    """`selfspec ablate`. A row of `best` is one of `points.parquet`.
 
     Attributes:
         best: the most promising draft of each model, text and temperature.
@@ -94,78 +91,56 @@ def ablate(
     """Study drafts of all kinds on models and texts, and write tables and pictures.
 
     Acceptance is estimated for every draft by teacher forcing, many drafts at once; a sample is confirmed by real
-    generation. Repeat an interrupted command to resume it; several at once share the work.
+    generation. Repeat an interrupted command to resume it.
     """
     declared = given({**asdict(lists), **asdict(estimates)})
     if study is None and not declared:
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
 
-    from selfspec.files.writing import check_output_folder
-    from selfspec.tools.studies.drafts import draft_kind, named_drafts
-    from selfspec.tools.studies.models import check_inputs, load
-    from selfspec.tools.studies.prices import MOST_TIMED
-    from selfspec.tools.studies.report.page import write_report
-    from selfspec.tools.studies.report.panels import panels
-    from selfspec.tools.studies.run import work_on
-    from selfspec.tools.studies.study import Study, declared_in, read_study, require_packages
-    from selfspec.tools.studies.work import fit_study, resize, sizes_of
+    from selfspec.tools.lab.ablation import work_on
+    from selfspec.tools.lab.drafts import named_drafts
+    from selfspec.tools.lab.findings import findings
+    from selfspec.tools.lab.report import require_packages
+    from selfspec.tools.lab.runs import Runs
+    from selfspec.tools.lab.studied import check_inputs, load
+    from selfspec.tools.lab.study import Study, declared_in, read_study
+    from selfspec.tools.lab.study_report import described, write_report
+    from selfspec.tools.lab.work import fit_study, resize, sizes_of
 
     prepare_quietly(machine.threads)
     require_packages()
     said = set(declared) if study is None else declared.keys() | declared_in(study)
     found = Study.of(declared, "the command line") if study is None else read_study(study, declared)
     folder = to or Path(found.name)
-    check_output_folder(folder)
+    runs = Runs(folder)
     check_inputs(found)
     first, *_ = found.models
     loaded = {first: load(first, found, machine.device)}
-    drafts = named_drafts(found.drafts, loaded[first].model, loaded[first].adapter, found.seeds[0])
-    exits = sum(draft_kind(name) == "exit" for name in drafts)
+    drafts = named_drafts(found.drafts, loaded[first].model, loaded[first].adapter, found.seed)
     free = {name: size for name, size in sizes_of(found).items() if name not in said}
-    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, folder, min(exits, MOST_TIMED))
+    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, runs)
     announce("studying", fitted, minutes)
     found = resize(found, fitted.sizes)
     with counting_bar("studying") as count:
         # One model is in memory at a time.
-        finding = work_on(
-            found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), folder, count
-        )
+        finding = work_on(found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, count)
     files = write_report(finding, folder)
-    shown = panels(finding)
+    shown = findings(finding)
+    about = described(finding)
     if output == "text":
-        for panel in shown:
-            print_rows(panel.title, panel.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
-            if panel.shapes:
-                print_rows(f"{panel.title}: trees beside chains", panel.shapes, _SHAPES)
-            print(_verdict(panel.title, panel.best))
-        for result in finding.failed:
-            print(f"failed: {dict(result.point.place)}: {result.error}")
-        print(f"{len(finding.results)} points, {len(finding.failed)} failed; the report is in {folder}")
+        for each in shown:
+            print_rows(each.title, each.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
+            print(f"{each.sentence()}\n" if each.best else f"{each.title}: there is no draft to judge.\n")
+        for run in finding.failed:
+            print(f"failed: {dict(run.asked.place)}: {run.error}")
+        print(f"{len(finding.runs)} points, {len(finding.failed)} failed; the report is in {folder}")
     return Ablated(
         study=asdict(finding.study),
-        points=len(finding.results),
-        failed=[{"place": dict(each.point.place), "error": each.error} for each in finding.failed],
-        best=[dict(panel.best[0]) for panel in shown if panel.best],
+        points=about["points"],
+        failed=about["failed"],
+        best=[dict(each.best[0]) for each in shown if each.best],
         files=[str(file) for file in files],
     )
-
-
-def _verdict(title: str, best: Sequence[Mapping[str, Any]]) -> str:
-    """What the best draft of a panel is worth: measured where a draft was confirmed, else predicted."""
-    measured = [row for row in best if isinstance(row.get("measured_speedup_median"), float)]
-    measured = [row for row in measured if row["measured_speedup_median"] == row["measured_speedup_median"]]
-    if measured:
-        first = max(measured, key=lambda row: float(row["measured_speedup_median"]))
-        speed, predicted = first["measured_speedup_median"], first["predicted_speedup"]
-        if speed <= 1:
-            return f"{title}: no draft beat plain decoding here; {first['draft']} came to {speed:.2f}.\n"
-        return f"{title}: {first['draft']}, measured {speed:.2f} and predicted {predicted:.2f} times plain decoding.\n"
-    if not best:
-        return f"{title}: there is no draft to judge.\n"
-    speed = best[0]["predicted_speedup"]
-    if speed <= 1:
-        return f"{title}: no draft is predicted to beat plain decoding; {best[0]['draft']} comes to {speed:.2f}.\n"
-    return f"{title}: {best[0]['draft']} is predicted {speed:.2f} times plain decoding; --confirm 1 measures it.\n"
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

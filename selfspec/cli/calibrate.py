@@ -51,23 +51,17 @@ def calibrate(
         list[str] | None,
         typer.Option(
             metavar="DRAFT",
-            help="A path to consider: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. Default: every "
-            "exit. Look-ups, alone and before a path, trees along the best and plain decoding are always considered.",
+            help="A path to consider in place of exits: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. "
+            "Always considered are 8 and 4 bits, look-ups, alone and before a path, trees along the best, and plain "
+            "decoding.",
         ),
     ] = None,
     corpus: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Consider suffix trees over a corpus too: a file of `selfspec index`."),
     ] = None,
-    candidates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="If recycling is chosen, begin with what it learns from the prompts: keep that in FILE, which the "
-            "profile names.",
-        ),
-    ] = None,
     prompt_file: PromptFile = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Write prompts by the checkpoint's chat template.")] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
     minutes: Minutes = MINUTES,
     to: Annotated[
@@ -88,15 +82,16 @@ def calibrate(
     # Those that are no path of the model are refused once its depth is known.
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
+    import torch
+
     from selfspec.control import profile_place
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import BEGINNINGS, read_prompts
+    from selfspec.measure.prompts import BEGINNINGS, Text, as_chat, as_text, read_prompts
     from selfspec.tools.calibrate.candidates import considered
-    from selfspec.tools.calibrate.kept_candidates import with_candidates
+    from selfspec.tools.calibrate.run import SIZES, work
     from selfspec.tools.calibrate.run import calibrate as run
-    from selfspec.tools.calibrate.work import SIZES, work
 
     # The embedded model writes nothing but code.
     texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else BEGINNINGS
@@ -108,11 +103,11 @@ def calibrate(
         check_output_folder(profile_place.folder())
     else:
         check_output_file(to)
-    if candidates is not None:
-        check_output_file(candidates)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
-    ids = [checkpoint.encode(text) for text in texts]
+    encode = (as_chat if chat else as_text)(checkpoint.tokenizer)
+    device = checkpoint.model.device
+    ids = [torch.tensor([encode(Text(text, whole=False))], dtype=torch.long, device=device) for text in texts]
     free = {name: size for name, size in SIZES.items() if name not in given}
     counted = partial(work, measurements, ids, len(paths))
     fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
@@ -121,8 +116,6 @@ def calibrate(
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         profile = run(checkpoint.model, ids, drafters, measurements, corpus=over, watch=StepBar(progress))
-    if candidates is not None:
-        profile = with_candidates(profile, checkpoint.model, ids, candidates)
     seconds = time.perf_counter() - started
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)

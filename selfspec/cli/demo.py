@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from selfspec.decode.text_stream import TextStream
     from selfspec.measure.estimate import Estimate
     from selfspec.model.checkpoint import Checkpoint
-    from selfspec.tools.bench.arms import OwnArm
-    from selfspec.tools.bench.race import Score
+    from selfspec.tools.lab.arms import OwnArm
+    from selfspec.tools.lab.turns import Score
 
 # Look-ups and candidates alone, the exit that the embedded model was taught, and what needs no training.
 _DRAFTS = ("lookup", "recycle", "exit:4", "int8")
@@ -122,9 +122,9 @@ def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Ou
         from selfspec.kernels import native
         from selfspec.measure.embedded import PROMPTS
         from selfspec.model.checkpoint import load_checkpoint
-        from selfspec.tools.bench.arms import ArmSpec, OwnArm, make_arm
-        from selfspec.tools.bench.cell import Cell
-        from selfspec.tools.bench.race import agreements, race, scores
+        from selfspec.tools.lab.arms import ArmSpec, OwnArm, make_arm
+        from selfspec.tools.lab.cell import Cell
+        from selfspec.tools.lab.turns import agreements, race, scores
 
         checkpoint = load_checkpoint(model_place(DEMO), "float32", device)
     spare = watch.read()

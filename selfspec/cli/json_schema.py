@@ -21,11 +21,11 @@ from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.summary import CacheSummary, ExitSummary, LayerSummary, SubstitutesSummary, Weights
-from selfspec.tools.bench.race import Score
 from selfspec.tools.doctor.machine import Machine
 from selfspec.tools.doctor.packages import Packages
 from selfspec.tools.doctor.products import Products
 from selfspec.tools.export.run import Exported
+from selfspec.tools.lab.turns import Score
 
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {

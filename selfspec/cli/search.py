@@ -53,9 +53,7 @@ def search(
     draft_lengths: DraftLengths = None,
     reach: Annotated[int, typer.Option(min=1, help="Positions of a draft to tell apart.")] = 1,
     seed: Seed = 0,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume or to share it.")
-    ] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume it.")] = None,
     minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> Searched:
@@ -65,24 +63,24 @@ def search(
     """
     fewest, most = _sizes(sublayers)
 
-    from selfspec.files.writing import check_output_file, check_output_folder
+    from selfspec.files.writing import check_output_file
     from selfspec.measure.expected_time import Size
-    from selfspec.tools.studies.drafts import Space
-    from selfspec.tools.studies.models import check_inputs, load
-    from selfspec.tools.studies.study import Study, require_packages
+    from selfspec.tools.lab import search as searching
+    from selfspec.tools.lab.drafts import Space
+    from selfspec.tools.lab.report import require_packages
+    from selfspec.tools.lab.runs import Runs
+    from selfspec.tools.lab.studied import check_inputs, load
+    from selfspec.tools.lab.study import Study
+    from selfspec.tools.lab.table import pareto_front
+    from selfspec.tools.lab.work import fit_study, resize, sizes_of
 
     prepare_quietly(machine.threads)
     require_packages()
-    from selfspec.tools.studies import search as searching
-    from selfspec.tools.studies.table import pareto_front
-    from selfspec.tools.studies.work import fit_study, resize, sizes_of
-
-    declared = {"models": model, "workloads": workload, "temperatures": temperature, "seeds": seed, "reach": reach}
+    declared = {"models": model, "workloads": workload, "temperatures": temperature, "seed": seed, "reach": reach}
     declared |= {**given(asdict(texts)), "draft_lengths": draft_lengths or _DRAFT_LENGTHS}
     study = Study.of(declared, "the command line")
     check_output_file(to)
-    if keep is not None:
-        check_output_folder(keep)
+    runs = Runs(keep)
     check_inputs(study)
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
@@ -91,11 +89,11 @@ def search(
         "evaluations": Size(evaluations, min(evaluations, 20)),
     }
     free = {name: size for name, size in sizes.items() if name not in said}
-    fitted = fit_study(replace(study, confirm=0), free, evaluations, studied, minutes, keep)
+    fitted = fit_study(replace(study, confirm=0), free, evaluations, studied, minutes, runs)
     announce("searching", fitted, minutes)
     study, evaluations = resize(study, fitted.sizes), fitted.sizes.get("evaluations", evaluations)
     with counting_bar("searching") as count:
-        scores = searching.search(studied, study, space, evaluations, keep, count)
+        scores = searching.search(studied, study, space, evaluations, runs, count)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
     about: dict[str, Any] = {
         "study": asdict(study),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Event, Thread
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from rich.table import Column, Table
 
     from selfspec.measure.expected_time import FittedWork
+
+
+# Seconds between lines that say how far work has come.
+_EVERY = 10.0
 
 
 def console(stderr: bool = False) -> Console:
@@ -94,15 +101,16 @@ def announce(verb: str, fitted: FittedWork, minutes: float) -> None:
     console(stderr=True).print(f"{verb}: {fitted.sentence(minutes)}", style="dim", soft_wrap=True)
 
 
-def progress_bar(verb: str) -> Progress:
-    """A bar on standard error for work of more than a few seconds, gone when done; nothing where that is no terminal.
+@contextmanager
+def progress_bar(verb: str) -> Iterator[Progress]:
+    """Show a bar on standard error for work of more than a few seconds, gone when done.
 
-    The description of a task is shown behind the bar.
+    Where that is no terminal it is a line every ten seconds. The description of a task is shown behind the bar.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     stderr = Console(stderr=True)
-    return Progress(
+    progress = Progress(
         TextColumn(verb),
         BarColumn(),
         TimeElapsedColumn(),
@@ -113,6 +121,33 @@ def progress_bar(verb: str) -> Progress:
         transient=True,
         disable=not stderr.is_terminal,
     )
+    with progress, nullcontext() if stderr.is_terminal else _lines(verb, progress):
+        yield progress
+
+
+@contextmanager
+def _lines(verb: str, progress: Progress) -> Iterator[None]:
+    """Print how far the tasks have come every now and then, also while a step takes long."""
+    done, began = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(_EVERY):
+            for task in progress.tasks:
+                counted = f"{task.completed:.0f} of {task.total:.0f}" if task.total else ""
+                what = ", ".join(dict.fromkeys(each for each in (counted, task.description) if each))
+                said = f"{verb}: {what}; {time.monotonic() - began:.0f} s"
+                if task.total and task.completed and task.elapsed:
+                    left = task.elapsed / task.completed * (task.total - task.completed)
+                    said += f", about {left:.0f} s left"
+                print(said, file=sys.stderr, flush=True)
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def by_depth(accepted: Sequence[int], judged: Sequence[int]) -> str:

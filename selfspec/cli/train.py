@@ -260,9 +260,9 @@ def _check_exits(folder: Path, device: str, figures: Mapping[str, float], second
     """Decode with each exit that has figures, in turns with plain decoding, for some seconds."""
     from selfspec.measure.prompts import BEGINNINGS
     from selfspec.model.checkpoint import load_checkpoint
-    from selfspec.tools.bench.arms import ArmSpec, make_arm
-    from selfspec.tools.bench.cell import Cell
-    from selfspec.tools.bench.race import race, scores
+    from selfspec.tools.lab.arms import ArmSpec, make_arm
+    from selfspec.tools.lab.cell import Cell
+    from selfspec.tools.lab.turns import race, scores
 
     layers = [int(name.removeprefix("speedup_")) for name in figures if name.startswith("speedup_")]
     checkpoint = load_checkpoint(str(folder), "auto", device)

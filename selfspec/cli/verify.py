@@ -105,9 +105,8 @@ def verify(
     from selfspec.measure.prompts import BEGINNINGS, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
     from selfspec.placement.drafts import placement_of
-    from selfspec.tools.verify.run import default_drafts
+    from selfspec.tools.verify.run import SIZES, default_drafts, work
     from selfspec.tools.verify.run import verify as run
-    from selfspec.tools.verify.work import SIZES, work
 
     texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()

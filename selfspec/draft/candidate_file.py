@@ -15,7 +15,7 @@ from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.model.vocabulary import Vocabulary
 
 _ABOUT = "candidates"
-_REWRITE = "write it again: SelfSpeculative.save_memory, or selfspec calibrate --candidates"
+_REWRITE = "write it again: SelfSpeculative.save_memory"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.own_text import Continuation
-from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.readout import Readout
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead

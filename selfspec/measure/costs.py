@@ -28,8 +28,8 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.probe import Given, Probe, Sample
-from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.runtime import Eager, Traced

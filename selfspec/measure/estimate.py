@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 LEVEL = 0.9
 """The least confidence of a median's interval, where there are enough samples for it."""
 
-# Standard deviations that 95 % of a normal distribution lie within.
-_Z = 1.959964
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class Estimate:
         Raises:
             ValueError: there are no samples.
         """
+        from scipy.stats import binom
+
         if not samples:
             raise ValueError("no samples to take the median of")
         ordered, number = sorted(samples), len(samples)
-        ranks = [each for each in range(1, (number + 1) // 2 + 1) if _confidence(number, each) >= LEVEL]
-        rank = max(ranks, default=1)
-        return cls(statistics.median(ordered), ordered[rank - 1], ordered[number - rank], _confidence(number, rank))
+        rank = max(int(binom.ppf((1 - LEVEL) / 2, number, 0.5)), 1)
+        confidence = 1 - 2 * float(binom.cdf(rank - 1, number, 0.5))
+        return cls(statistics.median(ordered), ordered[rank - 1], ordered[number - rank], confidence)
 
     @classmethod
     def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float], draws: int = 1000, seed: int = 0) -> Estimate:
@@ -60,29 +62,35 @@ class Estimate:
         Raises:
             ValueError: there are no pairs, or not as many of both.
         """
+        from scipy.stats import bootstrap
+
         if not parts or len(parts) != len(wholes):
             raise ValueError(f"a ratio needs samples in pairs, got {len(parts)} parts and {len(wholes)} wholes")
         value = sum(parts) / sum(wholes)
         if len(parts) == 1:
             return cls(value, value, value)
-        drawn = np.random.default_rng(seed).integers(len(parts), size=(draws, len(parts)))
-        ratios = np.asarray(parts, float)[drawn].sum(1) / np.asarray(wholes, float)[drawn].sum(1)
-        low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
-        return cls(value, min(low, value), max(high, value), 0.95)
+
+        def ratio(drawn: _Floats, others: _Floats, axis: int) -> _Floats:
+            drawn_ratio: _Floats = drawn.sum(axis) / others.sum(axis)
+            return drawn_ratio
+
+        how = {"n_resamples": draws, "method": "percentile", "rng": np.random.default_rng(seed)}
+        ends = bootstrap((parts, wholes), ratio, paired=True, vectorized=True, **how).confidence_interval
+        return cls(value, min(float(ends.low), value), max(float(ends.high), value), 0.95)
 
     @classmethod
     def of_share(cls, successes: float, trials: float) -> Estimate | None:
         """Estimate a share of independent trials, with Wilson's 95 % score interval (1927); None without trials.
 
-        Both numbers may be expected ones.
+        Both numbers may be expected ones; the interval is that of the nearest whole numbers.
         """
+        from scipy.stats import binomtest
+
         if trials <= 0:
             return None
-        share = min(max(successes / trials, 0.0), 1.0)
-        square = _Z * _Z / trials
-        middle = (share + square / 2) / (1 + square)
-        half = _Z / (1 + square) * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
-        return cls(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)), 0.95)
+        share, number = min(max(successes / trials, 0.0), 1.0), max(round(trials), 1)
+        ends = binomtest(round(share * number), number).proportion_ci(0.95, method="wilson")
+        return cls(share, min(share, float(ends.low)), max(share, float(ends.high)), 0.95)
 
     def agrees_with(self, other: Estimate) -> bool:
         """Return whether the difference of two independent values lies within its own interval (Newcombe, 1998)."""
@@ -91,7 +99,9 @@ class Estimate:
         return upper.value - lower.value <= spread + 1e-12
 
     def shown(self, digits: int) -> str:
-        """Return it as tables show it: `1.23 (1.10-1.31)`."""
+        """Return it as tables show it: `1.23 (1.10-1.31)`; without an interval where a single sample gave none."""
+        if not self.confidence and self.low == self.high:
+            return f"{self.value:.{digits}f}"
         return f"{self.value:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
     def to_dict(self) -> dict[str, float]:
@@ -99,6 +109,11 @@ class Estimate:
         return asdict(self)
 
 
-def _confidence(number: int, rank: int) -> float:
-    outside = 2 * sum(math.comb(number, below) for below in range(rank))
-    return 1.0 - float(outside / 2**number)
+def holm_rejects(p_values: Sequence[float], level: float) -> list[bool]:
+    """Return which hypotheses Holm's step-down procedure (1979) rejects at a family-wise level."""
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        if p_values[index] > level / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected

@@ -1,4 +1,4 @@
-"""How long work will take, known before it starts: counted in tokens, of which a few are timed; and work that fits.
+"""How long work will take, known before it starts, in tokens of which a few are timed; and how far it has come.
 
 A tool counts what it will do as a function of its sizes. Sizes that nobody asked for shrink until that fits.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -127,3 +128,23 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"about {max(1, round(seconds))} s"
     return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+
+
+class Watch(Protocol):
+    """Shows each step."""
+
+    def begin(self, steps: int) -> None:
+        """Begin work of `steps` steps."""
+
+    def step(self, what: str) -> None:
+        """A step begins."""
+
+
+class Unwatched:
+    """Tells nobody."""
+
+    def begin(self, steps: int) -> None:
+        """Nothing."""
+
+    def step(self, what: str) -> None:
+        """Nothing."""

@@ -1,4 +1,4 @@
-"""Texts that a model writes on from prompts: what its drafts meet when it generates."""
+"""Texts that a model writes on from prompts: what drafts meet when it generates, and cycles that it falls into."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from selfspec.measure.progress import Unwatched, Watch
-from selfspec.measure.stock import bare
+from selfspec.measure.expected_time import Unwatched, Watch
+from selfspec.measure.stock import bare, end_tokens, until_end
 
 # Of the texts that weights are fitted on; rows that are written at a time.
 _TOKENS, _ROWS = 256, 4
+# Shorter repeats are ordinary text: indentation, brackets, digits.
+_SHORTEST_RUN = 8
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,37 @@ def continued(
 ) -> list[Continuation]:
     """Let the stock model continue prompts of any lengths, each `[1, prompt]`, one by one, as `own_text` does.
 
-    The seed is that of the first text; the others count on from it.
+    A text ends where the model ends it. The seed is that of the first text; the others count on from it.
     """
     progress = watch or Unwatched()
     progress.begin(len(prompts))
     texts = []
     for number, prompt in enumerate(prompts):
         progress.step("the model's own text")
-        texts.append(Continuation(own_text(model, prompt, max_new_tokens, temperature, seed + number), prompt.shape[1]))
+        ids, first = own_text(model, prompt, max_new_tokens, temperature, seed + number), prompt.shape[1]
+        written = until_end(ids[0, first:].tolist(), end_tokens(model))
+        texts.append(Continuation(ids[:, : first + len(written)], first))
     return texts
+
+
+def in_cycles(tokens: Sequence[int], longest: int = 64) -> list[bool]:
+    """Whether each token is inside a repeating cycle: a passage that comes three times or more in direct succession.
+
+    Cycles of up to `longest` tokens are looked for.
+    """
+    inside = [False] * len(tokens)
+    for period in range(1, min(longest, len(tokens) // 3) + 1):
+        begin = period
+        for place in range(period, len(tokens) + 1):
+            if place < len(tokens) and tokens[place] == tokens[place - period]:
+                continue
+            if place - begin >= max(2 * period, _SHORTEST_RUN):
+                inside[begin - period : place] = [True] * (place - begin + period)
+            begin = place + 1
+    return inside
+
+
+def cycle_share(tokens: Sequence[int]) -> float:
+    """Share of tokens inside repeating cycles; 0 for no tokens."""
+    inside = in_cycles(tokens)
+    return sum(inside) / len(inside) if inside else 0.0

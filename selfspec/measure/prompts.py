@@ -1,8 +1,8 @@
-"""Prompts to measure on: texts from files, cut or joined to one length in tokens."""
+"""Prompts to measure on: texts from files, whole as people have them, or cut or joined to one length in tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ BEGINNINGS = (
 
 # Characters of a document that make a prompt of text.
 _BEGINNING = 400
-_FIELDS = ("prompt", "turns", "text")
+_FIELDS = ("prompt", "turns", "text", "messages")
+
+Message = dict[str, Any]
+"""`role` and `content`, as chat templates read them."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,17 @@ class Text:
     """A text to go on from: a whole document, of which a prompt is the beginning, or another, whose end it keeps.
 
     Attributes:
-        reference: a good answer to it, if the workload has one.
-        test: Python that raises after a wrong answer, if the workload has one.
+        messages: the conversation that it ends, if there is one before it.
     """
 
     text: str
     whole: bool
-    reference: str | None = None
-    test: str | None = None
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """What a prompt of text says: all of it, or the beginning of a document."""
+        return self.text[:_BEGINNING] if self.whole else self.text
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,20 @@ class Workload:
 
     name: str
     texts: tuple[Text, ...]
+
+    def whole_prompts(self, encode: Callable[[Text], Sequence[int]], number: int) -> list[Tensor]:
+        """Return whole prompts, `[1, tokens]` each, spread evenly over the texts; `number`, or as many as there are.
+
+        `encode` is one of `as_text` and `as_chat`.
+
+        Raises:
+            PromptError: a text has no token.
+        """
+        count = min(number, len(self.texts))
+        chosen = [encode(self.texts[row * len(self.texts) // count]) for row in range(count)]
+        if not all(chosen):
+            raise PromptError(f"a text of workload {self.name!r} has no tokens; take it out")
+        return [torch.tensor([[*ids]]) for ids in chosen]
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, number: int, batch: int, context: int) -> list[Tensor]:
         """Prompts of one length, spread evenly over the texts.
@@ -82,6 +102,34 @@ class Workload:
         return list(torch.tensor(made).split(batch))
 
 
+def as_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[Text], list[int]]:
+    """Return what encodes texts as they stand, with what the tokenizer begins a text with."""
+
+    def encode(text: Text) -> list[int]:
+        ids: list[int] = tokenizer(text.prompt).input_ids
+        return ids
+
+    return encode
+
+
+def as_chat(tokenizer: PreTrainedTokenizerBase) -> Callable[[Text], list[int]]:
+    """Return what encodes texts as a user's messages, by the checkpoint's chat template.
+
+    Raises:
+        PromptError: there is none.
+    """
+    from selfspec.serve.chat_template import ChatTemplate
+
+    if not tokenizer.chat_template:
+        raise PromptError("the checkpoint has no chat template to write prompts by; give them as they stand")
+    template = ChatTemplate(tokenizer)
+
+    def encode(text: Text) -> list[int]:
+        return template.prompt([*text.messages, {"role": "user", "content": text.prompt}])
+
+    return encode
+
+
 def built_in() -> Workload:
     """The beginnings of four Python files that the embedded model was not trained on."""
     return Workload(BUILT_IN, tuple(Text(text, whole=True) for text in PROMPTS))
@@ -103,9 +151,8 @@ def read_workloads(given: Sequence[str]) -> dict[str, Workload]:
 def parse_workloads(given: str) -> list[Workload]:
     """Read `NAME=FILE`, `NAME=FILE#FIELD=VALUE` (only lines that say so) or `NAME=FILE#FIELD` (one for each value).
 
-    A file is JSONL, with `prompt`, `turns` (the first is taken) or `text` (a document) in each line. Beside it may
-    stand a good answer, as `reference` or `canonical_solution`, and a test of answers, as HumanEval has it: `test`,
-    which defines `check`, and `entry_point`, the name of the function to be checked.
+    A file is JSONL, with `prompt`, `turns` (the first is taken), `text` (a document) or `messages` (a conversation that
+    ends with a user's) in each line.
 
     Raises:
         PromptError: it is not written so, or the file cannot be used.
@@ -151,7 +198,7 @@ def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
         texts = [_text(line) for line in _lines(file, most)]
         if None in texts:
             raise PromptError(f"line {texts.index(None) + 1} of {file} has no text in any of {', '.join(_FIELDS)}")
-        prompts = tuple(each.text[:_BEGINNING] if each.whole else each.text for each in texts if each is not None)
+        prompts = tuple(each.prompt for each in texts if each is not None)
     if not prompts:
         raise PromptError(f"{file} holds no prompt; write one a line")
     return prompts
@@ -181,24 +228,16 @@ def _lines(file: Path, most: int | None = None) -> list[dict[str, Any]]:
 
 
 def _text(line: dict[str, Any]) -> Text | None:
-    turns = line.get("turns")
+    turns, messages = line.get("turns"), line.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
+        *before, last = messages
+        if isinstance(last.get("content"), str) and last["content"]:
+            return Text(last["content"], False, tuple(before))
     first = turns[0] if isinstance(turns, list) and turns else None
     for field, text in {"prompt": line.get("prompt"), "turns": first, "text": line.get("text")}.items():
         if isinstance(text, str) and text:
-            return Text(text, field == "text", _answer(line), _test(line))
+            return Text(text, field == "text")
     return None
-
-
-def _answer(line: dict[str, Any]) -> str | None:
-    answers = (line.get(field) for field in ("reference", "canonical_solution"))
-    return next((answer for answer in answers if isinstance(answer, str) and answer), None)
-
-
-def _test(line: dict[str, Any]) -> str | None:
-    test, name = line.get("test"), line.get("entry_point")
-    if not (isinstance(test, str) and isinstance(name, str) and name.isidentifier()):
-        return None
-    return f"{test}\ncheck({name})\n"
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: Text, context: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,11 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset(ids if isinstance(ids, list) else [ids])
+
+
+def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Return the tokens of a text up to and with the first that ends it."""
+    return list(tokens[: next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))])
 
 
 def read_reference(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> Reference:

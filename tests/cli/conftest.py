@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers.stories import checkpoint_folder
+from selfspec.cli import terminal
 
 
 @pytest.fixture
@@ -37,3 +38,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
     """Its tokenizer."""
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
     return found
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far work has come is said every ten seconds, which on a busy machine is in any test."""
+    monkeypatch.setattr(terminal, "_EVERY", 3600.0)

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 import selfspec
 from helpers.budgets import tight_budget
 from helpers.running import Invoke
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.measure.timing import Call
-from selfspec.tools.bench.arms import StockArm
-from selfspec.tools.bench.cell import Cell
+from selfspec.tools.lab.arms import StockArm
+from selfspec.tools.lab.cell import Cell, Prompts
 
 QUICK = (
     "--prompts",
@@ -28,7 +27,8 @@ QUICK = (
     "16",
     "--context",
     "12",
-    "--no-peaks",
+    "--measure",
+    "costs",
 )
 ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")
 
@@ -49,14 +49,13 @@ def names(model: str, **given: Any) -> list[str]:
 
 @pytest.mark.usefixtures("invoke")
 def test_the_arms_in_order(folder: str) -> None:
-    exits = {"draft": ["exit:1", "lookup+exit:2"], "exit_layer": 2}
-    assert names(folder, **exits) == [
+    assert names(folder, draft=["exit:2", "lookup+exit:2"]) == [
         "model.generate",
         "model.generate, prompt look-up",
         "model.generate, assistant_early_exit=2, length 3",
         "selfspec plain",
         "selfspec exit:2, length 3",
-        "selfspec exit:1",
+        "selfspec exit:2",
         "selfspec lookup+exit:2",
     ]
     ruled = {"draft": ["exit:1", "exit:1"], "draft_length": 4, "accept": ["token", "block"]}
@@ -99,7 +98,7 @@ def test_the_grid_has_every_combination_once() -> None:
 def test_packed_arms_stand_beside_plain_generate(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
     words = ("bench", folder, "--workload", texts, *QUICK, *ARMS, "--to", str(to), "--dtype", "float32")
-    ending = invoke(*words, "--temperature", "0", "--no-plots", "--packed", "--output", "json")
+    ending = invoke(*words, "--temperature", "0", "--packed", "--output", "json")
     assert ending.status == 0, ending.stderr
     arms = {arm["name"]: arm for arm in json.loads(ending.stdout)["cells"][0]["arms"]}
     own = ["selfspec plain, packed", "selfspec exit:2, packed"]
@@ -116,7 +115,7 @@ def test_graphs_are_refused_where_there_is_no_such_device(
     )
     assert ending.status == 2
     assert "CudaGraphs runs models on a CUDA device" in ending.stderr
-    assert not (to / "results.jsonl").exists()
+    assert not (to / "runs.jsonl").exists()
 
 
 def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
@@ -144,16 +143,18 @@ def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path:
     text = (to / "report.md").read_text()
     assert "| selfspec exit:2, length 3 |" in text
     assert {file.name for file in to.iterdir()} == {
-        "results.jsonl",
+        "runs.jsonl",
         "report.md",
-        "speed.png",
-        "acceptance.png",
+        "report.html",
+        "texts.csv",
+        "texts.parquet",
+        *(f"{name}.{kind}" for name in ("speed", "acceptance") for kind in ("png", "svg")),
     }
     # What is there already is not measured again.
-    before = (to / "results.jsonl").read_bytes()
+    before = (to / "runs.jsonl").read_bytes()
     (to / "report.md").unlink()
-    assert invoke(*words, "--no-plots").status == 0
-    assert (to / "results.jsonl").read_bytes() == before
+    assert invoke(*words).status == 0
+    assert (to / "runs.jsonl").read_bytes() == before
     again = invoke("bench", "--report", str(to), "--output", "json")
     assert json.loads(again.stdout) == found
     assert (to / "report.md").read_text() == text
@@ -164,7 +165,7 @@ def test_arms_that_say_something_else_fail_it(
 ) -> None:
     decode = StockArm.decode
 
-    def slip(self: StockArm, prompts: Tensor, cell: Cell, seed: int) -> Call:
+    def slip(self: StockArm, prompts: Prompts, cell: Cell, seed: int) -> Call:
         call = decode(self, prompts, cell, seed)
         if self.spec.kind == "lookup":
             call.rows[0][-1] += 1
@@ -178,8 +179,6 @@ def test_arms_that_say_something_else_fail_it(
         *ARMS,
         "--temperature",
         "0",
-        "--no-plots",
-        "--no-costs",
         "--to",
         str(tmp_path / "to"),
     )
@@ -200,7 +199,9 @@ def test_arms_that_say_something_else_fail_it(
         (["--draft", "exit:9"], "choose 1..4"),
         (["--draft", "none"], "give --draft exit:E"),
         (["--draft", "nonsense"], "--draft"),
-        (["--exit-layer", "5"], "choose 1..4"),
+        (["--context", "8", "--chat"], "drop one"),
+        (["--chat"], "no chat template"),
+        (["--measure", "acceptance", "--measure", "costs"], "times nothing"),
         (["--workload", "nonsense"], "write NAME=FILE"),
         (["--temperature", "-1"], "--temperature"),
         (["--context", "600"], "context of 512"),
@@ -219,7 +220,7 @@ def test_bad_input(invoke: Invoke, folder: str, tmp_path: Path, words: list[str]
 def test_without_matplotlib_it_says_so_before_it_begins(
     invoke: Invoke, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.tools.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.tools.lab.report.find_spec", lambda name: None)
     ending = invoke("bench", folder, "--to", str(tmp_path / "to"))
     assert (ending.status, ending.stdout) == (2, "")
     assert "selfspec[bench]" in ending.stderr
@@ -229,40 +230,69 @@ def test_arms_are_measured_within_a_budget(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight_budget(monkeypatch)
-    quick = [word for word in QUICK if word != "--no-peaks"]
+    quick = QUICK[:-2]
     asked = ["--workload", texts, "--temperature", "0", "--arm", "draft", "--draft", "lookup+int4", "--memory", "1TiB"]
-    ending = invoke("bench", folder, *quick, *asked, "--to", str(tmp_path / "out"), "--no-plots", "--output", "json")
+    ending = invoke("bench", folder, *quick, *asked, "--to", str(tmp_path / "out"), "--output", "json")
     assert ending.status == 0
-    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert len(lines) == 3
-    for line in lines:
-        assert line["settings"]["model"].endswith("within 1TiB")
-        assert line["agreement"]["equal"] == line["agreement"]["texts"] == 2
+    (cell,) = json.loads(ending.stdout)["cells"]
+    assert cell["settings"]["model"].endswith("within 1TiB")
+    assert len(cell["arms"]) == 3
+    for arm in cell["arms"]:
+        assert arm["agreement"]["equal"] == arm["agreement"]["texts"] == 2
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(("--peaks",), "drop them"), (("--costs",), "drop them"), (("--draft", "int8", "--draft", "int4"), "not both")],
+    [
+        (("--measure", "memory"), "drop them"),
+        (("--measure", "costs"), "drop them"),
+        (("--draft", "int8", "--draft", "int4"), "not both"),
+    ],
 )
 def test_what_a_budget_cannot_measure_is_refused(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path, more: tuple[str, ...], said: str
 ) -> None:
-    asked = ("--workload", texts, "--memory", "64GiB", "--no-plots", "--to", str(tmp_path / "out"))
+    asked = ("--workload", texts, "--memory", "64GiB", "--to", str(tmp_path / "out"))
     ending = invoke("bench", folder, *asked, *more)
     assert (ending.status, ending.stdout) == (2, "")
     assert said in ending.stderr
 
 
-def test_more_prompts_can_be_scored_than_are_timed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
-    words: tuple[str, ...] = ("bench", folder, "--workload", texts, "--prompts", "1", "--repeats", "1", "--no-peaks")
-    words += ("--warm-up", "1")
-    words += ("--max-new-tokens", "16", "--context", "8", "--no-costs", "--no-plots", "--temperature", "0", *ARMS[2:])
-    ending = invoke(*words, "--quality", "--quality-prompts", "2", "--to", str(tmp_path / "two"), "--output", "json")
+def test_texts_are_scored_beside_their_speed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
+    words = ("bench", folder, "--workload", texts, *QUICK[:-2], "--temperature", "0", *ARMS)
+    ending = invoke(*words, "--measure", "quality", "--to", str(tmp_path / "to"), "--output", "json")
     assert ending.status == 0, ending.stderr
-    result = json.loads(ending.stdout)
-    assert [cell["settings"]["prompts"] for cell in result["cells"]] == [1]
-    assert {len(record["exact"]) for record in result["quality"]} == {2}
+    (cell,) = json.loads(ending.stdout)["cells"]
+    perplexities = {arm["name"]: arm["quality"]["perplexity"]["value"] for arm in cell["arms"]}
+    # Greedy lossless texts are the same.
+    assert len({round(each, 4) for each in perplexities.values()}) == 1
+    assert not any(arm["quality"]["differs"] for arm in cell["arms"])
+    assert "perplexity" in (tmp_path / "to" / "report.md").read_text()
 
-    ending = invoke(*words, "--quality-prompts", "2", "--to", str(tmp_path / "none"))
-    assert ending.status == 2
-    assert "--quality" in ending.stderr
+
+def test_acceptance_alone_of_whole_prompts_times_nothing(
+    invoke: Invoke, folder: str, texts: str, tmp_path: Path
+) -> None:
+    words: tuple[str, ...] = (
+        "bench",
+        folder,
+        "--workload",
+        texts,
+        "--measure",
+        "acceptance",
+        "--max-new-tokens",
+        "16",
+        "--temperature",
+        "0",
+    )
+    words += ("--draft", "int8", "--draft", "lookup", "--draft-length", "2", "--to", str(tmp_path))
+    ending = invoke(*words, "--output", "json")
+    assert ending.status == 0, ending.stderr
+    (cell,) = json.loads(ending.stdout)["cells"]
+    assert [arm["name"] for arm in cell["arms"]] == ["selfspec int8, length 2", "selfspec lookup, length 2"]
+    assert cell["settings"]["repeats"] == 0
+    for arm in cell["arms"]:
+        assert arm["mean_accepted_length"]["value"] >= 1
+        assert arm["decoding_tokens_per_second"] is None
+    assert {file.name for file in tmp_path.glob("*.png")} == {"acceptance.png"}
+    assert "tokens a pass" in invoke(*words).stdout

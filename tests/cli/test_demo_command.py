@@ -12,9 +12,9 @@ from selfspec.cli.demo import Standing, headline
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.peak_memory import peak_memory
-from selfspec.tools.bench import race
-from selfspec.tools.bench.agreement import TextAgreement
-from selfspec.tools.bench.race import Score
+from selfspec.tools.lab import turns
+from selfspec.tools.lab.agreement import TextAgreement
+from selfspec.tools.lab.turns import Score
 
 QUICK = ["demo", "--max-new-tokens", "8", "--seconds", "0", "--threads", "1"]
 
@@ -68,7 +68,7 @@ def test_a_single_turn_has_no_interval(invoke: Invoke) -> None:
 
 
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "compare", lambda *_: TextAgreement(4, 3))
+    monkeypatch.setattr(turns, "compare", lambda *_: TextAgreement(4, 3))
     ending = invoke(*QUICK, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1

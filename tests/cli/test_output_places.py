@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from helpers.running import Ending, Invoke
 from selfspec.control.profile_place import VARIABLE
 
-pytest.importorskip("plotly")
+pytest.importorskip("pandas")
 
 MODEL = "MODEL"
 TEXT = "TEXT"
@@ -85,7 +85,7 @@ def test_further_places_are_checked_too(
     monkeypatch.setenv(VARIABLE, str(text / "profiles"))
     _refused(invoke("calibrate", folder))
     results = tmp_path / "results"
-    (results / "results.jsonl").mkdir(parents=True)
+    (results / "runs.jsonl").mkdir(parents=True)
     _refused(invoke("bench", folder, "--to", str(results)))
 
 

@@ -145,9 +145,7 @@ def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> Non
         "--draft",
         "lookup+exit:3",
     )
-    found = said(
-        invoke, *words, *quick, "--no-plots", "--no-peaks", "--temperature", "0", "--quality", "--to", str(tmp_path)
-    )
+    found = said(invoke, *words, *quick, "--measure", "quality", "--temperature", "0", "--to", str(tmp_path))
     arms = found["cells"][0]["arms"]
     assert all(arm["absence"] is None for arm in arms)
 

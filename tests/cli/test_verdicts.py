@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.cli.ablate import _verdict
 from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.cli.train import CheckedExit, verdict
 from selfspec.measure.estimate import Estimate
+from selfspec.tools.lab.findings import TextFindings
 
 
 def estimate(value: float) -> Estimate:
@@ -30,21 +30,30 @@ def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
     assert "predicted 1.50" in found
 
 
-ROW = {"draft": "exit:2", "predicted_speedup": 1.3}
+ROW = {
+    "draft": "exit:2",
+    "draft_length": 2,
+    "best_length": True,
+    "alpha": 0.5,
+    **{f"predicted_speedup{end}": 1.3 for end in ("", "_low", "_high")},
+}
+CONFIRMED = {**ROW, "acceptance_rate": 0.5, "measured_acceptance_rate": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("row", "said"),
     [
-        ([ROW | {"measured_speedup_median": 1.2}], "exit:2, measured 1.20 and predicted 1.30 times"),
-        ([ROW | {"measured_speedup_median": 0.9}], "no draft beat plain decoding here; exit:2 came to 0.90"),
-        ([ROW | {"measured_speedup_median": float("nan")}], "exit:2 is predicted 1.30 times plain"),
-        ([ROW | {"predicted_speedup": 0.9}], "no draft is predicted to beat plain decoding"),
-        ([], "no draft to judge"),
+        (
+            CONFIRMED | {"measured_speedup_median": 1.2},
+            "generation: measured 1.20 and predicted 1.30 (",
+        ),
+        (CONFIRMED | {"measured_speedup_median": 0.9}, "no draft beat plain decoding here; exit:2 with 2 draft tokens"),
+        (ROW, "exit:2 with 2 draft tokens is predicted 1.30 (1.30-1.30) times plain"),
+        (ROW | {"predicted_speedup": 0.9}, "no draft is predicted to beat plain decoding"),
     ],
 )
-def test_of_a_study(rows: list[dict[str, object]], said: str) -> None:
-    assert said in _verdict("texts", rows)
+def test_of_a_study(row: dict[str, object], said: str) -> None:
+    assert said in TextFindings("texts", [row], [], {}).sentence()
 
 
 def test_of_a_search_that_found_one() -> None:

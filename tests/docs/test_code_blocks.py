@@ -25,7 +25,7 @@ from helpers.running import Invoke
 from helpers.snippets import ROOT
 from selfspec.cli.app import app
 from selfspec.measure.embedded import PROMPTS, checkpoint_folder
-from selfspec.tools.studies.study import read_study
+from selfspec.tools.lab.study import read_study
 
 pytestmark = pytest.mark.docs
 pytest.importorskip("sybil", reason="needs the extra docs")

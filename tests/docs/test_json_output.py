@@ -22,7 +22,7 @@ from selfspec.control.profile_place import VARIABLE
 pytestmark = pytest.mark.docs
 
 TRAINING = "--steps 2 --batch 2 --length 16 --held-out-blocks 2"
-BENCH = "--prompts 2 --max-new-tokens 16 --context 8 --repeats 1 --warm-up 1 --no-peaks --no-costs --no-plots"
+BENCH = "--prompts 2 --max-new-tokens 16 --context 8 --repeats 1 --warm-up 1 --measure quality"
 CALIBRATION = "--max-new-tokens 8 --repeats 1 --longest-draft 1"
 STUDY = "--texts 2 --prompt-tokens 8 --max-new-tokens 16 --draft-length 1 --temperature 0 --threads 1"
 # As quick as each can be; MODEL, TEXT and PROMPTS are files, TEMPLATE one of chats.
@@ -37,7 +37,7 @@ COMMANDS = {
     "export": "export MODEL --draft exit:2 --to exported",
     "calibrate": f"calibrate MODEL --draft exit:3 {CALIBRATION} --prompt-file PROMPTS",
     "verify": "verify MODEL --draft exit:2 --samples 100 --prompt-file PROMPTS",
-    "bench": f"bench MODEL --workload w=PROMPTS --arm draft --draft exit:2 --quality --to results {BENCH}",
+    "bench": f"bench MODEL --workload w=PROMPTS --arm draft --draft exit:2 --to results {BENCH}",
     "quantize": "quantize MODEL --bits 8 --to file.safetensors",
     "index": "index MODEL --text TEXT --to corpus.safetensors",
     "search": f"search MODEL --to skip.json --evaluations 4 {STUDY}",

@@ -26,12 +26,12 @@ from selfspec.draft.exit_head import CONFIG, WEIGHTS, ExitHead
 from selfspec.draft.recycling import Recycling, RecyclingMemory
 from selfspec.draft.skip_file import SkipFile, write_skip_file
 from selfspec.errors import (
+    BenchError,
     CorpusError,
     DraftConfigError,
     ExitHeadError,
     ProfileError,
     SelfSpecError,
-    StorageError,
     TrainingError,
 )
 from selfspec.files.writing import write_sealed
@@ -41,8 +41,8 @@ from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.saved.recipe import Recipe
-from selfspec.tools.studies.board import Board
-from selfspec.tools.studies.points import Point, Result
+from selfspec.tools.lab.runs import FILE as RUNS
+from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.train.corpus import written_text
 from selfspec.tools.train.exit_heads import ExitHeads
 from selfspec.tools.train.folder import RunFolder
@@ -164,11 +164,16 @@ def _recipe(folder: Path) -> Path:
     return folder / "recipe"
 
 
-def _finding(folder: Path) -> Path:
-    board = Board(folder)
-    point = Point("costs", {"threads": 2})
-    board.keep([Result(point, {"seconds": 0.25})])
-    return board.folder / f"{point.key}.json"
+def _run(folder: Path) -> Path:
+    Runs(folder).keep([Run(Asked("costs", {"threads": 2}), {"seconds": 0.25})])
+    return folder / RUNS
+
+
+def _read_run(file: Path) -> object:
+    found = Runs(file.parent).of_kind("costs")
+    if not found:
+        raise BenchError("a line that was cut off is no run, and what it held is measured again")
+    return found
 
 
 def _training(folder: Path) -> Path:
@@ -191,10 +196,12 @@ KINDS: dict[str, Kind] = {
     "vocabulary": Kind(_vocabulary, _read_vocabulary, DraftConfigError),
     "profile": Kind(_profile, _read_profile, ProfileError),
     "recipe": Kind(_recipe, lambda file: Recipe.read(file.read_text(errors="replace")), DraftConfigError),
-    "finding of a study": Kind(_finding, lambda file: dict(Board(file.parent.parent).results()), StorageError),
+    "run": Kind(_run, _read_run, BenchError),
     "training": Kind(_training, _read_training, TrainingError),
 }
 OF_TENSORS = ("int8", "int4", "corpus", "candidates", "exit head")
+# Files that are not one object: the config of an exit head has no checksum, and runs have a line each.
+OF_LINES = ("config of an exit head", "run")
 FLIPS = (0x01, 0x10, 0x80)
 
 
@@ -269,7 +276,7 @@ def test_a_file_with_tensors_that_are_missing_or_too_many_is_refused(name: str, 
             kind.read(file)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in (*OF_TENSORS, "config of an exit head")])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in (*OF_TENSORS, *OF_LINES)])
 def test_people_may_write_and_change_what_is_text(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     file = kind.make(tmp_path)

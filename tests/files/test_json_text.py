@@ -13,8 +13,8 @@ from selfspec.draft.registry import parse_draft
 from selfspec.files.json_text import parse_json
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
-from selfspec.tools.bench.results import FILE, ResultsFile
-from selfspec.tools.studies.study import read_study
+from selfspec.tools.lab.runs import FILE, Runs
+from selfspec.tools.lab.study import read_study
 from selfspec.tools.train.corpus import read_documents
 from selfspec.tools.train.folder import RunFolder
 
@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "workload.jsonl": lambda file: parse_workloads(f"name={file}"),
     "text.jsonl": read_documents,
     "run.json": lambda file: RunFolder(file.parent).begin({}),
-    FILE: lambda file: ResultsFile(file.parent).check(),
+    FILE: lambda file: Runs(file.parent),
 }
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.decode.stats import Stats
-from selfspec.tools.bench.arms import ArmKind, ArmSpec
-from selfspec.tools.bench.cell import Cell
-from selfspec.tools.bench.record import Record, Setup
+from selfspec.measure.spare_cores import SpareCores
+from selfspec.tools.lab.arms import ArmKind, ArmSpec
+from selfspec.tools.lab.cell import Cell
+from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.record import Record, Setup
 
 CELL = Cell("code", 0.0, 1, 8, 16)
 SETTINGS = Setup("tiny", 1000, "float64", "cpu", 1, 2, 2, "abc")
@@ -23,19 +25,29 @@ ENVIRONMENT = {
 }
 
 
+def cell_of(*arms: Record, cell: Cell = CELL, settings: Setup = SETTINGS, free: float | None = None) -> MeasuredCell:
+    """A cell of some arms."""
+    return MeasuredCell(cell, settings, arms, ENVIRONMENT, SpareCores(2, free))
+
+
 def record(kind: ArmKind, seconds: Sequence[Sequence[float]], draft: str | None = None, **fields: Any) -> Record:
     """An arm that made 16 tokens in each call, one of them in the first tenth of a second."""
-    shape = [[0] * len(repeat) for repeat in seconds]
+
+    def each(value: Any) -> list[list[Any]]:
+        return [[value for _ in repeat] for repeat in seconds]
+
+    counts = fields.get("counts")
     given: dict[str, Any] = {
-        "first_seconds": [[0.1 for _ in repeat] for repeat in shape],
-        "tokens": [[16 for _ in repeat] for repeat in shape],
-        "first_tokens": [[1 for _ in repeat] for repeat in shape],
-        "passes": [[16 for _ in repeat] for repeat in shape],
-        "cycle_share": [[0.0 for _ in repeat] for repeat in shape],
+        "first_seconds": each(0.1),
+        "tokens": each(16),
+        "first_tokens": each(1),
+        "passes": each(16),
+        "cycle_share": each(0.0),
+        "texts": each([[*range(16)]]),
+        "judged": each(counts.judged_per_depth if counts else []),
+        "accepted": each(counts.accepted_per_depth if counts else []),
     }
-    return Record(
-        "run", CELL, SETTINGS, ArmSpec(kind, draft), ENVIRONMENT, seconds=[*map(list, seconds)], **given | fields
-    )
+    return Record(ArmSpec(kind, draft), seconds=[*map(list, seconds)], **given | fields)
 
 
 def plain(seconds: Sequence[Sequence[float]]) -> Record:

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.stories import checkpoint_folder
 from selfspec.model.registry import find_adapter
-from selfspec.tools.studies.models import StudiedModel
-from selfspec.tools.studies.study import Study
+from selfspec.tools.lab.studied import StudiedModel
+from selfspec.tools.lab.study import Study
 
 TEXTS, PROMPT = 3, 6
 
@@ -40,5 +40,5 @@ def stories_loader() -> Callable[[str], StudiedModel]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     prompts = torch.randint(3, 400, (TEXTS, PROMPT), generator=torch.Generator().manual_seed(0))
-    studied = StudiedModel("stories", model, find_adapter(model), {"given": prompts}, tokenizer)
+    studied = StudiedModel("stories", model, find_adapter(model), {"given": prompts.split(1)}, tokenizer)
     return lambda name: studied

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.measure.acceptance import ExitFigures
-from selfspec.measure.cycles import cycle_share
+from selfspec.measure.own_text import cycle_share
 
 
 def test_alpha_is_one_minus_the_total_variation() -> None:

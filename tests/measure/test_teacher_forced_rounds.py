@@ -10,12 +10,8 @@ import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.measure.teacher_forced.figures import (
-    DraftPath,
-    TeacherForcedFigures,
-    WrittenTexts,
-    teacher_forced_figures,
-)
+from selfspec.measure.own_text import Continuation
+from selfspec.measure.teacher_forced.figures import DraftPath, TeacherForcedFigures, teacher_forced_figures
 from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.measure.teacher_forced.rounds import expected_rounds
 from selfspec.model.registry import find_adapter
@@ -42,10 +38,11 @@ def prompt() -> Tensor:
 
 
 def _figures(
-    model: PreTrainedModel, drafter: LayerPathDrafter, texts: WrittenTexts, reach: int
-) -> TeacherForcedFigures:
-    path = DraftPath(drafter.path(5))
-    return teacher_forced_figures(LayerViews(model, find_adapter(model)), texts, [path], reach)[0]
+    model: PreTrainedModel, drafter: LayerPathDrafter, ids: Tensor, prompt: int, reach: int, temperature: float
+) -> list[TeacherForcedFigures]:
+    path, views = DraftPath(drafter.path(5)), LayerViews(model, find_adapter(model))
+    texts = [Continuation(row, prompt) for row in ids.split(1)]
+    return teacher_forced_figures(views, texts, [path], reach, temperature)[0]
 
 
 @pytest.mark.parametrize("drafter", _DRAFTERS, ids=repr)
@@ -55,12 +52,12 @@ def test_greedy_rounds_are_those_of_the_generation(
 ) -> None:
     spec = selfspec.wrap(stories, draft=drafter, draft_length=length)
     output = spec.generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)
-    texts = WrittenTexts(output.sequences, prompt.shape[1], temperature=0.0)
-    expected = expected_rounds(_figures(stories, drafter, texts, length), length)
+    figures = _figures(stories, drafter, output.sequences, prompt.shape[1], length, 0.0)
+    expected = expected_rounds(figures, length)
     assert list(expected.judged) == output.stats.judged_per_depth
     assert list(expected.accepted) == output.stats.accepted_per_depth
     assert sum(expected.rounds) == output.stats.rounds
-    assert expected.tokens == output.stats.new_tokens == _NEW
+    assert sum(expected.tokens) == output.stats.new_tokens == _NEW
 
 
 def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrainedModel, prompt: Tensor) -> None:
@@ -71,11 +68,26 @@ def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrained
     others = selfspec.wrap(stories).generate(
         many, max_new_tokens=_NEW, do_sample=True, top_k=0, eos_token_id=None, seed=2
     )
-    texts = WrittenTexts(others.sequences, prompt.shape[1], temperature=1.0)
-    expected = expected_rounds(_figures(stories, drafter, texts, length), length)
+    figures = _figures(stories, drafter, others.sequences, prompt.shape[1], length, 1.0)
+    expected = expected_rounds(figures, length)
     # About 1,500 and 900 draft tokens each: a standard error is 0.013 and 0.017.
     for position in range(length):
         found = output.stats.accepted_per_depth[position] / output.stats.judged_per_depth[position]
         assert expected.accepted[position] / expected.judged[position] == pytest.approx(found, abs=0.06)
-    committed = expected.tokens * rows / sum(expected.rounds)
+    committed = sum(expected.tokens) / sum(expected.rounds)
     assert committed == pytest.approx(output.stats.mean_accepted_length, rel=0.04)
+
+
+def test_texts_of_several_lengths_are_what_each_is_alone(stories: PreTrainedModel, prompt: Tensor) -> None:
+    output = selfspec.wrap(stories).generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)
+    path, views = DraftPath(_DRAFTERS[0].path(5)), LayerViews(stories, find_adapter(stories))
+    ids, first = output.sequences, prompt.shape[1]
+    # Of two prompts, ended early or not.
+    texts = [Continuation(ids[:, : first + 9], first), Continuation(ids, first + 4), Continuation(ids, first)]
+    together = teacher_forced_figures(views, texts, [path], 2)[0]
+    for text, found in zip(texts, together, strict=True):
+        (alone,) = teacher_forced_figures(views, [text], [path], 2)[0]
+        assert found.agreed.shape == (2, text.ids.shape[1] - text.prompt)
+        # The first tokens of the second copy mean nothing.
+        assert found.agreed[0].tolist() == alone.agreed[0].tolist()
+        assert found.agreed[1, 1:].tolist() == alone.agreed[1, 1:].tolist()

@@ -114,7 +114,7 @@ def test_calibrate(said: Said, smollm2: Real, workload: str, tmp_path: Path, mon
 def test_bench(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
     words = ("bench", smollm2.folder, "--dtype", "float32", "--arm", "draft", "--draft", "int8", "--draft", "recycle")
     quick = ("--workload", f"x={workload}", "--prompts", "1", "--context", "64", "--max-new-tokens", "16", *ON_CPU)
-    once = ("--repeats", "1", "--warm-up", "1", "--no-peaks", "--no-costs", "--no-plots", "--temperature", "0")
+    once = ("--repeats", "1", "--warm-up", "1", "--measure", "speed", "--temperature", "0")
     cell = said(*words, *quick, *once, "--to", str(tmp_path))["cells"][0]
     assert len(cell["arms"]) == 4
 

@@ -8,8 +8,10 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced.passes import WHOLE, LayerViews, Parts, TeacherForcedText, parts_run
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath, Part
@@ -20,7 +22,7 @@ _MOST_TOKENS = 4096
 
 @dataclass(frozen=True)
 class TeacherForcedFigures:
-    """One draft over some texts. All tensors are `[reach, texts, tokens]`: token n as the k-th of its draft.
+    """One draft over one text. All tensors are `[reach, tokens]`: token n as the k-th of its draft.
 
     Attributes:
         agreed: whether draft and target have the same likeliest token.
@@ -33,20 +35,9 @@ class TeacherForcedFigures:
     overlap: Tensor
     chance: Tensor
 
-    @property
-    def agreement(self) -> float:
-        """Top-1 agreement at the first position of a draft."""
-        return float(self.agreed[0].mean())
-
-    @property
-    def alpha(self) -> float:
-        """Mean of 1 - TV at the first position of a draft (Leviathan et al., 2023); greedily, the agreement."""
-        return float(self.overlap[0].mean())
-
-    @classmethod
-    def together(cls, parts: Sequence[TeacherForcedFigures]) -> TeacherForcedFigures:
-        """Join several texts into one."""
-        return cls(*(torch.cat([getattr(part, each.name) for part in parts], 1) for each in fields(cls)))
+    def of_text(self, row: int, tokens: int) -> TeacherForcedFigures:
+        """Take one text out of figures of several, `[reach, texts, tokens]`, as far as its own tokens go."""
+        return TeacherForcedFigures(*(getattr(self, each.name)[:, row, :tokens].cpu() for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -71,41 +62,57 @@ class DraftPath:
             )
 
 
-@dataclass(frozen=True)
-class WrittenTexts:
-    """Texts that a model wrote itself, `[texts, tokens]`, on which its drafts are judged.
-
-    Attributes:
-        first: the first token that is drafted.
-        temperature: at which they were written, and at which p and q are compared; 0: greedily.
-    """
-
-    ids: Tensor
-    first: int
-    temperature: float
-
-
 def teacher_forced_figures(
-    views: LayerViews, texts: WrittenTexts, paths: Sequence[DraftPath], reach: int = 1
-) -> list[TeacherForcedFigures]:
+    views: LayerViews,
+    texts: Sequence[Continuation],
+    paths: Sequence[DraftPath],
+    reach: int = 1,
+    temperature: float = 0.0,
+) -> list[list[TeacherForcedFigures]]:
     """Judge many draft paths by teacher forcing, without generating anything.
 
     On text that the model wrote itself, what a generation would accept follows exactly: see `rounds` beside this.
-    `reach` positions of a draft are counted one by one; further ones count as the last.
+
+    Args:
+        views: of the model.
+        texts: that the model wrote itself, on its device.
+        paths: what drafts.
+        reach: positions of a draft that are counted one by one; further ones count as the last.
+        temperature: at which texts were written, and at which p and q are compared; 0: greedily.
+
+    Returns:
+        For each path the figures of each text.
 
     Raises:
         UnsupportedModelError: this architecture cannot be read so.
     """
-    rows = max(1, _MOST_TOKENS // (reach * texts.ids.shape[1]))
-    parts: list[list[TeacherForcedFigures]] = [[] for _ in paths]
-    for number, ids in enumerate(texts.ids.split(rows)):
-        text = TeacherForcedText(views, ids, texts.first, reach)
-        if number == 0:
+    found: list[dict[int, TeacherForcedFigures]] = [{} for _ in paths]
+    checked = False
+    for numbers in _read_together(texts, reach):
+        some = [texts[number] for number in numbers]
+        # What is to the right of a text changes nothing of it.
+        ids = pad_sequence([each.ids[0] for each in some], batch_first=True)
+        first = some[0].prompt
+        text = TeacherForcedText(views, ids, first, reach)
+        if not checked:
             text.check()
-        judge = _Judge(text.logits, ids[:, texts.first :], texts.temperature)
+            checked = True
+        judge = _Judge(text.logits, ids[:, first:], temperature)
         for path, logits in readings(text, paths):
-            parts[path].append(judge.figures(logits))
-    return [TeacherForcedFigures.together(each) for each in parts]
+            figures = judge.figures(logits)
+            for row, (number, each) in enumerate(zip(numbers, some, strict=True)):
+                found[path][number] = figures.of_text(row, each.ids.shape[1] - first)
+    return [[each[number] for number in range(len(texts))] for each in found]
+
+
+def _read_together(texts: Sequence[Continuation], reach: int) -> Iterator[list[int]]:
+    """Split texts into what one pass reads: prompts of one length, and no more tokens than fit."""
+    ordered = sorted(range(len(texts)), key=lambda number: texts[number].prompt)
+    for _, alike in groupby(ordered, lambda number: texts[number].prompt):
+        numbers = list(alike)
+        longest = max(texts[number].ids.shape[1] for number in numbers)
+        rows = max(1, _MOST_TOKENS // (reach * longest))
+        yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
 
 
 def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tuple[int, Tensor]]:
@@ -153,7 +160,7 @@ class _Judge:
         self._p = (logits.float() / temperature).softmax(-1) if temperature else None
 
     def figures(self, logits: Tensor) -> TeacherForcedFigures:
-        """Compare a draft's logits, `[reach, texts, tokens, vocab]`."""
+        """Compare a draft's logits, `[reach, texts, tokens, vocab]`: the figures of all texts at once."""
         agreed = (logits.argmax(-1) == self._likeliest).float()
         if self._p is None:
             return TeacherForcedFigures(agreed, agreed, agreed)

@@ -7,15 +7,10 @@ without drawing anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from selfspec.measure.teacher_forced.figures import TeacherForcedFigures
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -32,28 +27,27 @@ class ExpectedRounds:
     judged: tuple[float, ...]
     accepted: tuple[float, ...]
     rounds: tuple[float, ...]
-    tokens: int
+    tokens: tuple[int, ...]
 
 
-def expected_rounds(figures: TeacherForcedFigures, draft_length: int) -> ExpectedRounds:
-    """Replay a text, in rounds of up to `draft_length` tokens, at least 1."""
-    chance: Floats = figures.chance.double().cpu().numpy()
-    credit: Floats = figures.overlap.double().cpu().numpy()
-    reach, texts, tokens = chance.shape
-    begins = np.zeros((texts, tokens + 1))
-    begins[:, 0] = 1.0
-    judged, accepted = np.zeros(draft_length), np.zeros(draft_length)
-    for start in range(tokens):
-        # Of what is still wanted one token is the target's own, as in the loop.
-        length = min(draft_length, tokens - start - 1)
-        alive = begins[:, start]
-        for position in range(length):
-            copy = min(position, reach - 1)
-            stands = chance[copy, :, start + position]
-            judged[position] += alive.sum()
-            accepted[position] += (alive * credit[copy, :, start + position]).sum()
-            begins[:, start + position + 1] += alive * (1 - stands)
-            alive = alive * stands
-        begins[:, start + length + 1] += alive
-    counted: Any = begins[:, :tokens].sum(1)
-    return ExpectedRounds(tuple(judged.tolist()), tuple(accepted.tolist()), tuple(counted.tolist()), tokens)
+def expected_rounds(texts: Sequence[TeacherForcedFigures], draft_length: int) -> ExpectedRounds:
+    """Replay texts, in rounds of up to `draft_length` tokens, at least 1."""
+    judged, accepted = [0.0] * draft_length, [0.0] * draft_length
+    rounds, counted = [], []
+    for figures in texts:
+        chance, credit = figures.chance.tolist(), figures.overlap.tolist()
+        tokens = len(chance[0])
+        begins = [1.0] + [0.0] * tokens
+        for start in range(tokens):
+            # Of what is still wanted one token is the target's own, as in the loop.
+            length, alive = min(draft_length, tokens - start - 1), begins[start]
+            for position in range(length):
+                copy, place = min(position, len(chance) - 1), start + position
+                judged[position] += alive
+                accepted[position] += alive * credit[copy][place]
+                begins[place + 1] += alive * (1 - chance[copy][place])
+                alive *= chance[copy][place]
+            begins[start + length + 1] += alive
+        rounds.append(sum(begins[:tokens]))
+        counted.append(tokens)
+    return ExpectedRounds(tuple(judged), tuple(accepted), tuple(rounds), tuple(counted))

@@ -47,15 +47,16 @@ class Candidate:
 
 
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
-    """Drafts along a path of the model, by name: those given, else exits, exact and in 8 bits, and 8 and 4 bits."""
-    exits = range(1, depth)
-    usual: list[LayerPathDrafter] = [
-        *(EarlyExit(layer) for layer in exits),
-        *(LowPrecision(bits) for bits in (8, 4)),
-        *(LowPrecision(8, exit=layer) for layer in exits),
-    ]
+    """Drafts along a path of the model, by name: those given, else exits, exact and in 8 bits; always 8 and 4 bits."""
+    exits, bits = range(1, depth), [LowPrecision(8), LowPrecision(4)]
+    usual: list[LayerPathDrafter]
+    if drafters is None:
+        usual = [*map(EarlyExit, exits), *bits, *(LowPrecision(8, exit=layer) for layer in exits)]
+    else:
+        # What needs no training is tried beside what was asked for.
+        usual = [*drafters, *(each for each in bits if each not in drafters)]
     named: dict[str, LayerPathDrafter] = {}
-    for draft in usual if drafters is None else drafters:
+    for draft in usual:
         if not isinstance(draft, LayerPathDrafter):
             raise DraftConfigError(
                 f"draft {shown(draft)} is no path of the model; look-ups and plain decoding are always considered, so "

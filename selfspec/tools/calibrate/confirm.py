@@ -17,7 +17,7 @@ from selfspec.decode.stats import Stats
 from selfspec.draft.registry import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.progress import Watch
+from selfspec.measure.expected_time import Watch
 from selfspec.tools.calibrate.candidates import Candidate, costs_of
 from selfspec.tools.calibrate.measurements import Measurements
 

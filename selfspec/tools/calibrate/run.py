@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import PromptError, UnsupportedModelError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.own_text import continued
-from selfspec.measure.progress import Unwatched, Watch
 from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.model.registry import find_adapter
@@ -80,14 +80,14 @@ def calibrate(
 ) -> Profile:
     """Find the draft that decodes fastest here, greedily and sampling.
 
-    Considered are plain decoding, look-ups, every exit, the model in 8 and in 4 bits, exits in 8 bits (or the drafts
-    given), look-ups before each, recycling, and trees along the best. The formula narrows them down; what is chosen was
-    the fastest in real generations in turns with plain decoding, and surely faster than that.
+    Considered are plain decoding, look-ups, the model in 8 and in 4 bits, every exit, exact and in 8 bits (or the
+    drafts given in place of exits), look-ups before each, recycling, and trees along the best. The formula narrows them
+    down; what is chosen was the fastest in real generations in turns with plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
         prompts: token ids, each `[1, prompt]`, on the model's device; what is measured holds for texts like these.
-        drafters: drafts along a path of the model to consider in place of the usual ones.
+        drafters: drafts along a path of the model to consider in place of exits.
         measurements: how much is measured; None: the defaults.
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
@@ -102,10 +102,10 @@ def calibrate(
     asked, progress = measurements or Measurements(), watch or Unwatched()
     found = adapter or find_adapter(model)
     named = considered(len(found.decoder_layers(model)), drafters)
-    if drafters is None:
-        named = fitting(named, model, found)
-    for drafter in named.values():
+    # A model may refuse what it was not asked for: one that is quantised has no use for fewer bits.
+    for drafter in drafters or ():
         drafter.check_model(model, found)
+    named = fitting(named, model, found)
     if corpus is not None:
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
@@ -227,3 +227,33 @@ def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measureme
         # Reads and refuses the request; a generation runs only as it is iterated over.
         plain.stream(**each, **generation_options(0.0, asked))
     return grouped
+
+
+_USUAL = Measurements()
+SIZES = {
+    "max_new_tokens": Size(_USUAL.max_new_tokens, 16),
+    "repeats": Size(_USUAL.repeats, 1),
+    "longest_draft": Size(_USUAL.longest_draft, 4),
+}
+# Greedily and sampling. Candidates that are confirmed, with trees and without; what a token of one takes.
+_KINDS, _CANDIDATES, _CHAINS, _A_TOKEN = 2, 9, 5, 0.8
+# Drafts whose costs are measured, rounds of that, and larger batches, most of which cost what their rows do.
+_MEASURED, _ROUNDS, _IN_BATCHES = 6, 11, 20
+_WARM_UPS, _GO_ON = 2, 4
+
+
+def work(asked: Measurements, prompts: Sequence[Tensor], drafts: int, sizes: Mapping[str, int]) -> Work:
+    """Count the tokens of calibrating on prompts, each `[1, prompt]`, where so many paths are considered."""
+    new, repeats, longest = (
+        sizes.get(name, getattr(asked, name)) for name in ("max_new_tokens", "repeats", "longest_draft")
+    )
+    prompt, number = sum(each.shape[1] for each in prompts), len(prompts)
+    # All exits are read off one pass; the others, some in fewer bits, take one each.
+    texts = Work(new * number, prompt + (prompt + new * number) * (2 + drafts))
+    arms = 1 + (_CANDIDATES if asked.nodes else _CHAINS)
+    turns = arms * (_WARM_UPS + 1) + (repeats - 1) * _GO_ON
+    confirmed = Work(new * _A_TOKEN * number * turns, prompt * turns).times(asked.batch**0.5)
+    # Of a round: target passes of each width, and of each draft two lengths, with their verification.
+    jobs = longest + 1 + min(drafts, _MEASURED) * (3 + 1 + min(4, longest))
+    costs = Work(jobs * _ROUNDS, jobs * _IN_BATCHES)
+    return (texts + confirmed).times(_KINDS) + costs

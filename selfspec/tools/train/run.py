@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import TrainingError
-from selfspec.measure.palette import SEQUENCE, STYLE
+from selfspec.measure.palette import SEQUENCE
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.drawing import Panel, Picture
 from selfspec.tools.train.corpus import all_documents, given_text, packed, written_text
 from selfspec.tools.train.course import CHECKPOINTS, Observer, train
 from selfspec.tools.train.exit_heads import ExitLesson
@@ -22,6 +25,9 @@ from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.settings import Course, Texts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def run(
@@ -120,24 +126,22 @@ def run(
 
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw loss and the agreement of each exit with the full model by the `step` of each point, as a PNG."""
-    from cycler import cycler
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    """Draw loss and the agreement of each exit with the full model by the `step` of each point."""
+    loss, agreement = (
+        partial(_curves, log=log, starts=starts) for starts in (("loss", "held_out_loss"), ("agreement_",))
+    )
+    panels = [
+        Panel("loss, nats a token, by step", loss),
+        Panel("top-1 agreement of exits, held out, by step", agreement),
+    ]
+    Picture(file.stem, panels, 2.4, share=False).save(file.parent)
 
-    with rc_context({**STYLE, "axes.prop_cycle": cycler(color=SEQUENCE)}):
-        # Without pyplot, which keeps figures for the whole process and may ask for a display.
-        figure = Figure(figsize=(7.2, 2.8), layout="constrained")
-        losses, exits = figure.subplots(1, 2)
-        losses.set(xlabel="step", ylabel="nats a token", title="loss")
-        exits.set(xlabel="step", ylabel="top-1 agreement", title="exits against the full model, held out")
-        names = dict.fromkeys(name for point in log for name in point)
-        for axes, start in ((losses, "loss"), (losses, "held_out_loss"), (exits, "agreement_")):
-            for name in names:
-                if name.startswith(start):
-                    steps, values = zip(*((point["step"], point[name]) for point in log if name in point), strict=True)
-                    label = name.removeprefix("agreement_").replace("_", " ")
-                    shown = f"exit {label}" if start == "agreement_" else label
-                    axes.plot(steps, values, marker="." if len(steps) < 50 else "", label=shown)
-                    axes.legend()
-        figure.savefig(file, dpi=150)
+
+def _curves(axes: Axes, log: Sequence[Mapping[str, Any]], starts: tuple[str, ...]) -> None:
+    names = [name for name in dict.fromkeys(name for point in log for name in point) if name.startswith(starts)]
+    for name, colour in zip(names, cycle(SEQUENCE), strict=False):
+        known = [(point["step"], point[name]) for point in log if name in point]
+        shown = name.replace("agreement_", "exit ").replace("_", " ")
+        axes.plot(*zip(*known, strict=True), color=colour, marker="." if len(known) < 50 else "", label=shown)
+    if names:
+        axes.legend()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api import SelfSpeculative
 from selfspec.decode.noise import Noise
-from selfspec.measure.progress import Watch
+from selfspec.measure.expected_time import Watch
 from selfspec.measure.stock import stepwise_logits
 from selfspec.tools.verify.comparison import Check, Comparison
 from selfspec.tools.verify.settings import Settings

@@ -1,6 +1,6 @@
 """Sampled goodness of fit: what `generate` draws at a place, against the model's own distribution there.
 
-Pearson's chi-square against a distribution known up to rounding, and Holm's procedure over all tests.
+Pearson's chi-square against a distribution known up to rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.api import SelfSpeculative
-from selfspec.measure.progress import Watch
+from selfspec.measure.expected_time import Watch
 from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place, rows_at_once
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.texts import sampled_texts
@@ -52,6 +52,8 @@ def check_fits(
 
     Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
     """
+    from scipy.stats import chisquare, ncx2
+
     plain, *drafting = tested
     trials = [
         (draft, rule, row + column)
@@ -67,7 +69,7 @@ def check_fits(
         counts = _drawn(tested[draft], rule, place, samples, seeds)
         observed = [counts[outcome] for outcome in place.cells]
         expected = [samples * probability for probability in (*place.cells.values(), place.rest)]
-        statistic = chi_square([*observed, samples - sum(observed)], expected)
+        statistic = float(chisquare([*observed, samples - sum(observed)], expected).statistic)
         degrees, noncentrality = len(place.cells), _SAFETY * samples * place.discrepancy
         fits.append(
             Fit(
@@ -80,7 +82,8 @@ def check_fits(
                 statistic=statistic,
                 degrees=degrees,
                 noncentrality=noncentrality,
-                p_value=chi_square_tail(statistic, degrees, noncentrality),
+                # Without a degree of freedom there is nothing to test.
+                p_value=float(ncx2.sf(statistic, degrees, noncentrality)) if degrees else 1.0,
             )
         )
     return fits
@@ -95,34 +98,3 @@ def _drawn(spec: SelfSpeculative, rule: str, place: Place, samples: int, seeds: 
         seed = int(torch.randint(2**62, (), generator=seeds))
         counts.update(map(tuple, sampled_texts(spec, rows, rule, NEW_TOKENS, temperature=place.temperature, seed=seed)))
     return counts
-
-
-def chi_square(observed: Sequence[int], expected: Sequence[float]) -> float:
-    """Return Pearson's statistic of counts of cells, whose expectations are all positive and have the same sum."""
-    return sum((seen - wanted) ** 2 / wanted for seen, wanted in zip(observed, expected, strict=True))
-
-
-def chi_square_tail(statistic: float, degrees: int, noncentrality: float) -> float:
-    """Probability that a noncentral chi-square variable is at least `statistic`.
-
-    It is a mixture of central ones with 2j more degrees of freedom, j being Poisson with mean noncentrality / 2.
-    Without a degree of freedom there is nothing to test.
-    """
-    if not degrees:
-        return 1.0
-    mean = torch.tensor(noncentrality / 2, dtype=torch.double)
-    # Beyond ten standard deviations of a Poisson variable nothing is left.
-    more = torch.arange(int(mean + 10 * mean.sqrt()) + 50, dtype=torch.double)
-    weights = (torch.special.xlogy(more, mean) - mean - torch.lgamma(more + 1)).exp()
-    tails = torch.special.gammaincc(degrees / 2 + more, torch.full_like(more, statistic / 2))
-    return float((weights * tails).sum().clamp(max=1.0))
-
-
-def holm_rejects(p_values: Sequence[float], level: float) -> list[bool]:
-    """Which hypotheses Holm's step-down procedure rejects at a family-wise level."""
-    rejected = [False] * len(p_values)
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
-        if p_values[index] > level / (len(p_values) - rank):
-            break
-        rejected[index] = True
-    return rejected

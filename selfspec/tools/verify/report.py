@@ -11,9 +11,10 @@ from typing import Any
 
 from selfspec.accept import find_rule
 from selfspec.decode.stats import Stats
+from selfspec.measure.estimate import holm_rejects
 from selfspec.measure.rounding import Bound
 from selfspec.tools.verify.comparison import Comparison, Divergence
-from selfspec.tools.verify.fit import Fit, holm_rejects
+from selfspec.tools.verify.fit import Fit
 from selfspec.tools.verify.settings import Settings
 
 

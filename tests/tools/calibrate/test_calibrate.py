@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec import DraftConfigError, EarlyExit, LayerSkip, Profile, PromptError, PromptLookup, wrap
+from selfspec import DraftConfigError, EarlyExit, LayerSkip, LowPrecision, Profile, PromptError, PromptLookup, wrap
 from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.progress import Unwatched
+from selfspec.measure.expected_time import Unwatched
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
@@ -47,10 +47,12 @@ def _costs(**steps: float) -> MeasuredCosts:
     )
 
 
-def test_exits_and_fewer_bits_are_considered_unless_drafts_are_given() -> None:
+def test_drafts_that_are_given_take_the_place_of_exits_and_of_nothing_else() -> None:
     exact, low = ["exit:1", "exit:2", "exit:3"], ["int8", "int4", "int8+exit:1", "int8+exit:2", "int8+exit:3"]
     assert list(considered(4, None)) == [*exact, *low]
-    assert considered(4, [LayerSkip(layers=[1])]) == {"skip:layers=1": LayerSkip(layers=[1])}
+    # Fewer bits need no training, and are never dropped for what was named.
+    assert list(considered(4, [LayerSkip(layers=[1])])) == ["skip:layers=1", "int8", "int4"]
+    assert list(considered(4, [LowPrecision(4), EarlyExit(1)])) == ["int4", "exit:1", "int8"]
 
 
 @pytest.mark.parametrize("drafts", [[PromptLookup()], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
@@ -66,8 +68,8 @@ def test_of_many_exits_those_with_promise_are_measured() -> None:
     measured = to_measure(model, find_adapter(model), drafters, [rates])
     assert len(measured) == 6
     assert EarlyExit(2) in measured
-    few = [EarlyExit(1), EarlyExit(2)]
-    assert to_measure(model, find_adapter(model), considered(4, few), [rates]) == few
+    few = considered(4, [EarlyExit(1), EarlyExit(2)])
+    assert to_measure(model, find_adapter(model), few, [rates]) == list(few.values())
 
 
 def test_a_model_that_is_quantised_is_not_quantised_again(llama: PreTrainedModel) -> None:
@@ -226,11 +228,11 @@ def found(model: PreTrainedModel) -> Profile:
 
 
 def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
-    assert set(found.report["costs"]["draft"]) == {"none", "exit:3"}
+    assert set(found.report["costs"]["draft"]) == {"none", "exit:3", "int8", "int4"}
     for name, chosen, temperature in (("greedy", found.greedy, 0.0), ("sampled", found.sampled, 0.8)):
         kind = found.report[name]
         assert kind["temperature"] == chosen.temperature == temperature
-        assert set(kind["acceptance"]) == set(kind["predictions"]) == {"exit:3"}
+        assert set(kind["acceptance"]) == set(kind["predictions"]) == {"exit:3", "int8", "int4"}
         assert kind["acceptance"]["exit:3"]["positions"] == SETTINGS.max_new_tokens
         assert "lookup" in {each["name"] for each in kind["confirmed"]}
         sure = [each for each in kind["confirmed"] if each["speedup"]["low"] > 1]
@@ -253,6 +255,8 @@ def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytes
     wide = [replace(each, name="exit:3, 8 nodes") for each in _confirmed(exit_3=1.5)]
     monkeypatch.setattr(running, "confirm", _confirming({0.0: wide, 0.8: _confirmed(lookup=0.9)}, {4: 1.1, 16: 1.1}))
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    # Which path promises most is a matter of time, where there are several.
+    monkeypatch.setattr(running, "considered", lambda depth, drafters: {"exit:3": EarlyExit(3)})
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], replace(SETTINGS, nodes=8, longest_draft=2))
     assert (found.greedy.draft, found.greedy.nodes, found.greedy.longest) == ("exit:3", 8, 2)
     assert list(found.report["greedy"]["in_batches"]) == ["4", "16"]

@@ -28,6 +28,7 @@ def test_two_processes_write_one_result(tmp_path: Path) -> None:
     )
     assert sorted(file.name for file in to.iterdir()) == [
         "curves.png",
+        "curves.svg",
         "exit_head.json",
         "exit_head.safetensors",
         "training.json",

@@ -73,6 +73,7 @@ def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path:
         assert report["after"][f"alpha_{exit_layer}"] > report["before"][f"alpha_{exit_layer}"] + 0.02
     assert sorted(file.name for file in to.iterdir()) == [
         "curves.png",
+        "curves.svg",
         "exit_head.json",
         "exit_head.safetensors",
         "training.json",

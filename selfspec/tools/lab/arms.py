@@ -1,0 +1,208 @@
+"""The arms: ways to decode with one model, each named, so that it can be made again in another process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from selfspec.accept import find_rule
+from selfspec.api import wrap
+from selfspec.control.draft_policy import DraftPolicy
+from selfspec.control.fixed import control_of
+from selfspec.draft import Assistant, Drafter, EarlyExit
+from selfspec.draft.registry import parse_draft
+from selfspec.measure.stock import bare, end_tokens, until_end
+from selfspec.measure.timing import Call, DraftShape, Stopwatch
+from selfspec.model.substitutes import Substitutes
+from selfspec.runtime.compiled import no_compiler
+from selfspec.runtime.named import RuntimeName, runtime_named
+from selfspec.tools.lab.cell import Cell, Prompts
+
+ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
+"""`model.generate`, alone and with each of its own speed-ups; and selfspec, without a draft and with one."""
+
+# Tokens that `model.generate` looks up at a time, as its documentation has it.
+_LOOK_UP_TOKENS = 10
+_RUNTIMES = {
+    RuntimeName.TRACED: "",
+    RuntimeName.EAGER: ", stock modules",
+    RuntimeName.COMPILED: ", compiled",
+    RuntimeName.GRAPHS: ", CUDA graphs",
+}
+
+ASSISTANT = "assistant:"
+"""How the drafts begin that `assistant_model` of transformers can be given, too."""
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """Which arm.
+
+    Attributes:
+        draft: of selfspec's drafting arms, by name; of `model.generate`, its assistant or its early exit.
+        length: tokens drafted each round, of a tree levels; None: as the arm itself decides.
+        nodes: the most tokens of a draft, siblings included; None: drafts are chains.
+        accept: acceptance rule, by name; None: selfspec's default.
+        packed: whether it runs a model whose weights are packed.
+    """
+
+    kind: ArmKind
+    draft: str | None = None
+    length: int | None = None
+    nodes: int | None = None
+    accept: str | None = None
+    packed: bool = False
+    runtime: RuntimeName = RuntimeName.TRACED
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its texts are distributed as the model's own."""
+        return self.accept is None or find_rule(self.accept).lossless
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        length = "" if self.length is None else f", length {self.length}"
+        nodes = "" if self.nodes is None else f", {self.nodes} nodes"
+        rule = "" if self.accept is None else f", {self.accept}"
+        how = (", packed" if self.packed else "") + _RUNTIMES[self.runtime]
+        draft = self.draft or ""
+        names: dict[ArmKind, str] = {
+            "generate": "model.generate",
+            "static": "model.generate, static cache, compiled",
+            "lookup": "model.generate, prompt look-up",
+            "early-exit": f"model.generate, assistant_early_exit={draft.removeprefix('exit:')}{length}",
+            "assistant": f"model.generate, assistant_model={draft.removeprefix(ASSISTANT)}",
+            "plain": f"selfspec plain{how}",
+            "draft": f"selfspec {self.draft}{length}{nodes}{rule}{how}",
+        }
+        return names[self.kind]
+
+    @property
+    def own(self) -> bool:
+        """Whether it is selfspec's."""
+        return self.kind in ("plain", "draft")
+
+
+class OwnArm:
+    """A wrapped model. Without a draft it is plain decoding."""
+
+    def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
+        self.spec, runtime = spec, runtime_named(spec.runtime)
+        # A profile has its own control.
+        own_control = spec.length is None and spec.nodes is None
+        control = None if own_control else control_of(spec.length, spec.nodes)
+        self.wrapped = wrap(bare(model), spec.draft, draft_length=control, accept=spec.accept, runtime=runtime)
+
+    def drafter(self, cell: Cell) -> Drafter | None:
+        """What drafts under the conditions of a cell."""
+        draft = self.wrapped.draft
+        if isinstance(draft, DraftPolicy):
+            return draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
+        return draft
+
+    def absence(self, cell: Cell) -> None:
+        return None
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        watch = Stopwatch(self.wrapped.model.device)
+        # A prompt comes again in every turn, and would be drafted from what was written the last time.
+        self.wrapped.forget()
+        generation = self.wrapped.stream(prompts.ids, prompts.mask, seed=seed, **cell.options)
+        rounds = [next(generation)]
+        first_seconds = watch.read()
+        rounds += generation
+        output = generation.output()
+        seconds = watch.read()
+        new = output.sequences[:, prompts.ids.shape[1] :].tolist()
+        rows = [row[:length] for row, length in zip(new, output.lengths, strict=True)]
+        first_tokens = sum(len(row.tokens) for row in rounds[0].rows)
+        shapes = Counter(DraftShape(max(len(row.draft) for row in each.rows), each.steps) for each in rounds)
+        return Call(rows, seconds, first_seconds, first_tokens, len(rounds), generation.stats, shapes)
+
+
+class StockArm:
+    """`model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
+
+    def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
+        self.spec, self._model = spec, bare(model)
+        self._assistant = self._prepared_assistant() if spec.kind == "assistant" else None
+
+    def absence(self, cell: Cell) -> str | None:
+        if self.spec.kind in ("lookup", "early-exit", "assistant") and cell.batch > 1:
+            return "transformers' assisted generation takes one row at a time"
+        return no_compiler(self._model.device) if self.spec.kind == "static" else None
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        device = self._model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            watch = Stopwatch(device)
+            seen = _FirstToken(watch, prompts.ids)
+            sequences = self._model.generate(
+                prompts.ids,
+                attention_mask=prompts.mask,
+                stopping_criteria=StoppingCriteriaList([seen]),
+                **cell.options,
+                **self._help(),
+            )
+            seconds = watch.read()
+        ends = end_tokens(self._model) if cell.context is None else ()
+        rows = [until_end(row, ends) for row in sequences[:, prompts.ids.shape[1] :].tolist()]
+        return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls)
+
+    def _prepared_assistant(self) -> PreTrainedModel:
+        draft = parse_draft(self.spec.draft or "")
+        assert isinstance(draft, Assistant)
+        draft.prepare(self._model, Substitutes())
+        return draft.model
+
+    def _help(self) -> dict[str, Any]:
+        config = self._model.generation_config
+        match self.spec.kind:
+            case "lookup":
+                return {"prompt_lookup_num_tokens": _LOOK_UP_TOKENS}
+            case "early-exit":
+                draft = parse_draft(self.spec.draft or "")
+                assert isinstance(draft, EarlyExit)
+                # transformers reads the draft length from the model's own generation config only.
+                config.num_assistant_tokens = self.spec.length
+                config.num_assistant_tokens_schedule = "constant"
+                return {"assistant_early_exit": draft.layer}
+            case "assistant":
+                return {"assistant_model": self._assistant}
+            case "static":
+                on_cuda = self._model.device.type == "cuda"
+                compiling = CompileConfig() if on_cuda else CompileConfig(mode="default")
+                compiling._compile_all_devices = True
+                return {"cache_implementation": "static", "compile_config": compiling}
+        return {}
+
+
+Arm = OwnArm | StockArm
+"""One way to decode; `absence` says why it cannot in a cell."""
+
+
+def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
+    """The arm that a spec names, of a stock model; packed, if the spec says so."""
+    return OwnArm(spec, model) if spec.own else StockArm(spec, model)
+
+
+class _FirstToken(StoppingCriteria):
+    """Never stops; notes when the first new tokens came, how many these were, and how often it was asked."""
+
+    def __init__(self, watch: Stopwatch, prompts: Tensor) -> None:
+        self._watch, self._prompts = watch, prompts
+        self._goes_on = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+        self.seconds, self.tokens, self.calls = 0.0, 0, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            self.seconds, self.tokens = self._watch.read(), input_ids.numel() - self._prompts.numel()
+        return self._goes_on

@@ -1,0 +1,249 @@
+"""The report of a benchmark, all of it made from its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfspec.measure.estimate import Estimate
+from selfspec.tools.lab.arms import ArmSpec
+from selfspec.tools.lab.bench_pictures import draw
+from selfspec.tools.lab.figures import CYCLING, Figures, calls_without_cycles
+from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.quality import differing
+from selfspec.tools.lab.record import Record
+from selfspec.tools.lab.report import Report, markdown_table, write_data
+
+_NOTES = f"""\
+Every arm decodes the same prompts in one process, one after the other on each batch. Speeds are tokens per second of
+all rows together; ratios are taken repeat by repeat. After each median, in brackets, is the interval between order
+statistics that holds the true one with a confidence of at least 0.9 (of fewer than five repeats: their range); after
+tokens a pass and acceptance a 95 % interval by a bootstrap over calls. Decoding leaves out the time until the first
+tokens; whole calls have it. In cycles is the share of tokens in passages repeated three times or more in direct
+succession, which flatter any draft; without cycles are the prompts whose text by model.generate has at most
+{CYCLING:.0%} of these. An arm whose greedy tokens differ from those of model.generate in float32 or float64, or in half
+precision by more than rounding explains, is refused if its rule is lossless. Draft, verify and rest are the parts of a
+round in this run; c, V(4) and o those of the formula, timed apart from it, for four tokens to verify. Predicted is what
+the rounds would have given if they had cost no more than c and V, and efficiency is measured by predicted."""
+
+
+def write_report(cells: Sequence[MeasuredCell], folder: Path) -> list[Path]:
+    """Write the pages, the pictures and a table of all texts into a folder; return the files."""
+    pictures = draw(cells, folder)
+    report = page(cells)
+    for picture in pictures:
+        report.picture(picture)
+    data = write_data(by_prompt(cells), {"cells": [each.to_dict() for each in cells]}, folder, "texts")
+    return [*pictures, *data, *report.write(folder)]
+
+
+def page(cells: Sequence[MeasuredCell]) -> Report:
+    """Return the report without its pictures."""
+    report = Report("Benchmark")
+    report.paragraph(_NOTES)
+    for setup in dict.fromkeys(map(_setup, cells)):
+        report.paragraph(setup)
+    report.heading("Overview")
+    report.table(*_overview(cells))
+    several = len({each.settings.model + each.settings.dtype for each in cells}) > 1
+    for measured in cells:
+        settings = measured.settings
+        report.heading(measured.cell.title)
+        if several:
+            report.paragraph(f"{settings.model}, {settings.dtype}, {settings.threads} threads")
+        report.points(measured.doubts)
+        _speeds(report, measured)
+        report.points(_not_scored(measured))
+        _rounds(report, measured)
+        _quality(report, measured)
+        _memory(report, measured)
+    return report
+
+
+def overview(cells: Sequence[MeasuredCell]) -> str:
+    """Return the first table as Markdown: an arm a line and a cell a column, or the narrower way about."""
+    return markdown_table(*_overview(cells))
+
+
+def by_prompt(cells: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
+    """Return a row for each text of each arm: its tokens, and what its call took and counted."""
+    rows = []
+    for measured in cells:
+        cell = measured.cell
+        place = {"workload": cell.workload, "temperature": cell.temperature, "batch": cell.batch}
+        for record in measured.arms:
+            for repeat, calls in enumerate(record.texts):
+                for call, texts in enumerate(calls):
+                    shared = {
+                        "repeat": repeat,
+                        "call": call,
+                        "call_seconds": record.seconds[repeat][call] if measured.timed else None,
+                        "call_passes": record.passes[repeat][call],
+                        "call_judged_by_depth": record.judged[repeat][call],
+                        "call_accepted_by_depth": record.accepted[repeat][call],
+                    }
+                    rows += [
+                        {**place, "arm": record.arm.name, **shared, "row": row, "new_tokens": len(text), "text": text}
+                        for row, text in enumerate(texts)
+                    ]
+    return rows
+
+
+def _overview(cells: Sequence[MeasuredCell]) -> tuple[list[str], list[list[str]]]:
+    timed = any(each.timed for each in cells)
+    title = "decoding, against model.generate" if timed else "tokens a pass"
+    arms = list(dict.fromkeys(record.arm for measured in cells for record in measured.arms))
+    places = [_place(each) for each in cells]
+    by_arm = [[_against(arm, measured) for measured in cells] for arm in arms]
+    if len(cells) <= len(arms):
+        return [title, *places], [[arm.name, *shown] for arm, shown in zip(arms, by_arm, strict=True)]
+    by_cell = zip(places, *by_arm, strict=True)
+    return [title, *(arm.name for arm in arms)], [list(row) for row in by_cell]
+
+
+def _place(measured: MeasuredCell) -> str:
+    cell = measured.cell
+    prompts = "whole prompts" if cell.context is None else str(cell.context)
+    return f"{cell.workload}, T {cell.temperature:g}, {cell.batch} x {prompts}"
+
+
+def _against(arm: ArmSpec, measured: MeasuredCell) -> str:
+    if any(record.arm == arm and record.refused for record in measured.arms):
+        return "refused"
+    found = measured.figures.get(arm)
+    if found is None:
+        return ""
+    return (
+        _shown(found.decoding_against.get("model_generate")) if measured.timed else _shown(found.mean_accepted_length)
+    )
+
+
+def _speeds(report: Report, measured: MeasuredCell) -> None:
+    """Add the speed of each arm, and what its drafts were worth."""
+    reference = measured.scored("generate")
+    calm, calls = (len(calls_without_cycles(reference)), len(reference.seconds[0])) if reference else (0, 0)
+    timed: dict[str, Callable[[Figures], str]] = {
+        "decoding, tokens/s": lambda arm: _shown(arm.decoding_tokens_per_second, 0),
+        "against model.generate": lambda arm: _shown(arm.decoding_against.get("model_generate")),
+        "against selfspec plain": lambda arm: _shown(arm.decoding_against.get("plain")),
+        f"without cycles ({calm} of {calls} calls)": lambda arm: _shown(arm.decoding_without_cycles),
+        "whole calls": lambda arm: _shown(arm.whole_call_against),
+        "first token, ms": lambda arm: f"{1000 * arm.first_token_seconds.value:.0f}" if arm.first_token_seconds else "",
+    }
+    counted: dict[str, Callable[[Figures], str]] = {
+        "tokens a pass": lambda arm: _shown(arm.mean_accepted_length),
+        "acceptance": lambda arm: _shown(arm.acceptance_rate),
+        "by depth": lambda arm: " ".join(
+            "-" if share is None else f"{share:.2f}" for share in arm.acceptance_by_depth or []
+        ),
+        "in cycles": lambda arm: f"{arm.cycle_share:.0%}",
+    }
+    columns = {**(timed if measured.timed else {}), **counted}
+    rows = []
+    for record in measured.arms:
+        if record.scored:
+            found, same = measured.figures[record.arm], record.agreement
+            shown = [column(found) for column in columns.values()]
+            rows.append([record.arm.name, *shown, f"{same.equal / same.texts:.0%}" if same else ""])
+    report.table(["", *columns, "equal texts"], rows)
+
+
+def _not_scored(measured: MeasuredCell) -> list[str]:
+    lines = []
+    for record in measured.arms:
+        found = record.agreement
+        if record.absence is not None:
+            lines.append(f"{record.arm.name}: absent. {record.absence}.")
+        elif found is not None and record.refused:
+            parted = f"{found.texts - found.equal} of {found.texts} greedy texts"
+            lines.append(f"{record.arm.name}: REFUSED. {parted} differ from those of model.generate.")
+    return lines
+
+
+def _rounds(report: Report, measured: MeasuredCell) -> None:
+    """Add what a round of each draft cost, and the speed-up that its passes' costs predict."""
+    head = ["a round, in plain steps", "draft steps", "drafted", "draft", "verify", "rest", "c", "V(4)", "o"]
+    rows = []
+    for record in measured.arms:
+        found = measured.figures.get(record.arm)
+        if found is None or found.round_in_plain_steps is None:
+            continue
+        cost, speedup = found.round_in_plain_steps, found.prediction
+        parts = (cost.steps, cost.drafted, cost.draft, cost.verify, cost.rest)
+        row = [record.arm.name, *(f"{each:.2f}" for each in parts), *map(_shown, _terms(record))]
+        if speedup is not None:
+            row += [_shown(speedup.predicted), _shown(speedup.measured), f"{speedup.efficiency:.2f}"]
+        rows.append([*row, "", "", ""][: len(head) + 3])
+    report.table([*head, "predicted speed-up", "measured", "efficiency"], rows)
+
+
+def _terms(record: Record) -> list[Estimate | None]:
+    """The terms of the formula as they were timed apart from the run: c, V(4) and o."""
+    costs = record.costs
+    if costs is None:
+        return [None, None, None]
+    verify = costs.from_tokens if costs.draft is None else costs.verify
+    return [costs.draft, verify.get(4), costs.overhead]
+
+
+def _quality(report: Report, measured: MeasuredCell) -> None:
+    """Add how likely the model finds the texts of each arm, and which differ from plain decoding's."""
+    found = measured.qualities
+    rows = [
+        [
+            arm.name + ("" if arm.lossless else " (not lossless)"),
+            _shown(each.perplexity),
+            _shown(each.against_plain),
+            "" if each.p_value is None else f"{each.p_value:.2g}",
+        ]
+        for arm, each in found.items()
+    ]
+    report.table(["perplexity of the texts under the model", "", "ratio to selfspec plain", "p"], rows)
+    if found:
+        report.paragraph(quality_sentence(measured))
+
+
+def quality_sentence(measured: MeasuredCell) -> str:
+    """Say whether texts of arms differ from plain decoding's by more than chance, at 5 % for all of them together."""
+    if not any(each.p_value is not None for each in measured.qualities.values()):
+        return "There are no texts by plain decoding to set these beside."
+    far = [arm.name for arm in differing(measured.qualities)]
+    if not far:
+        return "No arm's texts are more or less likely than plain decoding's by more than chance."
+    return f"Texts that are more or less likely than plain decoding's by more than chance: {'; '.join(far)}."
+
+
+def _memory(report: Report, measured: MeasuredCell) -> None:
+    """Add the peak memory of each arm, where it was measured."""
+    plain = measured.scored("plain")
+    rows, counted = [], ""
+    for record in measured.arms:
+        found = record.memory
+        if found is None:
+            continue
+        counted = counted or found.counted_by
+        against = f"{found.peak / plain.memory.peak:.3f}" if plain and plain.memory and plain.memory.peak else ""
+        cache = _mib(record.counts.cache_bytes) if record.counts else ""
+        rows.append([record.arm.name, *map(_mib, (found.weights, found.growth, found.peak)), against, cache])
+    head = [f"memory, MiB, counted by {counted}", "weights", "above them", "peak", "against selfspec plain", "KV cache"]
+    report.table(head, rows)
+
+
+def _setup(measured: MeasuredCell) -> str:
+    settings, environment = measured.settings, measured.environment
+    repeats = f"{settings.repeats} repeats" if settings.repeats else "not timed"
+    return (
+        f"{settings.model}, {settings.parameters / 1e6:.1f}M parameters, {settings.dtype}, {repeats}, "
+        f"{settings.threads} threads, {environment['device']}, {environment['processor']}; selfspec "
+        f"{environment['selfspec']}, commit {environment['commit'] or 'unknown'}, torch {environment['torch']}, "
+        f"transformers {environment['transformers']}, Python {environment['python']}."
+    )
+
+
+def _shown(ratio: Estimate | None, digits: int = 2) -> str:
+    return "" if ratio is None else ratio.shown(digits)
+
+
+def _mib(number: int) -> str:
+    return f"{number / 2**20:.1f}"

@@ -1,0 +1,116 @@
+"""What a study found of one model on one text at one temperature: what pages and pictures show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from selfspec.tools.lab.ablation import Finding
+from selfspec.tools.lab.drafts import skip_set
+from selfspec.tools.lab.table import Row
+
+
+@dataclass(frozen=True)
+class TextFindings:
+    """One model on one text at one temperature.
+
+    Attributes:
+        tokens: the texts as shown, token by token.
+        right: by draft, for each text a digit for each token: 1 where the draft would have been right.
+    """
+
+    title: str
+    rows: Sequence[Row]
+    tokens: Sequence[Sequence[str]]
+    right: Mapping[str, Sequence[str]]
+
+    @property
+    def best(self) -> list[Row]:
+        """Every draft at its best draft length, as far as that is known; the most promising first."""
+        return sorted((row for row in self.rows if row.get("best_length")), key=lambda row: -row["predicted_speedup"])
+
+    @property
+    def importance(self) -> dict[str, dict[int, float]]:
+        """Acceptance with one sublayer or one layer left out, by `attention`, `MLP` or `both`, and by layer."""
+        found: dict[str, dict[int, float]] = {"attention": {}, "MLP": {}, "both": {}}
+        for row in self.rows:
+            skipped = sorted(skip_set(row["draft"])) if row["kind"] == "skip" and "alpha" in row else []
+            if len({each.layer for each in skipped}) == 1:
+                left_out = "both" if len(skipped) > 1 else ("attention", "MLP")[skipped[0].part]
+                found[left_out][skipped[0].layer] = row["alpha"]
+        return {left_out: layers for left_out, layers in found.items() if layers}
+
+    @property
+    def exits(self) -> dict[int, dict[int, float]]:
+        """Predicted speed-ups of plain exits, by draft length and layer."""
+        found: dict[int, dict[int, float]] = {}
+        for row in self.rows:
+            if row["kind"] == "exit" and "predicted_speedup" in row:
+                layer = int(row["draft"].removeprefix("exit:"))
+                found.setdefault(row["draft_length"], {})[layer] = row["predicted_speedup"]
+        return found
+
+    @property
+    def confirmed(self) -> list[Row]:
+        """Rows that were both estimated and measured."""
+        both = ("measured_acceptance_rate", "acceptance_rate")
+        return [row for row in self.rows if all(row.get(name) is not None for name in both)]
+
+    def promising(self, count: int) -> list[Row]:
+        """Return the most promising drafts of each kind in turns, at their best draft lengths; cheapest first."""
+        by_kind: dict[str, list[Row]] = {}
+        for row in self.best:
+            by_kind.setdefault(row["kind"], []).append(row)
+        mixed = [rows[turn] for turn in range(count) for rows in by_kind.values() if turn < len(rows)]
+        return sorted(mixed[:count], key=lambda row: row["c"])
+
+    def cheapest_right(self, drafts: Sequence[str], text: int) -> list[int]:
+        """Return, for each token of a text, the first of some drafts that would have been right; -1: none."""
+        return ["".join(marks).find("1") for marks in zip(*(self.right[each][text] for each in drafts), strict=True)]
+
+    def sentence(self) -> str:
+        """Say what the best draft is worth: measured where drafts were confirmed, else predicted; there is a draft."""
+        if self.confirmed:
+            row = max(self.confirmed, key=lambda row: float(row["measured_speedup_median"]))
+            speed, of = row["measured_speedup_median"], f"the fastest of {len(self.confirmed)} confirmed by generation"
+            if speed <= 1:
+                said = f"no draft beat plain decoding here; {_named(row)}, {of}, came to {speed:.2f}"
+            else:
+                said = f"{_named(row)}, {of}: measured {speed:.2f} and predicted {_predicted(row)} times plain decoding"
+        elif self.best[0]["predicted_speedup"] > 1:
+            row = self.best[0]
+            said = f"{_named(row)} is predicted {_predicted(row)} times plain decoding (acceptance {row['alpha']:.2f})"
+        else:
+            row = self.best[0]
+            said = f"no draft is predicted to beat plain decoding; {_named(row)} comes to {_predicted(row)}"
+        return f"{self.title}: {said}."
+
+
+def _named(row: Row) -> str:
+    length = row["draft_length"]
+    return f"{row['draft']} with {length} draft token{'s' * (length != 1)}"
+
+
+def _predicted(row: Row) -> str:
+    value, low, high = (row[f"predicted_speedup{end}"] for end in ("", "_low", "_high"))
+    return f"{value:.2f} ({low:.2f}-{high:.2f})"
+
+
+def findings(finding: Finding) -> list[TextFindings]:
+    """Return what a study found of each model, text and temperature, in its order."""
+    texts = {run.asked.key: run for run in finding.runs if run.asked.kind == "texts"}
+    estimates = [run for run in finding.runs if run.asked.kind == "estimate" and run.error is None]
+    found = []
+    for (model, workload, temperature), rows in groupby(
+        finding.table, lambda row: (row["model"], row["workload"], row["temperature"])
+    ):
+        place: dict[str, Any] = {"model": model, "workload": workload, "temperature": temperature}
+        here = [each for each in estimates if place.items() <= each.asked.place.items()]
+        if here:
+            how = f"temperature {temperature:g}" if temperature else "greedy"
+            tokens = texts[here[0].asked.under["texts"]].found["tokens"]
+            right = {each.asked.place["draft"]: each.found["right"] for each in here}
+            found.append(TextFindings(f"{model}, {workload}, {how}", list(rows), tokens, right))
+    return found

@@ -1,0 +1,140 @@
+"""A cell with all its arms, as a run of the lab and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from selfspec.errors import BenchError
+from selfspec.files.json_text import first_error
+from selfspec.measure.spare_cores import SpareCores
+from selfspec.tools.lab.arms import ArmKind, ArmSpec
+from selfspec.tools.lab.cell import Cell
+from selfspec.tools.lab.figures import Figures, doubts, figures, untimed_figures
+from selfspec.tools.lab.quality import TextQuality, differing, qualities
+from selfspec.tools.lab.record import Record, Setup
+from selfspec.tools.lab.runs import Asked, Run
+
+KIND = "cell"
+
+# Of the cores that the threads of torch need, as many as this may be another's.
+_BUSY = 0.5
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """All arms of a cell, in the order of the report, measured in turns.
+
+    Attributes:
+        environment: with what.
+        load: cores that were free meanwhile; this process's own count as free.
+    """
+
+    cell: Cell
+    settings: Setup
+    arms: tuple[Record, ...]
+    environment: Mapping[str, str | bool | int | None]
+    load: SpareCores
+
+    @classmethod
+    def of(cls, run: Run) -> MeasuredCell:
+        """Return the cell that a run is of.
+
+        Raises:
+            BenchError: it is none of this version.
+        """
+        content = {**run.asked.under, **run.found, "environment": run.environment}
+        try:
+            return _MEASURED.validate_json(json.dumps(content), strict=True)
+        except ValidationError as wrong:
+            raise BenchError(
+                f"a cell of these runs is no result of this version of selfspec bench ({first_error(wrong)}); give "
+                "another folder"
+            ) from None
+
+    @classmethod
+    def asked(cls, cell: Cell, settings: Setup) -> Asked:
+        """Return what is to be found out of a cell."""
+        return Asked(KIND, {"cell": asdict(cell), "settings": asdict(settings)}, {"title": cell.title})
+
+    @property
+    def run(self) -> Run:
+        """The run to be kept."""
+        found = {"arms": [asdict(record) for record in self.arms], "load": asdict(self.load)}
+        return Run(self.asked(self.cell, self.settings), found, environment=self.environment)
+
+    @property
+    def timed(self) -> bool:
+        """Whether calls were timed in turns."""
+        return self.settings.repeats > 0
+
+    def scored(self, kind: ArmKind) -> Record | None:
+        """The first arm of a kind, if it is scored."""
+        return next((record for record in self.arms if record.arm.kind == kind and record.scored), None)
+
+    @cached_property
+    def figures(self) -> dict[ArmSpec, Figures]:
+        """Those of the arms that are scored."""
+        scored = [record for record in self.arms if record.scored]
+        if not self.timed:
+            return {record.arm: untimed_figures(record) for record in scored}
+        others = self.scored("generate"), self.scored("plain")
+        return {record.arm: figures(record, *others) for record in scored}
+
+    @cached_property
+    def qualities(self) -> dict[ArmSpec, TextQuality]:
+        """Those of the arms whose texts were scored."""
+        return qualities([record for record in self.arms if record.absence is None])
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """What figures cannot be, or were made beside other work; a sentence each."""
+        plain = self.scored("plain")
+        beside = None if plain is None else self.figures[plain.arm]
+        found = [
+            said
+            for record in self.arms
+            if record.arm in self.figures
+            for said in doubts(record, self.figures[record.arm], beside)
+        ]
+        free, threads = self.load.free, min(self.settings.threads, self.load.cores)
+        if self.timed and self.settings.device == "cpu" and free is not None and free < threads - _BUSY:
+            found.append(
+                f"other processes kept the machine busy: of {self.load.cores} cores {free:.1f} were free for "
+                f"{threads} threads, so speeds are lower and less sure than on an idle machine"
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, ready for JSON; texts and times of each call are in the file of runs."""
+        far, arms = differing(self.qualities), []
+        for record in self.arms:
+            found, quality = self.figures.get(record.arm), self.qualities.get(record.arm)
+            agreement = record.agreement and {**asdict(record.agreement), "refused": record.refused}
+            arms.append(
+                {
+                    "name": record.arm.name,
+                    "arm": asdict(record.arm),
+                    "absence": record.absence,
+                    "agreement": agreement,
+                    "memory": record.memory and asdict(record.memory),
+                    "quality": quality and {**asdict(quality), "differs": record.arm in far},
+                    **({} if found is None else asdict(found)),
+                }
+            )
+        return {
+            "cell": asdict(self.cell),
+            "settings": asdict(self.settings),
+            "environment": dict(self.environment),
+            "load": asdict(self.load),
+            "doubts": self.doubts,
+            "arms": arms,
+        }
+
+
+_MEASURED = TypeAdapter(MeasuredCell)

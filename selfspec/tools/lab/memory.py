@@ -1,0 +1,99 @@
+"""Peak memory of an arm, measured in a separate process, so that no arm hides behind another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from selfspec.measure.peak_memory import peak_memory
+from selfspec.model.fingerprint import plain
+from selfspec.placement.resident import resident_bytes
+from selfspec.runtime.packed import pack
+from selfspec.tools.lab.arms import ArmSpec, make_arm
+from selfspec.tools.lab.cell import Cell, Prompts
+
+# Tokens enough for every kind of pass.
+_FEW = 16
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one call took, in bytes.
+
+    On CUDA torch counts what it allocated; on a CPU the operating system counts the resident set, in pages, Python and
+    its libraries left out.
+
+    Attributes:
+        weights: what the loaded model takes.
+        peak: the most there was at any time of the call, the weights included.
+        counted_by: who counted: "torch" or "system".
+    """
+
+    weights: int
+    peak: int
+    counted_by: str
+
+    @property
+    def growth(self) -> int:
+        """What the call took above the weights."""
+        return self.peak - self.weights
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the other process does, and on what device."""
+
+    arm: ArmSpec
+    cell: Cell
+    prompts: Prompts
+    place: str
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+
+def measure_memory(arm: ArmSpec, cell: Cell, prompts: Prompts, place: str, dtype: torch.dtype) -> Memory | None:
+    """Let a new process load the model and decode once, on the device of the prompts.
+
+    Returns:
+        What it took; None where the system does not tell.
+    """
+    there = Prompts(prompts.ids.cpu(), prompts.mask.cpu())
+    job = _Job(arm, cell, there, place, dtype, prompts.ids.device, torch.get_num_threads())
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        try:
+            return process.submit(_measure, job).result()
+        except Exception as error:
+            raise RuntimeError(f"memory of {arm.name} could not be measured: {error}") from error
+
+
+def _measure(job: _Job) -> Memory | None:
+    """Load the model, decode a few tokens so that all code is loaded, and then measure a whole call."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(job.threads)
+    before = _in_use(job.device)
+    model = AutoModelForCausalLM.from_pretrained(job.place, dtype=job.dtype).to(job.device).eval()
+    if job.arm.packed:
+        pack(model)
+    # Weights may be mapped from their file, and are not in memory before they are read.
+    for weight in model.parameters():
+        plain(weight).sum()
+    weights = _in_use(job.device) - before
+    arm, prompts = make_arm(job.arm, model), Prompts(job.prompts.ids.to(job.device), job.prompts.mask.to(job.device))
+    few = Prompts.of_one_length(prompts.ids[:, -_FEW:])
+    arm.decode(few, replace(job.cell, max_new_tokens=_FEW), seed=0)
+    loaded = _in_use(job.device)
+    growth = peak_memory(lambda: arm.decode(prompts, job.cell, seed=0), job.device)
+    if growth is None:
+        return None
+    return Memory(weights, loaded - before + growth, "torch" if job.device.type == "cuda" else "system")
+
+
+def _in_use(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes() or 0

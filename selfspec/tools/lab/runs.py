@@ -1,0 +1,155 @@
+"""Runs: what was measured, each with all that it was measured under, in one file that work goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec.errors import BenchError, SelfSpecError
+from selfspec.files.json_text import parsed, sealed
+from selfspec.files.writing import check_output_file, writing
+
+FILE = "runs.jsonl"
+
+_KEPT = "what was measured before is kept: make room and repeat the command to go on"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be found out.
+
+    Attributes:
+        kind: of finding.
+        under: everything that the result depends on.
+        place: what reports call its model, text and so on; it does not change the result.
+    """
+
+    kind: str
+    under: Mapping[str, Any]
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Tell it apart from all else: asked for twice, it is done once."""
+        written = json.dumps([self.kind, dict(self.under)], sort_keys=True)
+        return hashlib.sha256(written.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of it.
+
+    Attributes:
+        found: the findings; empty after an error.
+        error: what went wrong; None if nothing did.
+        environment: with what it was made.
+    """
+
+    asked: Asked
+    found: Mapping[str, Any]
+    error: str | None = None
+    seconds: float = 0.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Runs:
+    """The runs of a folder, by key: of one thing the latest.
+
+    Args:
+        folder: need not exist; None: they are kept nowhere.
+
+    Raises:
+        BenchError: its file holds something else.
+        StorageError: it cannot be written to.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = None if folder is None else folder / FILE
+        self._runs: dict[str, Run] = {}
+        if self._file is not None:
+            check_output_file(self._file)
+            for number, line in enumerate(_whole_lines(self._file).splitlines(), 1):
+                run = self._read(number, line)
+                self._runs[run.asked.key] = run
+
+    def __getitem__(self, asked: Asked) -> Run:
+        return self._runs[asked.key]
+
+    def __contains__(self, asked: Asked) -> bool:
+        return asked.key in self._runs
+
+    def of_kind(self, kind: str) -> list[Run]:
+        """Return the runs of a kind, in the order in which they were first made."""
+        return [run for run in self._runs.values() if run.asked.kind == kind]
+
+    def keep(self, runs: Iterable[Run]) -> None:
+        """Add runs to the file, a line each.
+
+        Raises:
+            StorageError: it cannot be written; the runs before are whole.
+        """
+        made = list(runs)
+        if self._file is not None:
+            lines = "".join(json.dumps(sealed(asdict(run))) + "\n" for run in made)
+            with writing(self._file, _KEPT):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                whole = _whole_lines(self._file)
+                with self._file.open("r+" if self._file.exists() else "w", encoding="utf-8", newline="") as file:
+                    # A line that was cut off in the middle is no run.
+                    file.truncate(len(whole.encode()))
+                    file.seek(0, 2)
+                    file.write(lines)
+        self._runs.update((run.asked.key, run) for run in made)
+
+    def find_out(
+        self,
+        asked: Sequence[Asked],
+        find: Callable[[Sequence[Asked]], Sequence[Mapping[str, Any]]],
+        environment: Mapping[str, Any],
+    ) -> None:
+        """Find out what is not known of some things, and keep it; an error of one is its result and ends no other.
+
+        `find` returns what it finds of each.
+        """
+        missing = [each for each in asked if each not in self]
+        if not missing:
+            return
+        begun = time.perf_counter()
+        try:
+            found = find(missing)
+        except Exception as error:
+            if len(missing) == 1:
+                self.keep([Run(missing[0], {}, _said(error), environment=environment)])
+            for each in missing if len(missing) > 1 else ():
+                self.find_out([each], find, environment)
+            return
+        seconds = (time.perf_counter() - begun) / len(missing)
+        self.keep(Run(*pair, None, seconds, environment) for pair in zip(missing, found, strict=True))
+
+    def _read(self, number: int, line: str) -> Run:
+        try:
+            return parsed(line, Run)
+        except ValueError as wrong:
+            raise BenchError(
+                f"line {number} of {self._file} is no run of this version of selfspec ({wrong}); give "
+                "another folder, or take the line out"
+            ) from None
+
+
+def _whole_lines(file: Path) -> str:
+    content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    return content[: content.rfind("\n") + 1]
+
+
+def _said(error: Exception) -> str:
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SelfSpecError):
+        return message
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message} ({Path(last.filename).name}:{last.lineno})"

@@ -1,0 +1,117 @@
+"""A search for the skip set that promises the highest speed.
+
+Skip sets are proposed by similarity of hidden states, and estimated as in a study: acceptance by teacher forcing, cost
+by price, speed by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec.draft import LayerSkip
+from selfspec.draft.registry import parse_draft
+from selfspec.draft.skip_file import write_skip_file
+from selfspec.environment import environment
+from selfspec.errors import StudyError
+from selfspec.measure.own_text import Continuation
+from selfspec.measure.teacher_forced.passes import TeacherForcedText
+from selfspec.model.fingerprint import fingerprint
+from selfspec.tools.lab.ablation import Progress, find_out, untold
+from selfspec.tools.lab.drafts import SkipSet, Space, skip_name, skip_set
+from selfspec.tools.lab.prices import Prices
+from selfspec.tools.lab.runs import Run, Runs
+from selfspec.tools.lab.similarity import sets_by_similarity
+from selfspec.tools.lab.studied import StudiedModel, texts_of
+from selfspec.tools.lab.study import Study
+from selfspec.tools.lab.table import Row, rows
+
+# Ways that dynamic programming keeps for each amount of cost saved.
+_WIDTH = 6
+# Texts, and drafted tokens of each, that states are compared on; a few tell as much as many.
+_TEXTS, _TOKENS = 2, 32
+
+
+def evaluate(
+    runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress = untold
+) -> list[Row]:
+    """Estimate skip sets as a study does; return their rows of its table at their best draft lengths."""
+    found = _found(runs, study, studied, sets, progress)
+    best = {skip_set(row["draft"]): row for row in rows(found) if row["best_length"]}
+    return [best[each] for each in sets]
+
+
+def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress) -> list[Run]:
+    found = find_out(runs, study, studied, dict.fromkeys(map(skip_name, sets), ""), progress)
+    for run in found:
+        if run.error is not None:
+            raise StudyError(f"{run.error}; this is kept: repeat the search in another place once it is mended")
+    return found
+
+
+def search(
+    studied: StudiedModel,
+    study: Study,
+    space: Space,
+    evaluations: int,
+    runs: Runs | None = None,
+    progress: Progress = untold,
+) -> list[Row]:
+    """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
+
+    Repeated with the same runs it does only what is not known yet. Prompts are those of the first workload; the study
+    has one temperature.
+
+    Args:
+        studied: the model and its prompts.
+        study: texts, draft lengths, reach and pricing.
+        space: sets that may be chosen.
+        evaluations: the most skip sets to evaluate.
+        runs: where the search is kept, to be continued; None: nowhere.
+        progress: called with what is done, and all that is to be done.
+
+    Returns:
+        All sets evaluated, in order: their rows of a study's table at their best draft lengths.
+    """
+    study, kept = replace(study, confirm=0), runs or Runs(None)
+    studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
+    known = {each.asked.kind: each for each in _found(kept, study, studied, [], progress)}
+    text = _compared(studied, texts_of(known["texts"], studied.model.device))
+    sets = sets_by_similarity(text, space, Prices.of(known["costs"]), _WIDTH)
+    return evaluate(kept, study, studied, _each_size_in_turn(sets)[:evaluations], progress)
+
+
+def _compared(studied: StudiedModel, texts: Sequence[Continuation]) -> TeacherForcedText:
+    """Cut the longest of some texts to what states are compared on: as much of each as of the shortest."""
+    longest = sorted(texts, key=lambda text: text.prompt - text.ids.shape[1])[:_TEXTS]
+    first = min(text.prompt for text in longest)
+    new = min(_TOKENS, *(text.ids.shape[1] - text.prompt for text in longest))
+    # A prompt loses its beginning, where another is shorter.
+    ids = torch.cat([text.ids[:, text.prompt - first : text.prompt + new] for text in longest])
+    return TeacherForcedText(studied.views, ids, first)
+
+
+def save(best: Row, studied: StudiedModel, file: Path, about: Mapping[str, Any]) -> None:
+    """Write a set that was found, bound to the model's weights, and how it was found."""
+    skip = parse_draft(best["draft"])
+    assert isinstance(skip, LayerSkip)
+    known = {"promises": best, "found": dict(about), "environment": environment(studied.model.device)}
+    write_skip_file(skip, fingerprint(studied.model), file, known)
+
+
+def speed(row: Row) -> float:
+    """Return the speed-up that a set promises."""
+    return float(row["predicted_speedup"])
+
+
+def _each_size_in_turn(sets: Sequence[SkipSet]) -> list[SkipSet]:
+    """Order sets, the best of their size first, as the best ones of each size, then the second best ones, and so on."""
+    by_size: dict[int, list[SkipSet]] = {}
+    for each in sets:
+        by_size.setdefault(len(each), []).append(each)
+    ranks = range(max(map(len, by_size.values()), default=0))
+    return [by_size[size][rank] for rank in ranks for size in sorted(by_size) if rank < len(by_size[size])]

@@ -1,0 +1,129 @@
+"""A run of the benchmark over many cells, which can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.environment import environment
+from selfspec.measure.expected_time import Watch
+from selfspec.measure.spare_cores import CoreWatch
+from selfspec.runtime.packed import pack
+from selfspec.tools.lab.arms import ArmSpec, make_arm
+from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.memory import measure_memory
+from selfspec.tools.lab.pass_costs import costs_of
+from selfspec.tools.lab.quality import nats_of
+from selfspec.tools.lab.record import Record, Setup
+from selfspec.tools.lab.runs import Runs
+from selfspec.tools.lab.turns import ArmRun, measure
+
+Part = Literal["speed", "memory", "costs", "quality", "acceptance"]
+"""What may be measured in a cell. Without `speed` and what needs it texts are decoded once, and nothing is timed."""
+
+_TIMED: frozenset[Part] = frozenset({"speed", "memory", "costs"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What is measured of one model in each cell.
+
+    Attributes:
+        name: what reports call the model.
+        place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
+        specs: the arms, `model.generate` first.
+        repeats: how often each arm is timed.
+        warm_up: how often it decodes all prompts before.
+        parts: what is measured. Of `memory`, which takes a separate process for each arm, one cell for each batch size
+            and prompt length.
+    """
+
+    name: str
+    place: str | None
+    model: PreTrainedModel
+    specs: Sequence[ArmSpec]
+    repeats: int = 5
+    warm_up: int = 3
+    parts: frozenset[Part] = _TIMED
+
+    def measure(self, cells: Mapping[Cell, Sequence[Prompts]], runs: Runs, watch: Watch) -> list[MeasuredCell]:
+        """Measure what was not measured before.
+
+        Cells have the prompts of each call; each cell is kept when it is done.
+
+        Returns:
+            All of the cells, measured now or before.
+        """
+        own_model = self.model
+        if any(spec.packed for spec in self.specs):
+            # What it is compared with runs plain weights.
+            own_model = copy.deepcopy(self.model)
+            pack(own_model)
+        arms = [make_arm(spec, own_model if spec.packed else self.model) for spec in self.specs]
+        setups = {cell: self._setup(prompts) for cell, prompts in cells.items()}
+        found = {}
+        for cell, setup in setups.items():
+            asked = MeasuredCell.asked(cell, setup)
+            if asked in runs and {*self.specs} <= {record.arm for record in MeasuredCell.of(runs[asked]).arms}:
+                found[cell] = MeasuredCell.of(runs[asked])
+        missing = [cell for cell in cells if cell not in found]
+        # Of cells of one shape the first.
+        shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
+        weighed = list(shapes.values()) if "memory" in self.parts and self.place is not None else []
+        calls = sum(len(cells[cell]) * self._times + (cell in weighed) for cell in missing)
+        watch.begin(len(arms) * calls)
+        for number, cell in enumerate(missing, 1):
+            tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.title}")
+            busy, prompts = CoreWatch(), cells[cell]
+            # Where nothing is timed each text is decoded once.
+            repeats, warm_up = (self.repeats, self.warm_up) if self._timed else (1, 0)
+            results = measure(self.model, cell, arms, prompts, repeats, warm_up, tick)
+            load = busy.read()
+            costs = costs_of(own_model, cell, arms, prompts) if "costs" in self.parts else [None] * len(arms)
+            records = []
+            for result, cost in zip(results, costs, strict=True):
+                memory = None
+                if cell in weighed and self.place is not None and result.absence is None:
+                    tick()
+                    memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, self.model.dtype)
+                records.append(Record.of(result, memory, cost, self._nats(result, cell, prompts)))
+            around = environment(self.model.device)
+            found[cell] = MeasuredCell(cell, setups[cell], tuple(records), around, load)
+            runs.keep([found[cell].run])
+        return [found[cell] for cell in cells]
+
+    @property
+    def _timed(self) -> bool:
+        return bool(self.parts & _TIMED)
+
+    @property
+    def _times(self) -> int:
+        return self.warm_up + self.repeats if self._timed else 1
+
+    def _nats(self, result: ArmRun, cell: Cell, prompts: Sequence[Prompts]) -> list[list[list[float]]]:
+        if "quality" not in self.parts:
+            return []
+        # Greedily every repeat says the same.
+        repeats = result.calls if cell.sampled else result.calls[:1]
+        return [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in repeats]
+
+    def _setup(self, prompts: Sequence[Prompts]) -> Setup:
+        rows = [call.rows for call in prompts]
+        return Setup(
+            model=self.name,
+            parameters=self.model.num_parameters(),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=self.model.device.type,
+            threads=torch.get_num_threads(),
+            repeats=self.repeats if self._timed else 0,
+            prompts=sum(map(len, rows)),
+            prompts_digest=hashlib.sha256(str(rows).encode()).hexdigest()[:12],
+        )

@@ -1,0 +1,136 @@
+"""A model under study: loaded once, with its prompts, and the texts that it writes itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.errors import StudyError
+from selfspec.measure.embedded import DEMO, model_place
+from selfspec.measure.own_text import Continuation, continued
+from selfspec.measure.prompts import as_chat, as_text, read_workloads
+from selfspec.measure.teacher_forced.passes import LayerViews
+from selfspec.model.adapter import Adapter
+from selfspec.model.checkpoint import load_checkpoint, read_config
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.runs import Asked, Run
+from selfspec.tools.lab.study import Study
+
+
+@dataclass
+class StudiedModel:
+    """A model and its prompts by workload.
+
+    Attributes:
+        prompts: token ids by workload, `[1, prompt]` each, on the model's device.
+        tokenizer: for reports; None: they show token ids.
+    """
+
+    name: str
+    model: PreTrainedModel
+    adapter: Adapter
+    prompts: Mapping[str, Sequence[Tensor]]
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    @cached_property
+    def base(self) -> str:
+        """Fingerprint of its weights."""
+        return fingerprint(self.model)[:20]
+
+    @cached_property
+    def views(self) -> LayerViews:
+        """Views of its layers."""
+        return LayerViews(self.model, self.adapter)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.adapter.decoder_layers(self.model))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype it computes in."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def pieces(self, ids: Sequence[int], first: int) -> list[str]:
+        """Return what each token from `first` on adds to a text, as reports show it."""
+        if self.tokenizer is None:
+            return [f"{token} " for token in ids[first:]]
+        read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
+        # Where a token completes a character, the mark of its beginning is gone.
+        return [after.removeprefix(before.rstrip("\ufffd")) for before, after in pairwise(read)]
+
+
+def texts_asked(studied: StudiedModel, workload: str, temperature: float, study: Study) -> Asked:
+    """Ask for the texts that a model writes on from the prompts of a workload."""
+    prompts = [prompt.tolist() for prompt in studied.prompts[workload]]
+    under = {
+        "base": studied.base,
+        "dtype": studied.dtype,
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:20],
+        "new_tokens": study.max_new_tokens,
+        "temperature": temperature,
+        # Greedy texts do not depend on a seed.
+        "seed": study.seed if temperature else 0,
+    }
+    return Asked("texts", under, {"model": studied.name, "workload": workload, "temperature": temperature})
+
+
+def write_texts(studied: StudiedModel, asked: Asked) -> dict[str, Any]:
+    """Let the stock model continue the prompts of a workload, each up to where it ends the text."""
+    under, prompts = asked.under, studied.prompts[asked.place["workload"]]
+    texts = continued(studied.model, prompts, under["new_tokens"], under["temperature"], under["seed"])
+    rows: list[list[int]] = [text.ids[0].tolist() for text in texts]
+    pieces = [studied.pieces(row, text.prompt) for row, text in zip(rows, texts, strict=True)]
+    return {"ids": rows, "prompt_tokens": [text.prompt for text in texts], "tokens": pieces}
+
+
+def texts_of(written: Run, device: torch.device) -> list[Continuation]:
+    """Return the texts of a run, on a device."""
+    if written.error is not None:
+        raise StudyError(f"its texts could not be written: {written.error}")
+    pairs = zip(written.found["ids"], written.found["prompt_tokens"], strict=True)
+    return [Continuation(torch.tensor([ids], device=device), prompt) for ids, prompt in pairs]
+
+
+def check_inputs(study: Study) -> None:
+    """Refuse models and workloads that cannot be read, before any weights are loaded."""
+    for model in study.models:
+        read_config(model_place(model))
+    read_workloads(study.workloads)
+
+
+def load(name: str, study: Study, device: str) -> StudiedModel:
+    """Load a model of a study and its prompts.
+
+    Raises:
+        PromptError: it has no chat template, and the study asks for one.
+        StudyError: a prompt and its text exceed the model's context.
+    """
+    checkpoint = load_checkpoint(model_place(name), study.dtype, device)
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    encode, prompts = (as_chat if study.chat else as_text)(tokenizer), {}
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for each, workload in read_workloads(study.workloads).items():
+        if study.prompt_tokens is None:
+            found = workload.whole_prompts(encode, study.texts)
+        else:
+            found = workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens)
+        longest = max(prompt.shape[1] for prompt in found) + study.max_new_tokens
+        if limit is not None and longest > limit:
+            raise StudyError(
+                f"workload {each!r} makes texts of {longest} tokens, and the model's context is {limit}; give fewer "
+                "new tokens, or prompt_tokens to cut prompts"
+            )
+        prompts[each] = [prompt.long().to(model.device) for prompt in found]
+    return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)

@@ -1,0 +1,215 @@
+"""Arms in turns on the same prompts, so that a busy machine troubles all alike: in one cell, or until time is up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.decode.stats import Stats
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.timing import Call
+from selfspec.tools.lab.agreement import Pair, TextAgreement, compare
+from selfspec.tools.lab.arms import Arm
+from selfspec.tools.lab.cell import Cell, Prompts
+
+# Not one of those that are timed.
+_WARM_UP_SEED = 2**31
+
+_Item = TypeVar("_Item")
+
+
+@dataclass
+class ArmRun:
+    """What an arm did in a cell.
+
+    Attributes:
+        absence: why it did not run; None where it did.
+        calls: for each repeat, one for each batch of prompts.
+        agreement: of its greedy texts with those of `model.generate`; None for sampled ones.
+    """
+
+    arm: Arm
+    absence: str | None = None
+    calls: list[list[Call]] = field(default_factory=list)
+    agreement: TextAgreement | None = None
+
+    @property
+    def counts(self) -> Stats | None:
+        """Those of all calls together; None of an arm that is not selfspec's."""
+        stats = [call.stats for calls in self.calls for call in calls if call.stats is not None]
+        return Stats.together(stats) if stats else None
+
+
+def measure(
+    model: PreTrainedModel,
+    cell: Cell,
+    arms: Sequence[Arm],
+    prompts: Sequence[Prompts],
+    repeats: int,
+    warm_up: int,
+    tick: Callable[[], None],
+) -> list[ArmRun]:
+    """Measure all arms in a cell. Greedy texts are compared with those of `model.generate`, where that is the first.
+
+    Every arm first decodes every batch some times untimed: what is compiled or traced on the way is there when it is
+    timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
+    is drawn is seeded by repeat and batch.
+
+    There are prompts for each call. `tick` is called before every call, at most
+    `len(arms) * len(prompts) * (warm_up + repeats)` times.
+    """
+    results = [ArmRun(arm, arm.absence(cell)) for arm in arms]
+    # Those of selfspec come last and warm up first: they refuse what they cannot do.
+    for result in reversed(results):
+        if result.absence is None:
+            result.absence = _warmed_up(result.arm, prompts, cell, warm_up, tick)
+    running = [result for result in results if result.absence is None]
+    for repeat in range(repeats):
+        for result in running:
+            result.calls.append([])
+        for number, batch in enumerate(prompts):
+            for result in _beginning_with(running, repeat + number):
+                tick()
+                result.calls[-1].append(result.arm.decode(batch, cell, seed=repeat * len(prompts) + number))
+    if not cell.sampled and running and running[0].arm.spec.kind == "generate":
+        for result in running:
+            result.agreement = compare(model, _pairs(running[0], result, prompts))
+    return results
+
+
+def _warmed_up(arm: Arm, prompts: Sequence[Prompts], cell: Cell, times: int, tick: Callable[[], None]) -> str | None:
+    """Decode untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
+    try:
+        for warm_up, batch in product(range(times), prompts):
+            tick()
+            arm.decode(batch, cell, seed=_WARM_UP_SEED + warm_up)
+    except Exception as error:
+        if arm.spec.own or arm.spec.kind == "generate":
+            raise
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return None
+
+
+def _pairs(reference: ArmRun, result: ArmRun, prompts: Sequence[Prompts]) -> list[Pair]:
+    """Pairs of texts of all repeats, since an arm need not say the same every time."""
+    return [
+        Pair(tuple(prompt), tuple(expected), tuple(found))
+        for calls in zip(reference.calls, result.calls, strict=True)
+        for asked, stock, own in zip(prompts, *calls, strict=True)
+        for prompt, expected, found in zip(asked.rows, stock.rows, own.rows, strict=True)
+    ]
+
+
+def _beginning_with(items: Sequence[_Item], turn: int) -> list[_Item]:
+    """Return all items in their order, of which another one is the first in every turn."""
+    start = turn % len(items) if items else 0
+    return [*items[start:], *items[:start]]
+
+
+class Runner(Protocol):
+    """Whatever decodes a prompt: an arm."""
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        """Decode prompts under the conditions of a cell."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One prompt, decoded by every arm in every cell.
+
+    Attributes:
+        prompt: its number.
+        calls: of each cell, one for each arm.
+    """
+
+    prompt: int
+    calls: Mapping[Cell, Sequence[Call]]
+
+
+@dataclass(frozen=True)
+class Score:
+    """An arm in a cell, whole calls.
+
+    Attributes:
+        speedup: how many times as fast as the first arm on the same prompt in the same turn: the median over turns.
+        tokens_per_second: median over turns.
+        tokens_per_pass: new tokens for each target pass, over all turns.
+    """
+
+    speedup: Estimate
+    tokens_per_second: float
+    tokens_per_pass: float
+
+
+def race(
+    arms: Sequence[Runner],
+    cells: Sequence[Cell],
+    prompts: Sequence[Tensor],
+    until: float,
+    tick: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Turn]:
+    """Let all arms decode one prompt after the other, in turns, until the next turn would end too late.
+
+    Before that each arm decodes one prompt untimed, since passes are recorded when they first run. There is one turn at
+    least; one that is not complete when time is up is not counted. Which arm begins changes from turn to turn.
+
+    Args:
+        arms: the first one is what the others are compared with.
+        cells: what is decoded in each turn.
+        prompts: `[1, tokens]` each.
+        until: when to end, by the clock.
+        tick: called before each call.
+        clock: in seconds.
+    """
+    asked = [Prompts.of_one_length(prompt) for prompt in prompts]
+    for arm in reversed(arms):
+        tick()
+        arm.decode(asked[0], cells[0], seed=0)
+    turns: list[Turn] = []
+    longest = 0.0
+    while not turns or clock() + longest < until:
+        started, number = clock(), len(turns) % len(asked)
+        calls: dict[Cell, dict[int, Call]] = {cell: {} for cell in cells}
+        for cell, arm_number in product(cells, _beginning_with(range(len(arms)), len(turns))):
+            if turns and clock() > until:
+                return turns
+            tick()
+            calls[cell][arm_number] = arms[arm_number].decode(asked[number], cell, seed=len(turns))
+        turns.append(Turn(number, {cell: [found[arm] for arm in range(len(arms))] for cell, found in calls.items()}))
+        longest = max(longest, clock() - started)
+    return turns
+
+
+def scores(turns: Sequence[Turn], cell: Cell) -> list[Score]:
+    """The score of each arm in a cell."""
+    found = []
+    for arm in range(len(turns[0].calls[cell])):
+        calls = [turn.calls[cell][arm] for turn in turns]
+        firsts = [turn.calls[cell][0] for turn in turns]
+        speeds = [call.tokens / call.seconds for call in calls]
+        ratios = [speed / (first.tokens / first.seconds) for speed, first in zip(speeds, firsts, strict=True)]
+        passes = sum(call.passes for call in calls)
+        found.append(
+            Score(Estimate.of_median(ratios), statistics.median(speeds), sum(call.tokens for call in calls) / passes)
+        )
+    return found
+
+
+def agreements(
+    model: PreTrainedModel, turns: Sequence[Turn], cell: Cell, prompts: Sequence[Tensor]
+) -> list[TextAgreement]:
+    """Whether the greedy texts of each arm are those of the first."""
+    asked = [tuple(prompt[0].tolist()) for prompt in prompts]
+    every = [(asked[turn.prompt], turn.calls[cell]) for turn in turns]
+    return [
+        compare(model, [Pair(prompt, tuple(calls[0].rows[0]), tuple(calls[arm].rows[0])) for prompt, calls in every])
+        for arm in range(len(turns[0].calls[cell]))
+    ]

@@ -1,1 +1,0 @@
-"""The report of a study: data files, pictures for print, and one HTML page."""

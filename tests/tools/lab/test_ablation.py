@@ -1,0 +1,124 @@
+"""A whole study: all that was to be found out is, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.studies import declared, stories_loader
+from selfspec.errors import StudyError
+from selfspec.tools.lab import ablation
+from selfspec.tools.lab.ablation import Finding, work_on
+from selfspec.tools.lab.estimates import estimate
+from selfspec.tools.lab.runs import Asked, Runs
+from selfspec.tools.lab.studied import StudiedModel, texts_of
+
+pytest.importorskip("pandas")
+
+Load = Callable[[str], StudiedModel]
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    return stories_loader()
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each thing was really done."""
+    counted: Counter[str] = Counter()
+    find_out = Runs.find_out
+
+    def counting(runs: Runs, asked: Sequence[Asked], find: Any, environment: Mapping[str, Any]) -> None:
+        def noted(some: Sequence[Asked]) -> Any:
+            counted.update(each.key for each in some)
+            return find(some)
+
+        find_out(runs, asked, noted, environment)
+
+    monkeypatch.setattr(Runs, "find_out", counting)
+    return counted
+
+
+def test_a_study_is_done_once_and_grows(load: Load, tmp_path: Path, done: Counter[str]) -> None:
+    first = work_on(declared(), load, Runs(tmp_path))
+    assert not first.failed
+    # Exits and sublayers, at two temperatures and two lengths.
+    assert len(first.table) == (4 + 10) * 2 * 2
+    assert set(done.values()) == {1}
+    count = done.total()
+    assert work_on(declared(), load, Runs(tmp_path)).table == first.table
+    assert done.total() == count
+    # A longer study takes over what a shorter one found out.
+    work_on(declared(drafts=["exits", "sublayers", "layers"]), load, Runs(tmp_path))
+    assert done.total() == count + 5 * 2
+
+
+def test_prompts_are_whole_and_texts_end_where_the_model_ends_them(load: Load) -> None:
+    studied = load("stories")
+    # Of several lengths; the model's most likely third token ends a text.
+    prompts = [torch.randint(3, 400, (1, length), generator=torch.Generator().manual_seed(length)) for length in (4, 9)]
+    own = StudiedModel("stories", studied.model, studied.adapter, {"given": prompts}, studied.tokenizer)
+    asked = declared(drafts=["exit:4"], temperatures=[0.0], texts=2, confirm=1)
+    before = studied.model.generation_config.eos_token_id
+    studied.model.generation_config.eos_token_id = None
+    try:
+        free = _texts(work_on(asked, lambda name: own, Runs(None)), studied)
+        studied.model.generation_config.eos_token_id = free[0][1][2]
+        ended = work_on(asked, lambda name: own, Runs(None))
+    finally:
+        studied.model.generation_config.eos_token_id = before
+    texts = _texts(ended, studied)
+    assert [prompt for prompt, _ in texts] == [prompt[0].tolist() for prompt in prompts]
+    for (_, whole), (_, text) in zip(free, texts, strict=True):
+        assert text == whole[: len(text)]
+        assert len(text) == len(whole) or text[-1] == free[0][1][2]
+    assert len(texts[0][1]) <= 3
+    (row,) = [row for row in ended.table if row.get("measured_acceptance_rate") is not None]
+    # Greedily the estimate is the generation itself, whatever ends its texts.
+    assert row["exact"] is True
+    assert row["measured_acceptance_rate"] == pytest.approx(row["acceptance_rate"])
+    assert row["measured_tokens_by_text"] == [len(text) for _, text in texts]
+
+
+def _texts(finding: Finding, studied: StudiedModel) -> list[tuple[list[int], list[int]]]:
+    written = next(run for run in finding.runs if run.asked.kind == "texts")
+    found = [(text.ids[0].tolist(), text.prompt) for text in texts_of(written, studied.model.device)]
+    return [(ids[:prompt], ids[prompt:]) for ids, prompt in found]
+
+
+def test_what_goes_wrong_with_a_draft_is_its_result(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(studied: StudiedModel, texts: Any, temperature: float, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+        if any(each.under["draft"] == "exit:3" for each in asked):
+            raise ZeroDivisionError("of all things")
+        return estimate(studied, texts, temperature, asked)
+
+    monkeypatch.setattr(ablation, "estimate", fails)
+    finding = work_on(declared(drafts=["exits"], temperatures=[0.0]), load, Runs(None))
+    (failed,) = finding.failed
+    assert failed.asked.under["draft"] == "exit:3"
+    assert failed.error is not None
+    assert failed.error.startswith("ZeroDivisionError: of all things (test_ablation.py:")
+    assert {row["draft"] for row in finding.table if row.get("error") is None} == {"exit:1", "exit:2", "exit:4"}
+
+
+def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: Counter[str]) -> None:
+    def interrupt(count: int, known: int) -> None:
+        if count >= 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work_on(declared(), load, Runs(tmp_path), interrupt)
+    assert done.total() >= 10
+    work_on(declared(), load, Runs(tmp_path))
+    assert set(done.values()) == {1}
+
+
+def test_one_model_is_not_named_twice(load: Load) -> None:
+    with pytest.raises(StudyError, match="same weights"):
+        work_on(declared(models=["a", "b"], drafts="exit:1", temperatures=0.0), load, Runs(None))

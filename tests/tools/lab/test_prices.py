@@ -1,0 +1,142 @@
+"""Prices from timed drafts: what a study makes of measured costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from helpers import tiny
+from helpers.studies import stories_loader
+from selfspec.control.costs import Costs
+from selfspec.draft import EarlyExit, LayerSkip
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.measure.costs import MeasuredCosts
+from selfspec.measure.estimate import Estimate
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.drafts import draft_kind
+from selfspec.tools.lab.prices import (
+    Prices,
+    SublayerPrices,
+    costs_asked,
+    find_costs,
+    prices_by_measurement,
+    prices_by_weights,
+    timed_paths,
+)
+from selfspec.tools.lab.runs import Asked, Run
+from selfspec.tools.lab.table import best_length, speedups
+
+_DEPTH = 4
+
+
+def _known(value: float) -> Estimate:
+    return Estimate(value, value, value)
+
+
+def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> None:
+    fixed, attention, mlp = 0.12, 0.1, 0.12
+    drafters: dict[str, LayerPathDrafter] = {
+        "exit:2": EarlyExit(2),
+        "a": LayerSkip(attention=[1, 2]),
+        "m": LayerSkip(mlp=[0, 3]),
+    }
+
+    def cost(path: LayerPath) -> float:
+        ran = [each.part for each in path_of(path)]
+        return fixed + attention * ran.count(Part.ATTENTION) + mlp * ran.count(Part.MLP)
+
+    def path_of(path: LayerPath) -> list[Sublayer]:
+        return [Sublayer(layer, part) for layer in range(_DEPTH) for part in Part if path.runs(Sublayer(layer, part))]
+
+    names = [*drafters, "none"]
+    measured = MeasuredCosts(
+        step_seconds=_known(0.01),
+        draft={**{name: _known(cost(each.path(_DEPTH))) for name, each in drafters.items()}, "none": _known(0.0)},
+        verify={name: {1: _known(1.0), 3: _known(1.2)} for name in names},
+        overhead={name: _known(0.05) for name in names},
+        context=8,
+        batch=1,
+        lengths=(1,),
+    )
+    prices = prices_by_measurement(measured, drafters, _DEPTH)
+    assert prices.sublayers.fixed == pytest.approx(fixed)
+    assert prices.of_part(Part.ATTENTION) == pytest.approx(attention)
+    assert prices.of_part(Part.MLP) == pytest.approx(mlp)
+    assert prices.costs(LayerPath.full(_DEPTH)).draft == pytest.approx(1.0)
+    assert prices.costs(EarlyExit(2).path(_DEPTH)).draft == pytest.approx(cost(EarlyExit(2).path(_DEPTH)))
+    target = prices.target
+    assert [target.verify, target.widening, target.overhead] == pytest.approx([1.0, 0.1, 0.05])
+    assert prices.step_seconds == 0.01
+
+
+@pytest.mark.tools
+def test_timed_prices_of_a_model_are_in_order() -> None:
+    studied = stories_loader()("")
+    asked = costs_asked(studied, dict.fromkeys(("exit:1", "exit:4", "skip:attn=1"), ""), "measured")
+    prices = Prices.of(Run(asked, find_costs(studied, asked)))
+    assert prices.known == {}
+    for name in ("exit:1", "exit:4", "skip:attn=1"):
+        c = prices.interval(name)
+        assert c.low <= c.value <= c.high
+    assert prices.of_draft("exit:1").draft < prices.of_draft("exit:4").draft
+    assert prices.step_seconds is not None
+    assert prices.step_seconds > 0
+    assert 0 < prices.costs(LayerPath.full(studied.depth)).draft < 3
+
+
+def test_prices_add_up_to_a_plain_step() -> None:
+    model = tiny.llama()
+    prices = prices_by_weights(model, find_adapter(model))
+    assert prices.costs(LayerPath.full(tiny.DEPTH)).draft == pytest.approx(1.0)
+    nothing_of_two = LayerPath.without(tiny.DEPTH, [Sublayer(2, part) for part in Part])
+    expected = 1 - prices.of_part(Part.ATTENTION) - prices.of_part(Part.MLP)
+    assert prices.costs(nothing_of_two).draft == pytest.approx(expected)
+    costs = prices.costs(nothing_of_two)
+    # Two of four layers are exact: only the rest of the target pass grows with the draft.
+    exact = 2 * (prices.of_part(Part.ATTENTION) + prices.of_part(Part.MLP))
+    assert costs.widening == pytest.approx(prices.target.widening * (1 - exact))
+    asked = Asked("costs", {})
+    assert Prices.of(Run(asked, {"prices": json.loads(json.dumps(asdict(prices)))})) == prices
+
+
+def test_what_is_promised_is_tokens_by_cost_of_a_round() -> None:
+    lengths = {
+        str(length): {"mean_accepted_length": {"value": tokens, "low": tokens - 0.5, "high": tokens + 0.5}}
+        for length, tokens in enumerate((1.8, 2.5, 2.6), 1)
+    }
+    estimated = Run(Asked("estimate", {"draft": "exit:2"}), {"lengths": lengths})
+    parts = SublayerPrices(0.0, [0.25] * 4, [0.25] * 4)
+    prices = Prices(parts, parts, parts, Costs(0.0), known={"exit:2": Costs(0.2, 1.0, 0.1, 0.05)})
+    promised = speedups(estimated, prices)
+    assert best_length(promised) == 2
+    assert promised[2].value == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))
+    assert promised[2].low == pytest.approx(2.0 / (0.4 + 1.2 + 0.05))
+
+
+def test_a_study_of_exits_and_a_search_ask_for_the_same_costs() -> None:
+    studied = stories_loader()("")
+    exits = costs_asked(studied, dict.fromkeys(("exit:1", "exit:2"), ""), "measured")
+    assert exits.key == costs_asked(studied, {"skip:attn=1;mlp=2": ""}, "measured").key
+    assert exits.key == costs_asked(studied, {}, "measured").key
+    # Exits and skip sets alike: with them alone one sublayer would cost what is left over.
+    assert {draft_kind(name) for name in timed_paths(studied.depth)} == {"exit", "skip"}
+
+
+def test_intervals_of_what_was_timed_are_those_of_c() -> None:
+    drafters: dict[str, LayerPathDrafter] = {"exit:2": EarlyExit(2), "m": LayerSkip(mlp=[0, 3])}
+    names = [*drafters, "none"]
+    measured = MeasuredCosts(
+        step_seconds=_known(0.01),
+        draft={"exit:2": Estimate(0.55, 0.5, 0.6), "m": Estimate(0.75, 0.7, 0.8), "none": _known(0.0)},
+        verify={name: {1: _known(1.0), 3: _known(1.2)} for name in names},
+        overhead={name: _known(0.05) for name in names},
+        context=8,
+        batch=1,
+        lengths=(1,),
+    )
+    found = prices_by_measurement(measured, drafters, _DEPTH).interval("exit:2")
+    assert found.value == pytest.approx(0.55)
+    assert (found.low, found.high) == pytest.approx((0.5, 0.6))

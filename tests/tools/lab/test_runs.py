@@ -1,0 +1,101 @@
+"""The file of runs: what is asked twice is done once, what is torn does not count, and an error is a result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec.errors import BenchError, StorageError
+from selfspec.tools.lab.runs import FILE, Asked, Run, Runs
+
+ASKED = [Asked("estimate", {"draft": f"exit:{number}"}, {"text": "w"}) for number in range(4)]
+
+
+def found(asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
+    return [{"value": each.under["draft"]} for each in asked]
+
+
+def test_what_is_kept_is_read_again_and_not_done_again(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.find_out(ASKED[:2], found, {"torch": "2"})
+    again = Runs(tmp_path)
+    assert [run.found["value"] for run in again.of_kind("estimate")] == ["exit:0", "exit:1"]
+    assert again[ASKED[0]] == runs[ASKED[0]]
+    done: list[Asked] = []
+
+    def counted(asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
+        done.extend(asked)
+        return found(asked)
+
+    again.find_out(ASKED, counted, {})
+    assert done == ASKED[2:]
+    assert len((tmp_path / FILE).read_text().splitlines()) == 4
+
+
+def test_of_one_thing_the_latest_counts_where_the_first_was(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.keep([Run(ASKED[0], {"value": 1}), Run(ASKED[1], {"value": 2}), Run(ASKED[0], {"value": 3})])
+    for each in (runs, Runs(tmp_path)):
+        assert [run.found["value"] for run in each.of_kind("estimate")] == [3, 2]
+
+
+def test_what_things_are_called_does_not_change_them() -> None:
+    assert Asked("costs", {"a": 1}, {"model": "x"}).key == Asked("costs", {"a": 1}).key
+    assert len({Asked("costs", {"a": 1}).key, Asked("texts", {"a": 1}).key, Asked("costs", {"a": 2}).key}) == 3
+
+
+def test_an_error_of_one_is_its_result_and_leaves_the_others(tmp_path: Path) -> None:
+    def fails(asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
+        if ASKED[1] in asked:
+            raise ZeroDivisionError("of all things")
+        return found(asked)
+
+    runs = Runs(tmp_path)
+    runs.find_out(ASKED[:3], fails, {})
+    assert [runs[each].error is None for each in ASKED[:3]] == [True, False, True]
+    error = runs[ASKED[1]].error
+    assert error is not None
+    assert error.startswith("ZeroDivisionError: of all things (test_runs.py:")
+
+
+def test_an_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
+    def interrupted(asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
+        raise KeyboardInterrupt
+
+    runs = Runs(tmp_path)
+    runs.find_out(ASKED[:1], found, {})
+    with pytest.raises(KeyboardInterrupt):
+        runs.find_out(ASKED[1:], interrupted, {})
+    assert ASKED[0] in Runs(tmp_path)
+    assert ASKED[1] not in Runs(tmp_path)
+
+
+def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.find_out(ASKED[:2], found, {})
+    file = tmp_path / FILE
+    file.write_text(file.read_text()[:-20])
+    again = Runs(tmp_path)
+    assert ASKED[1] not in again
+    again.find_out(ASKED[1:2], found, {})
+    assert len(file.read_text().splitlines()) == 2
+    assert ASKED[1] in Runs(tmp_path)
+
+
+def test_foreign_lines_are_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"arm": 1}\n')
+    with pytest.raises(BenchError, match=r"line 1 of .* is no run"):
+        Runs(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        Runs(tmp_path / "file")
+    runs = Runs(tmp_path / "folder")
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(StorageError, match="what was measured before is kept"):
+        runs.find_out(ASKED[:1], found, {})

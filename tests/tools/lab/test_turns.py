@@ -1,0 +1,279 @@
+"""Arms in turns: same tokens, honest counts, no score for an arm that says something else; and until time is up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from helpers import tiny
+from selfspec.measure.embedded import checkpoint_folder
+from selfspec.measure.timing import Call
+from selfspec.tools.lab.agreement import Pair, compare
+from selfspec.tools.lab.arms import Arm, ArmSpec, StockArm, make_arm
+from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.turns import ArmRun, Turn, agreements, measure, race, scores
+
+GREEDY = Cell("w", 0.0, 1, 6, 16)
+SPECS = [
+    ArmSpec("generate"),
+    ArmSpec("lookup"),
+    ArmSpec("early-exit", "exit:2", length=3),
+    ArmSpec("plain"),
+    ArmSpec("draft", "exit:2", length=3),
+    ArmSpec("draft", "exit:1"),
+    ArmSpec("draft", "lookup+exit:2"),
+    ArmSpec("draft", "exit:2", length=2, nodes=5),
+]
+
+
+def prompts(batch: int = 1, calls: int = 2) -> list[Prompts]:
+    """Random ones."""
+    return [*map(Prompts.of_one_length, torch.randint(tiny.VOCABULARY, (calls * batch, 6)).split(batch))]
+
+
+def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, repeats: int = 2) -> list[ArmRun]:
+    """All arms."""
+    ticks: list[None] = []
+    given = prompts(cell.batch)
+    arms = [make_arm(spec, model) for spec in specs]
+    found = measure(model, cell, arms, given, repeats, 1, lambda: ticks.append(None))
+    assert len(ticks) <= len(arms) * len(given) * (1 + repeats)
+    return found
+
+
+@pytest.fixture(scope="module")
+def greedy() -> list[ArmRun]:
+    """All arms, greedily."""
+    model = tiny.llama()
+    depth = model.config.num_hidden_layers
+    found = measured(model, GREEDY)
+    # transformers' early exit changes the depth while it drafts.
+    assert model.config.num_hidden_layers == depth
+    return found
+
+
+def test_greedy_arms_agree_and_count_what_they_did(greedy: list[ArmRun]) -> None:
+    for result in greedy:
+        assert result.absence is None
+        assert result.agreement is not None
+        assert (result.agreement.texts, result.agreement.equal, result.agreement.refused) == (2, 2, False)
+        assert [len(repeat) for repeat in result.calls] == [2, 2]
+        for call in (call for repeat in result.calls for call in repeat):
+            assert call.tokens == 16
+            assert 0 < call.first_seconds < call.seconds
+            assert 0 < call.first_tokens <= 11
+            assert 16 / 11 <= call.passes <= 16
+    by_name = {result.arm.spec.name: result for result in greedy}
+    for plain in ("model.generate", "selfspec plain"):
+        assert {(call.passes, call.first_tokens) for call in by_name[plain].calls[0]} == {(16, 1)}
+
+
+def test_shapes_of_rounds_are_what_stats_counted(greedy: list[ArmRun]) -> None:
+    for result in greedy[3:]:
+        for call in result.calls[0]:
+            assert call.stats is not None
+            assert sum(call.rounds.values()) == call.stats.rounds == call.passes
+            assert sum(shape.drafted * number for shape, number in call.rounds.items()) == call.stats.drafted
+    fixed = next(each for each in greedy if each.arm.spec.length == 3 and each.arm.spec.draft)
+    assert all(shape.steps == shape.drafted <= 3 for call in fixed.calls[0] for shape in call.rounds)
+
+
+def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
+    found = measured(llama, Cell("w", 0.0, 3, 6, 16))
+    absent = [result.arm.spec.kind for result in found if result.absence is not None]
+    assert absent == ["lookup", "early-exit"]
+    running = [result for result in found if result.absence is None]
+    assert all(call.tokens == 48 for result in running for call in result.calls[0])
+    assert all(result.agreement is not None and result.agreement.equal == 6 for result in running)
+
+
+def test_an_assistant_drafts_for_both() -> None:
+    name = f"assistant:{checkpoint_folder()}"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float32)
+    specs = [ArmSpec("generate"), ArmSpec("assistant", name), ArmSpec("plain"), ArmSpec("draft", name, length=3)]
+    _, stock, _, own = measured(model, GREEDY, specs, repeats=1)
+    # The model itself is accepted whole; transformers ends drafts that are not confident.
+    for arm, most in ((stock, 15), (own, 4)):
+        assert arm.agreement is not None
+        assert not arm.agreement.refused
+        assert all(call.passes <= most for call in arm.calls[0])
+
+
+def test_sampled_texts_are_not_compared(llama: PreTrainedModel) -> None:
+    found = measured(llama, Cell("w", 0.8, 1, 6, 16))
+    assert all(result.agreement is None for result in found)
+    for result in found:
+        assert result.calls[0][0].rows != result.calls[1][0].rows
+
+
+class Slip(StockArm):
+    """Says something else in its last token."""
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        call = super().decode(prompts, cell, seed)
+        call.rows[0][-1] = (call.rows[0][-1] + 1) % tiny.VOCABULARY
+        return call
+
+
+class Broken(StockArm):
+    """Cannot."""
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        raise IndexError("no such layer\nand more")
+
+
+def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> None:
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Slip(ArmSpec("lookup"), llama)]
+    _, slipped = measure(llama, GREEDY, arms, prompts(), 2, 1, lambda: None)
+    assert slipped.agreement is not None
+    assert (slipped.agreement.equal, slipped.agreement.refused) == (0, True)
+
+
+def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("early-exit"), llama)]
+    _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
+    assert broken.absence == "IndexError: no such layer"
+
+
+def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
+    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("draft", "exit:1"), llama)]
+    with pytest.raises(IndexError):
+        measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
+
+
+def test_half_precision_excuses_near_ties_alone() -> None:
+    model = tiny.llama(dtype=torch.bfloat16)
+    prompt = torch.randint(tiny.VOCABULARY, (1, 6))
+    own = make_arm(ArmSpec("generate"), model).decode(Prompts.of_one_length(prompt), GREEDY, 0).rows[0]
+    logits = model(torch.cat([prompt, torch.tensor([own[:-1]])], 1)).logits[0, -1]
+    asked, said, other = tuple(prompt[0].tolist()), tuple(own), (*own[:-1], int(logits.argmin()))
+    # The same pair counts once.
+    found = compare(model, [Pair(asked, said, said), Pair(asked, said, other), Pair(asked, said, other)])
+    assert (found.texts, found.equal) == (2, 1)
+    assert found.near_tie is not None
+    assert found.widest_gap is not None
+    # The least likely token is no near tie of the likeliest.
+    assert found.refused
+    # The same text with the second choice where the two likeliest are closest would be, if the bound is as wide.
+    assert not type(found)(2, 1, widest_gap=found.near_tie, near_tie=found.near_tie).refused
+
+
+def test_in_full_precision_nothing_is_excused(llama: PreTrainedModel) -> None:
+    found = compare(llama, [Pair((3, 4, 5), (1, 2), (1, 3))])
+    assert found.refused
+    assert found.widest_gap is None
+
+
+RACED, SAMPLED = Cell("demo", 0.0, 1, 3, 4), Cell("demo", 0.8, 1, 3, 4)
+PROMPTS = [torch.tensor([[1, 2, number]]) for number in range(3)]
+
+
+@dataclass
+class Clock:
+    """Time that passes only when something is decoded."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeArm:
+    """Takes some seconds for four tokens in some passes."""
+
+    clock: Clock
+    seconds: float
+    passes: int = 4
+    tokens: tuple[int, ...] = (5, 6, 7, 8)
+    seen: list[tuple[int, Cell, int]] = field(default_factory=list)
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        self.clock.now += self.seconds
+        self.seen.append((int(prompts.ids[0, -1]), cell, seed))
+        return Call([list(self.tokens)], self.seconds, self.seconds / 4, 1, self.passes)
+
+
+def raced(arms: list[FakeArm], until: float) -> list[Turn]:
+    return race(arms, (RACED, SAMPLED), PROMPTS, until, lambda: None, arms[0].clock)
+
+
+def test_turns_go_on_while_the_next_one_ends_in_time() -> None:
+    clock = Clock()
+    arms = [FakeArm(clock, 2.0), FakeArm(clock, 1.0, 2)]
+    turns = raced(arms, until=22.0)
+    # Three seconds to warm up, and six a turn.
+    assert (len(turns), clock.now) == (3, 21.0)
+    assert [turn.prompt for turn in turns] == [0, 1, 2]
+    # Untimed first; then each prompt in both cells, with the seed of its turn.
+    assert arms[0].seen[1:5] == [(0, RACED, 0), (0, SAMPLED, 0), (1, RACED, 1), (1, SAMPLED, 1)]
+
+
+@pytest.mark.parametrize("until", [0.0, 8.0])
+def test_there_is_one_turn_at_least(until: float) -> None:
+    clock = Clock()
+    assert len(raced([FakeArm(clock, 2.0), FakeArm(clock, 1.0)], until)) == 1
+
+
+def test_a_turn_that_time_cuts_short_does_not_count() -> None:
+    clock = Clock()
+    slow = FakeArm(clock, 1.0)
+
+    class Slowing(FakeArm):
+        def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+            # The second turn takes far longer than the first.
+            self.seconds = 50.0 if seed else 1.0
+            return super().decode(prompts, cell, seed)
+
+    assert len(raced([Slowing(clock, 1.0), slow], until=11.0)) == 1
+    assert clock.now < 60
+
+
+def test_which_arm_begins_changes() -> None:
+    clock, order = Clock(), []
+
+    class Noted(FakeArm):
+        def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+            order.append((seed, self.seconds))
+            return super().decode(prompts, cell, seed)
+
+    raced([Noted(clock, 2.0), Noted(clock, 1.0)], until=16.0)
+    assert [order[2], order[6]] == [(0, 2.0), (1, 1.0)]
+
+
+def test_scores_are_ratios_of_the_same_turn() -> None:
+    clock = Clock()
+    turns = raced([FakeArm(clock, 2.0), FakeArm(clock, 0.5, 2)], until=30.0)
+    first, other = scores(turns, SAMPLED)
+    assert (first.speedup.value, first.tokens_per_second, first.tokens_per_pass) == (1.0, 2.0, 1.0)
+    assert (other.speedup.value, other.tokens_per_second, other.tokens_per_pass) == (4.0, 8.0, 2.0)
+    assert other.speedup.low == other.speedup.high == 4.0
+
+
+def test_greedy_texts_are_compared_with_the_first_arms() -> None:
+    clock = Clock()
+    arms = [FakeArm(clock, 1.0), FakeArm(clock, 1.0), FakeArm(clock, 1.0, tokens=(5, 6, 7, 9))]
+    turns = raced(arms, until=100.0)
+    found = agreements(tiny.llama(), turns, RACED, PROMPTS)
+    assert [(each.texts, each.equal) for each in found] == [(3, 3), (3, 3), (3, 0)]
+
+
+def test_whole_prompts_of_several_lengths_are_one_batch_and_end_where_the_model_ends_them() -> None:
+    model = tiny.llama()
+    rows = [torch.randint(tiny.VOCABULARY, (1, length)) for length in (3, 7)]
+    alone = [
+        make_arm(ArmSpec("generate"), model).decode(Prompts.of_one_length(row), Cell("w", 0.0, 1, 7, 12), 0).rows[0]
+        for row in rows
+    ]
+    model.generation_config.eos_token_id = alone[0][3]
+    ended = [row[: row.index(alone[0][3]) + 1] if alone[0][3] in row else row for row in alone]
+    cell, asked = Cell("w", 0.0, 2, None, 12), [Prompts.padded(rows)]
+    assert asked[0].rows == [row[0].tolist() for row in rows]
+    specs = [ArmSpec("generate"), ArmSpec("plain"), ArmSpec("draft", "exit:2", length=3)]
+    for found in measure(model, cell, [make_arm(spec, model) for spec in specs], asked, 1, 1, lambda: None):
+        assert found.calls[0][0].rows == ended
+        assert found.agreement is not None
+        assert found.agreement.equal == 2
