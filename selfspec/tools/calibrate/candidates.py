@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from selfspec.arguments import shown
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
-from selfspec.draft import Cascade, Drafter, EarlyExit, LowPrecision, PromptLookup, Recycling, Suffixes, Union
+from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, Suffixes, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name, kinds
 from selfspec.errors import DraftConfigError
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.model.adapter import Adapter
@@ -47,11 +47,11 @@ class Candidate:
 
 
 def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
-    """Drafts along a path of the model, by name: those given, else exits, exact and in 8 bits; always 8 and 4 bits."""
-    exits, bits = range(1, depth), [LowPrecision(8), LowPrecision(4)]
+    """Drafts along a path of the model, by name: those given, else what drafters declare; always 8 and 4 bits."""
+    bits = [LowPrecision(8), LowPrecision(4)]
     usual: list[LayerPathDrafter]
     if drafters is None:
-        usual = [*map(EarlyExit, exits), *bits, *(LowPrecision(8, exit=layer) for layer in exits)]
+        usual = [each for each in _declared(depth) if isinstance(each, LayerPathDrafter)]
     else:
         # What needs no training is tried beside what was asked for.
         usual = [*drafters, *(each for each in bits if each not in drafters)]
@@ -68,6 +68,12 @@ def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[
         draft.check(depth)
         named[name] = draft
     return named
+
+
+def _declared(depth: int) -> Iterator[Drafter]:
+    """What the drafters there are, those of other packages too, say is worth trying."""
+    for kind in dict.fromkeys(kinds().values()):
+        yield from kind.variants(depth)
 
 
 def fitting(
@@ -115,7 +121,7 @@ def to_confirm(
     nodes: int = 0,
     corpus: str | None = None,
 ) -> dict[str, Candidate]:
-    """Look-ups alone, the best paths alone and behind look-ups; recycling, and trees along the very best, by name.
+    """What runs no model alone, the best paths alone and behind it; recycling, and trees along the very best, by name.
 
     Args:
         predictions: the best first.
@@ -123,11 +129,11 @@ def to_confirm(
         nodes: of the largest trees to try; a smaller budget has half as many. 0: no trees.
         corpus: a file of `selfspec index`, for suffix trees; None: none.
     """
-    look_up = PromptLookup()
+    look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
-    candidates = [Candidate(look_up)]
+    candidates = [Candidate(look_up) for look_up in look_ups]
     for path in worth[:_MOST_PATHS]:
-        candidates += [Candidate(path), Candidate(Cascade(look_up, path))]
+        candidates += [Candidate(path), *(Candidate(Cascade(look_up, path)) for look_up in look_ups)]
     budgets = [budget for budget in (nodes // 2, nodes) if budget > 1]
     candidates += [Candidate(path, budget) for path in worth[:1] for budget in budgets]
     if budgets:
