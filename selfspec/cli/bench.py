@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from selfspec.cli.options import (
-    Budget,
     DraftLength,
+    MemoryOptions,
     ModelOptions,
     Output,
     Repeats,
@@ -367,5 +367,5 @@ def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: C
     # Of whole prompts nothing is known: then there is room for as many tokens as `load` makes by itself.
     room = None if cells.context is None else max(cells.batch) * (max(cells.context) + cells.max_new_tokens)
     tokenizer = load_tokenizer(model.place)
-    spec = load_within(model, Budget(memory=memory, context=room), one_draft_in_fewer_bits(named))
+    spec = load_within(model, MemoryOptions(memory=memory, context=room), one_draft_in_fewer_bits(named))
     return Checkpoint(spec.model, tokenizer)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import MINUTES, Given, Minutes, Output, PromptFile, WholeModelOptions, read_draft
+from selfspec.cli.options import MINUTES, GivenOptions, Minutes, Output, PromptFile, WholeModelOptions, read_draft
 from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
@@ -46,7 +46,7 @@ class Calibrated:
 def calibrate(
     model: WholeModelOptions,
     measurements: Measurements,
-    given: Given,
+    given: GivenOptions,
     draft: Annotated[
         list[str] | None,
         typer.Option(

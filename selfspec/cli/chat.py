@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from selfspec.cli.generate import Sampling
-from selfspec.cli.loading import Drafting, Template, read_template
-from selfspec.cli.options import Budget, ModelOptions, Output
+from selfspec.cli.generate import SamplingOptions
+from selfspec.cli.loading import DraftingOptions, Template, read_template
+from selfspec.cli.options import MemoryOptions, ModelOptions, Output
 from selfspec.cli.terminal import console
 from selfspec.errors import NonFiniteLogitsError, PromptError, StorageError
 
 if TYPE_CHECKING:
-    from selfspec.serve.conversation import Conversation, Turn
+    from selfspec.serve.conversation import ChatTurn, Conversation
 
 _HELP = """\
 /reset       forget the conversation; the system message stays
@@ -83,9 +83,9 @@ class Chatted:
 def chat(
     model: ModelOptions,
     talk: Talk,
-    sampling: Sampling,
-    budget: Budget,
-    drafting: Drafting,
+    sampling: SamplingOptions,
+    budget: MemoryOptions,
+    drafting: DraftingOptions,
     output: Output = "text",
 ) -> Chatted:
     """Talk with a model. Each turn reads only what the cache does not hold yet.
@@ -163,7 +163,7 @@ class _Session:
     def _answer(self, text: str) -> None:
         seed = None if self._seed is None else (self._seed + len(self.turns)) % 2**63
         failed: str | None = None
-        turn: Turn | None = None
+        turn: ChatTurn | None = None
         try:
             with _on_interrupt(_raise_once):
                 turn = self._conversation.ask(text, seed)
@@ -262,7 +262,7 @@ def _decoded(line: bytes) -> str:
         raise PromptError(f"standard input is not UTF-8 text ({error}); convert it first") from error
 
 
-def _figures(turn: Turn) -> Answer:
+def _figures(turn: ChatTurn) -> Answer:
     stats = turn.stats
     return Answer(
         prompt_tokens=len(turn.prompt),

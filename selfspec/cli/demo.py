@@ -52,7 +52,7 @@ class TokensDifferError(FailedCheckError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
+class DemoRuns:
     """What is decoded and timed."""
 
     draft: Draft = "lookup+int8"
@@ -105,7 +105,7 @@ class Demonstrated:
     cpu_kernels: bool
 
 
-def demo(runs: Runs, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
+def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
     """Watch a small model write with and without a draft: how much faster it is here, and that the text is the same.
 
     Takes less than 45 seconds. Exit status 1 if any greedy token is not `model.generate`'s. The embedded model has 10M

@@ -11,7 +11,7 @@ from rich.console import Console
 from selfspec.measure.spare_cores import CoreWatch
 
 if TYPE_CHECKING:
-    from selfspec.tools.doctor.machine import Machine
+    from selfspec.tools.doctor.machine import MachineReport
     from selfspec.tools.doctor.packages import Packages
     from selfspec.tools.doctor.products import Products
 
@@ -27,7 +27,7 @@ class Diagnosis:
         commit: of selfspec's source; null where it is not known.
     """
 
-    machine: Machine
+    machine: MachineReport
     packages: Packages
     products: dict[str, Products]
     findings: list[str]

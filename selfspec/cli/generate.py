@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from selfspec.cli.loading import Drafting
-from selfspec.cli.options import Budget, ModelOptions, Output
+from selfspec.cli.loading import DraftingOptions
+from selfspec.cli.options import MemoryOptions, ModelOptions, Output
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import by_depth, console, facts_table, require_colours, two_digits
 from selfspec.decode.text_stream import TextStream, continuation
@@ -32,7 +32,7 @@ EPILOG = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
     """Sampling."""
 
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy decoding; above 0: sampling.")] = 0.0
@@ -56,7 +56,7 @@ class Sampling:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UnsupportedOptionError(f"--seed must be from 0 to 2**63 - 1, got {self.seed}")
 
-    def seeded(self) -> Sampling:
+    def seeded(self) -> SamplingOptions:
         """With a fresh seed where one is needed and none is given, so that every sampled text can be repeated."""
         if self.temperature == 0:
             return replace(self, seed=None)
@@ -89,7 +89,7 @@ class Shaping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftingPlain(Drafting):
+class DraftingPlain(DraftingOptions):
     """Draft."""
 
     draft: Annotated[
@@ -117,7 +117,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Counts:
+class TextCounts:
     """Counts and times of a generation: see `selfspec.Stats`. Rates without data are null."""
 
     rounds: int
@@ -166,16 +166,16 @@ class Generated:
     text: str
     settings: dict[str, Any]
     lossless: bool
-    stats: Counts
+    stats: TextCounts
     rounds: list[RoundOfRow] | None = None
 
 
 def generate(
     model: ModelOptions,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     shaping: Shaping,
     shown: Shown,
-    budget: Budget,
+    budget: MemoryOptions,
     drafting: DraftingPlain,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
@@ -263,7 +263,7 @@ def generate(
         text=continuation(checkpoint.tokenizer, prompt_ids, new_ids),
         settings=settings,
         lossless=generation.lossless,
-        stats=Counts(**generation.stats.to_dict()),
+        stats=TextCounts(**generation.stats.to_dict()),
         rounds=[_round(row) for row in rounds] if shown.show_drafts else None,
     )
     if ended_by is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from selfspec.cli.options import Budget, Model, Output, prepare_process
+from selfspec.cli.options import MemoryOptions, Model, Output, prepare_process
 from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
@@ -55,7 +55,7 @@ class Inspected:
     plan: dict[str, Any] | None = None
 
 
-def inspect(model: Model, budget: Budget, output: Output = "text") -> Inspected:
+def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> Inspected:
     """Describe a model by its parts, without loading its weights or running it.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
@@ -92,7 +92,7 @@ def _plan_as_json(planned: PlannedCheckpoint) -> dict[str, Any]:
     return {**where, "memory": asdict(survey.memory), **asdict(planned.plan)}
 
 
-def _print(model: str, summary: ModelSummary, planned: PlannedCheckpoint | None, budget: Budget) -> None:
+def _print(model: str, summary: ModelSummary, planned: PlannedCheckpoint | None, budget: MemoryOptions) -> None:
     exits = [(f"exit:{each.layer}", f"{each.bytes_read:,}", f"{each.cost_ratio:.3f}") for each in summary.exits]
     target = ("target", f"{summary.target_bytes_read:,}", "1.000")
     fewer = [(f"int{each.bits}", f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]

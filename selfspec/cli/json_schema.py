@@ -21,7 +21,7 @@ from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.summary import CacheSummary, ExitSummary, LayerSummary, SubstitutesSummary, Weights
-from selfspec.tools.doctor.machine import Machine
+from selfspec.tools.doctor.machine import MachineReport
 from selfspec.tools.doctor.packages import Packages
 from selfspec.tools.doctor.products import Products
 from selfspec.tools.export.run import Exported
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     each.__name__: each
     for each in (
         *(CacheSummary, ExitSummary, LayerSummary, SubstitutesSummary, Weights),
-        *(Estimate, Exported, Machine, Packages, Products, Score, SpareCores),
+        *(Estimate, Exported, MachineReport, Packages, Products, Score, SpareCores),
     )
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from selfspec.cli.options import Budget, DraftLength, ModelOptions, Nodes, load_within, read_draft
+from selfspec.cli.options import DraftLength, MemoryOptions, ModelOptions, Nodes, load_within, read_draft
 from selfspec.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting:
+class DraftingOptions:
     """Draft."""
 
     draft: Annotated[
@@ -63,7 +63,7 @@ class Drafting:
 
         return None if self.draft_length is None and self.nodes is None else control_of(self.draft_length, self.nodes)
 
-    def check(self, model: ModelOptions, budget: Budget) -> None:
+    def check(self, model: ModelOptions, budget: MemoryOptions) -> None:
         """Check device, configuration and draft, since weights may take minutes to load."""
         from selfspec.draft import Drafter
 
@@ -73,7 +73,7 @@ class Drafting:
         if isinstance(self.drafter, Drafter):
             self.drafter.check(depth)
 
-    def load(self, model: ModelOptions, budget: Budget, control: Control | None = None) -> Loaded:
+    def load(self, model: ModelOptions, budget: MemoryOptions, control: Control | None = None) -> Loaded:
         """Load a model and wrap it; within a budget the default draft is what promises most there."""
         from selfspec.api import wrap
         from selfspec.measure.stock import bare

@@ -75,12 +75,12 @@ PromptFile = Annotated[
 ]
 
 
-class Given(frozenset[str]):
+class GivenOptions(frozenset[str]):
     """The names of the parameters that the command line gives; all others have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class MemoryOptions:
     """Memory."""
 
     memory: Annotated[
@@ -100,7 +100,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineOptions:
     """Device."""
 
     device: Device = "auto"
@@ -122,12 +122,12 @@ class _NoBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeMachine(_NoBudget, Machine):
+class WholeMachine(_NoBudget, MachineOptions):
     """Device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Machine):
+class ModelOptions(MachineOptions):
     """Device and weights."""
 
     model: Model
@@ -169,7 +169,9 @@ class WholeModelOptions(_NoBudget, ModelOptions):
     """Device and weights."""
 
 
-def load_within(model: ModelOptions, budget: Budget, draft: Drafter | Profile | str | bool | None) -> SelfSpeculative:
+def load_within(
+    model: ModelOptions, budget: MemoryOptions, draft: Drafter | Profile | str | bool | None
+) -> SelfSpeculative:
     """Load a model within a budget.
 
     Args:
@@ -245,7 +247,7 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring
     titles. The command gets the dataclasses. Its other parameters are annotated as typer's options and arguments. A
-    value that has no metavar is called by its type. A parameter of the type `Given` is no option.
+    value that has no metavar is called by its type. A parameter of the type `GivenOptions` is no option.
 
     What a command returns is printed as JSON, where that is asked for. One that takes no `output` gets the option all
     the same, and what it returns is its text; any other prints its text itself.
@@ -257,7 +259,7 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
         name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
     }
     parameters: list[Parameter] = []
-    about_words = next((name for name, hint in hints.items() if hint is Given), None)
+    about_words = next((name for name, hint in hints.items() if hint is GivenOptions), None)
     for parameter in signature(command).parameters.values():
         group = groups.get(parameter.name)
         if parameter.name == about_words:
@@ -278,7 +280,7 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
         output = given["output"] if tells else given.pop("output")
         if about_words is not None:
             source = given.pop(about_words).get_parameter_source
-            given[about_words] = Given(name for name in given if source(name).name != "DEFAULT")
+            given[about_words] = GivenOptions(name for name in given if source(name).name != "DEFAULT")
         made = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()

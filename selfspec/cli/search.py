@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
-from selfspec.cli.options import MINUTES, Given, Minutes, Model, Output, Seed, WholeMachine
+from selfspec.cli.options import MINUTES, GivenOptions, Minutes, Model, Output, Seed, WholeMachine
 from selfspec.cli.terminal import announce, counting_bar
 from selfspec.errors import DraftConfigError
 
@@ -40,7 +40,7 @@ def search(
     model: Model,
     texts: TextsAndCosts,
     machine: WholeMachine,
-    said: Given,
+    said: GivenOptions,
     to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
     evaluations: Annotated[int, typer.Option(min=1, help="Evaluate at most N skip sets.")] = 100,
     sublayers: Annotated[

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.loading import Drafting, Template, read_template
-from selfspec.cli.options import Budget, ModelOptions, Output
+from selfspec.cli.loading import DraftingOptions, Template, read_template
+from selfspec.cli.options import MemoryOptions, ModelOptions, Output
 from selfspec.cli.outcome import print_json
 from selfspec.errors import UnsupportedOptionError
 
@@ -86,8 +86,8 @@ def serve(
     address: Address,
     batching: Batching,
     bounds: Bounds,
-    budget: Budget,
-    drafting: Drafting,
+    budget: MemoryOptions,
+    drafting: DraftingOptions,
     template: Template = None,
     log_text: Annotated[bool, typer.Option("--log-text", help="Write prompts and answers to the log, too.")] = False,
     output: Output = "text",

@@ -12,8 +12,8 @@ import typer
 
 from selfspec.cli.options import (
     MINUTES,
-    Budget,
-    Given,
+    GivenOptions,
+    MemoryOptions,
     Minutes,
     ModelOptions,
     Output,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.verify.comparison import Comparison, Divergence
-    from selfspec.tools.verify.report import Report
+    from selfspec.tools.verify.report import VerifyReport
 
 _STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
 _WRONG = "bold red"
@@ -72,8 +72,8 @@ class Verified:
 def verify(
     model: ModelOptions,
     settings: Settings,
-    budget: Budget,
-    given: Given,
+    budget: MemoryOptions,
+    given: GivenOptions,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -172,7 +172,7 @@ def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | s
     return found
 
 
-def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report, seconds: float) -> None:
+def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: VerifyReport, seconds: float) -> None:
     """Print the tables, the verdict last."""
     from rich.text import Text
 
@@ -206,7 +206,7 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: Report,
     out.print(Text(report.sentence, style=_STYLES[str(report.exactness)]))
 
 
-def _drafts(report: Report) -> Table:
+def _drafts(report: VerifyReport) -> Table:
     from rich.table import Column
     from rich.text import Text
 
@@ -234,7 +234,7 @@ def _drafts(report: Report) -> Table:
     return table
 
 
-def _divergences(tokenizer: PreTrainedTokenizerBase, report: Report) -> Table:
+def _divergences(tokenizer: PreTrainedTokenizerBase, report: VerifyReport) -> Table:
     from rich.table import Table
     from rich.text import Text
 

@@ -19,7 +19,7 @@ _REWRITE = "write it again: SelfSpeculative.save_memory"
 
 
 @dataclass(frozen=True)
-class About:
+class AboutCandidates:
     """What a file of candidates says of itself.
 
     Attributes:
@@ -52,7 +52,7 @@ class CandidateFile:
     """
 
     def __init__(self, file: str | Path) -> None:
-        self._tensors = DescribedTensors(file, "candidates", _ABOUT, About, "np", _REWRITE)
+        self._tensors = DescribedTensors(file, "candidates", _ABOUT, AboutCandidates, "np", _REWRITE)
         self.source, self.about = self._tensors.source, self._tensors.about
 
     def read(self, like: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -76,7 +76,7 @@ class CandidateFile:
         return array.dtype == np.uint64 or bool(((array > 0) & (array < np.inf)).all())
 
 
-def write_candidates(file: str | Path, about: About, tables: Mapping[str, NDArray[Any]]) -> None:
+def write_candidates(file: str | Path, about: AboutCandidates, tables: Mapping[str, NDArray[Any]]) -> None:
     """Write tables: the whole file or none of it.
 
     Raises:

@@ -23,7 +23,7 @@ from selfspec.model.compensated_weights import compensated_weights
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.registry import find_adapter
-from selfspec.model.substitute_file import About, SubstituteFile, write_substitutes
+from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, write_substitutes
 from selfspec.model.substitutes import (
     KERNEL_DEVICES,
     Substitutes,
@@ -151,7 +151,9 @@ class LowPrecision(LayerPathDrafter):
             rounded = compensated_weights(model, weights, precision, texts)
         else:
             rounded = ((name, round_weight(weight, precision)) for name, weight in weights)
-        about = About(2, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too)
+        about = AboutSubstitutes(
+            2, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too
+        )
 
         def counted() -> Iterator[tuple[str, RoundedWeight]]:
             for done, each in enumerate(rounded, 1):

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
-from selfspec.draft.candidate_file import About, CandidateFile, write_candidates
+from selfspec.draft.candidate_file import AboutCandidates, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
@@ -155,7 +155,7 @@ class RecyclingMemory(DraftMemory):
         Raises:
             StorageError: it cannot be written.
         """
-        write_candidates(file, About(2, vocabulary, *self._size), self._arrays())
+        write_candidates(file, AboutCandidates(2, vocabulary, *self._size), self._arrays())
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """What it consists of, by name; what is written there is known from then on."""

@@ -29,7 +29,7 @@ from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched, Watch
-from selfspec.measure.probe import Given, Probe, Sample
+from selfspec.measure.probe import Probe, Repeating, Sample
 from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.runtime import Eager, Traced
@@ -161,7 +161,7 @@ def measure_costs(
     verify[PLAIN][1] = Estimate.of_median([1.0])
     step_seconds = Estimate.of_median([sample.plain for sample in samples])
     overhead = {}
-    for name, drafter in {PLAIN: Given(), **named}.items():
+    for name, drafter in {PLAIN: Repeating(), **named}.items():
         passes = verify_cost({width: each.value for width, each in verify[name].items()}, middle + 1)
         rests = []
         for _ in range(_GENERATIONS):

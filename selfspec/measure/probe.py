@@ -46,7 +46,7 @@ class Sample:
         return [seconds / length / self.unit for length, seconds in self.draft[name].items()]
 
 
-class Given(Stateless):
+class Repeating(Stateless):
     """Proposes the last token again and again, for nothing: rounds then cost what judging a draft does."""
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:

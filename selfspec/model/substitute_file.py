@@ -21,7 +21,7 @@ REWRITE = "write it again: selfspec quantize"
 
 
 @dataclass(frozen=True)
-class About:
+class AboutSubstitutes:
     """What a file of substitutes says of itself.
 
     Attributes:
@@ -56,7 +56,7 @@ class SubstituteFile:
     """
 
     def __init__(self, file: str | Path) -> None:
-        self._tensors = DescribedTensors(file, "substitutes", _ABOUT, About, "pt", REWRITE)
+        self._tensors = DescribedTensors(file, "substitutes", _ABOUT, AboutSubstitutes, "pt", REWRITE)
         self.source, self.about = self._tensors.source, self._tensors.about
         parts = ("levels", "scales") if self.about.bits == 8 else ("levels", "scales", "zeros")
         self._tensors.check_names(f"{weight}.{part}" for weight in self.weights for part in parts)
@@ -110,7 +110,7 @@ class SubstituteFile:
         return tensor
 
 
-def write_substitutes(file: str | Path, about: About, weights: Iterable[tuple[str, RoundedWeight]]) -> None:
+def write_substitutes(file: str | Path, about: AboutSubstitutes, weights: Iterable[tuple[str, RoundedWeight]]) -> None:
     """Write substitutes: the whole file or none of it.
 
     Args:

@@ -71,7 +71,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self._system})
         self._read = _Read()
 
-    def ask(self, text: str, seed: int | None = None) -> Turn:
+    def ask(self, text: str, seed: int | None = None) -> ChatTurn:
         """Begin the turn that answers a message.
 
         Args:
@@ -105,7 +105,7 @@ class Conversation:
             **self._options,
         )
         stream = TextStream(self._tokenizer, prompt)
-        return Turn(self, generation, question, prompt, len(self._read.tokens), stream)
+        return ChatTurn(self, generation, question, prompt, len(self._read.tokens), stream)
 
     def _keep(self, prompt: list[int]) -> _Read:
         """Leave in the cache what the prompt begins with, less its last token."""
@@ -125,7 +125,7 @@ class Conversation:
             return _Read()
         return _Read(read.cache, prompt[:shared])
 
-    def _ended(self, turn: Turn) -> None:
+    def _ended(self, turn: ChatTurn) -> None:
         """Take an answer in."""
         if turn.text:
             self.messages += [turn.question, {"role": "assistant", "content": turn.text}]
@@ -137,7 +137,7 @@ class Conversation:
             self._read = _Read()
 
 
-class Turn(Iterator[str]):
+class ChatTurn(Iterator[str]):
     """One answer: its text, piece by piece, as rounds are committed.
 
     Attributes:

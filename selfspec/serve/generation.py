@@ -16,7 +16,7 @@ from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.request_log import note
 from selfspec.serve.row_request import RowRequest, RowSampling
-from selfspec.serve.schemas import Generation
+from selfspec.serve.schemas import GenerationFields
 from selfspec.serve.served import Served
 
 _Found = TypeVar("_Found")
@@ -37,7 +37,7 @@ class Times:
 
 def row_requests(
     served: Served,
-    request: Generation,
+    request: GenerationFields,
     prompts: Sequence[tuple[int, ...]],
     asked: int | None,
     logprobs: int | None,
@@ -93,7 +93,7 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
     return asked or min(room, most or room)
 
 
-def _sampling(served: Served, request: Generation, index: int) -> RowSampling:
+def _sampling(served: Served, request: GenerationFields, index: int) -> RowSampling:
     """How the tokens of the answer with this index of `n` are chosen."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     wrong = next((token for token in bias if token >= served.vocabulary), None)
@@ -117,7 +117,7 @@ def _sampling(served: Served, request: Generation, index: int) -> RowSampling:
     )
 
 
-def _end_tokens(served: Served, request: Generation) -> frozenset[int]:
+def _end_tokens(served: Served, request: GenerationFields) -> frozenset[int]:
     further = frozenset(request.stop_token_ids or ())
     wrong = next((token for token in further if token >= served.vocabulary), None)
     if wrong is not None:
@@ -126,14 +126,14 @@ def _end_tokens(served: Served, request: Generation) -> frozenset[int]:
     return further if request.ignore_eos else further | served.end_tokens
 
 
-def stop_strings(request: Generation) -> list[str]:
+def stop_strings(request: GenerationFields) -> list[str]:
     """The strings that end an answer."""
     if request.stop is None:
         return []
     return [request.stop] if isinstance(request.stop, str) else request.stop
 
 
-async def begun(served: Served, request: Generation, rows: Sequence[RowRequest]) -> Answering:
+async def begun(served: Served, request: GenerationFields, rows: Sequence[RowRequest]) -> Answering:
     """Hand rows to the engine.
 
     Raises:
@@ -225,7 +225,7 @@ async def _gone(http: Request) -> None:
 def streamed(
     served: Served,
     http: Request,
-    request: Generation,
+    request: GenerationFields,
     answering: Answering,
     prompt_tokens: int,
     head: Body,

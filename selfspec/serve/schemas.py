@@ -70,7 +70,7 @@ class RegexFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat, Field(discriminator="type")]
 
 
-class Generation(Strict):
+class GenerationFields(Strict):
     """What both kinds of request may say."""
 
     model: str
@@ -107,13 +107,13 @@ class Generation(Strict):
         return fields
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Generation:
+    def _stream_options_need_a_stream(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams: set stream to true, or drop it")
         return self
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationFields):
     """`POST /v1/completions`."""
 
     prompt: (
@@ -199,7 +199,7 @@ class Tool(Strict):
     function: Function
 
 
-class ChatCompletionRequest(Generation):
+class ChatCompletionRequest(GenerationFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

@@ -23,7 +23,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.chat_template import ChatTemplate
-from selfspec.serve.conversation import Conversation, Turn
+from selfspec.serve.conversation import ChatTurn, Conversation
 from selfspec.serve.row_request import RowRequest, RowSampling
 
 BOUNDARY = 24
@@ -222,7 +222,7 @@ def conversing() -> tuple[Conversation, PreTrainedModel]:
     return Conversation(spec, tokenizer, template, "Be kind.", 30, {"do_sample": False}), model
 
 
-def answered(conversation: Conversation, text: str) -> Turn:
+def answered(conversation: Conversation, text: str) -> ChatTurn:
     turn = conversation.ask(text)
     for _ in turn:
         pass

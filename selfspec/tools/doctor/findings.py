@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from selfspec.tools.doctor.machine import Machine
+from selfspec.tools.doctor.machine import MachineReport
 from selfspec.tools.doctor.packages import Packages
 from selfspec.tools.doctor.products import Products
 
@@ -12,12 +12,12 @@ from selfspec.tools.doctor.products import Products
 _DEAR = 1.5
 
 
-def findings(machine: Machine, packages: Packages, products: Mapping[str, Products]) -> list[str]:
+def findings(machine: MachineReport, packages: Packages, products: Mapping[str, Products]) -> list[str]:
     """Everything that is worth a change, most useful first."""
     return [*_kernels(machine, products), *_threads(machine), *_gpu(machine), *_packages(packages)]
 
 
-def _kernels(machine: Machine, products: Mapping[str, Products]) -> Iterator[str]:
+def _kernels(machine: MachineReport, products: Mapping[str, Products]) -> Iterator[str]:
     found, torchs = machine.kernels, products["torch"]
     if found.loaded:
         return
@@ -33,7 +33,7 @@ def _kernels(machine: Machine, products: Mapping[str, Products]) -> Iterator[str
         yield f"{said}. selfspec's CPU kernels do better: build them once with selfspec kernels"
 
 
-def _threads(machine: Machine) -> Iterator[str]:
+def _threads(machine: MachineReport) -> Iterator[str]:
     cores, threads = machine.cores, machine.threads
     fitting = cores.threads(cores.cores)
     if fitting < threads:
@@ -48,7 +48,7 @@ def _threads(machine: Machine) -> Iterator[str]:
         )
 
 
-def _gpu(machine: Machine) -> Iterator[str]:
+def _gpu(machine: MachineReport) -> Iterator[str]:
     if machine.gpu_without_cuda:
         yield "there is an NVIDIA GPU, but this torch was built for CPUs alone: install a build of torch with CUDA"
     if machine.bfloat16 and not machine.gpus:

@@ -19,7 +19,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelState:
     """The CPU kernels.
 
     Attributes:
@@ -34,7 +34,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineReport:
     """What computes.
 
     Attributes:
@@ -61,17 +61,17 @@ class Machine:
     gpus: list[str]
     gpu_without_cuda: bool
     bfloat16: bool
-    kernels: Kernels
+    kernels: KernelState
 
 
-def read_machine(cores: SpareCores) -> Machine:
+def read_machine(cores: SpareCores) -> MachineReport:
     """Read it; the kernels are loaded if they were built.
 
     Args:
         cores: watched while this process started.
     """
     gpus = [device_name(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
-    return Machine(
+    return MachineReport(
         system=f"{platform.system()} {platform.machine()}",
         processor=device_name(torch.device("cpu")),
         cores=cores,
@@ -82,7 +82,9 @@ def read_machine(cores: SpareCores) -> Machine:
         gpus=gpus,
         gpu_without_cuda=not gpus and torch.version.cuda is None and Path("/dev/nvidiactl").exists(),
         bfloat16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-        kernels=Kernels(native.load_kernels(), next(filter(None, map(shutil.which, _COMPILERS)), None), _has_ninja()),
+        kernels=KernelState(
+            native.load_kernels(), next(filter(None, map(shutil.which, _COMPILERS)), None), _has_ninja()
+        ),
     )
 
 

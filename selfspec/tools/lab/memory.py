@@ -22,7 +22,7 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """What one call took, in bytes.
 
     On CUDA torch counts what it allocated; on a CPU the operating system counts the resident set, in pages, Python and
@@ -57,7 +57,7 @@ class _Job:
     threads: int
 
 
-def measure_memory(arm: ArmSpec, cell: Cell, prompts: Prompts, place: str, dtype: torch.dtype) -> Memory | None:
+def measure_memory(arm: ArmSpec, cell: Cell, prompts: Prompts, place: str, dtype: torch.dtype) -> PeakMemory | None:
     """Let a new process load the model and decode once, on the device of the prompts.
 
     Returns:
@@ -72,7 +72,7 @@ def measure_memory(arm: ArmSpec, cell: Cell, prompts: Prompts, place: str, dtype
             raise RuntimeError(f"memory of {arm.name} could not be measured: {error}") from error
 
 
-def _measure(job: _Job) -> Memory | None:
+def _measure(job: _Job) -> PeakMemory | None:
     """Load the model, decode a few tokens so that all code is loaded, and then measure a whole call."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -92,7 +92,7 @@ def _measure(job: _Job) -> Memory | None:
     growth = peak_memory(lambda: arm.decode(prompts, job.cell, seed=0), job.device)
     if growth is None:
         return None
-    return Memory(weights, loaded - before + growth, "torch" if job.device.type == "cuda" else "system")
+    return PeakMemory(weights, loaded - before + growth, "torch" if job.device.type == "cuda" else "system")
 
 
 def _in_use(device: torch.device) -> int:

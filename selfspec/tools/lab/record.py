@@ -12,7 +12,7 @@ from selfspec.measure.own_text import cycle_share
 from selfspec.measure.timing import Call, DraftShape
 from selfspec.tools.lab.agreement import TextAgreement
 from selfspec.tools.lab.arms import ArmSpec
-from selfspec.tools.lab.memory import Memory
+from selfspec.tools.lab.memory import PeakMemory
 from selfspec.tools.lab.pass_costs import PassCosts
 from selfspec.tools.lab.turns import ArmRun
 
@@ -81,7 +81,7 @@ class Record:
     accepted: list[list[list[int]]] = field(default_factory=list)
     counts: Stats | None = None
     rounds: list[ShapeCount] = field(default_factory=list)
-    memory: Memory | None = None
+    memory: PeakMemory | None = None
     costs: PassCosts | None = None
     nats: list[list[list[float]]] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ class Record:
     def of(
         cls,
         measured: ArmRun,
-        memory: Memory | None = None,
+        memory: PeakMemory | None = None,
         costs: PassCosts | None = None,
         nats: Sequence[list[list[float]]] = (),
     ) -> Record:

@@ -73,7 +73,7 @@ class DraftReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What a verification found.
 
     Attributes:
@@ -156,7 +156,7 @@ class Report:
         }
 
 
-def _sampled(report: Report) -> str:
+def _sampled(report: VerifyReport) -> str:
     tokens = sum(compared.tokens for draft in report.drafts for compared in draft.coupled.values())
     coupled = f", {tokens} coupled tokens those of plain decoding" * bool(tokens)
     if not report.fits:
@@ -165,7 +165,7 @@ def _sampled(report: Report) -> str:
     return f"{coupled}, and sampled tokens fit its distribution in {len(report.fits)} tests (p >= {smallest:.2g})"
 
 
-def _failures(report: Report) -> Iterator[str]:
+def _failures(report: VerifyReport) -> Iterator[str]:
     bound = report.bound
     beyond = [divergence for divergence in report.divergences if not divergence.is_near_tie(bound)]
     for (draft, check), group in groupby(beyond, key=lambda divergence: (divergence.draft, divergence.check)):

@@ -24,7 +24,7 @@ from selfspec.tools.verify.comparison import Check, Comparison
 from selfspec.tools.verify.coupled import check_coupled
 from selfspec.tools.verify.fit import check_fits
 from selfspec.tools.verify.place import NEW_TOKENS, choose_places
-from selfspec.tools.verify.report import DraftReport, Report
+from selfspec.tools.verify.report import DraftReport, VerifyReport
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.texts import forced_logits
 
@@ -53,7 +53,7 @@ def verify(
     *,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
-) -> Report:
+) -> VerifyReport:
     """Verify on a model, in its dtype and on its device, that selfspec's output is the model's own.
 
     Greedy texts are compared with `model.generate`'s token by token, and read through selfspec's own passes, logits
@@ -107,7 +107,7 @@ def verify(
     places = choose_places(stock, texts, chosen.samples)
     for fit in check_fits(tested, places, chosen, progress):
         reports[fit.draft].fits.append(fit)
-    return Report(
+    return VerifyReport(
         model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

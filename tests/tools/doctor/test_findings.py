@@ -10,12 +10,12 @@ import pytest
 
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.doctor.findings import findings
-from selfspec.tools.doctor.machine import Kernels, Machine, read_machine
+from selfspec.tools.doctor.machine import KernelState, MachineReport, read_machine
 from selfspec.tools.doctor.packages import Packages, read_packages
 from selfspec.tools.doctor.products import Products, time_products
 
-KERNELS = Kernels(loaded=True, compiler="c++", ninja=True)
-MACHINE = Machine(
+KERNELS = KernelState(loaded=True, compiler="c++", ninja=True)
+MACHINE = MachineReport(
     system="Linux x86_64",
     processor="a processor",
     cores=SpareCores(4, 4.0),
@@ -40,15 +40,19 @@ def test_nothing_is_found_where_nothing_is_slow() -> None:
     ("machine", "cause", "remedy"),
     [
         (replace(MACHINE, kernels=replace(KERNELS, loaded=False)), "four tokens cost 2.0", "selfspec kernels"),
-        (replace(MACHINE, kernels=Kernels(False, "c++", ninja=False)), "11 GB/s", "pip install 'selfspec[kernels]'"),
-        (replace(MACHINE, kernels=Kernels(False, None, ninja=False)), "need a C++ compiler", "install g++"),
+        (
+            replace(MACHINE, kernels=KernelState(False, "c++", ninja=False)),
+            "11 GB/s",
+            "pip install 'selfspec[kernels]'",
+        ),
+        (replace(MACHINE, kernels=KernelState(False, None, ninja=False)), "need a C++ compiler", "install g++"),
         (replace(MACHINE, cores=SpareCores(4, 1.2)), "only 1.2 of 4 cores are free", "--threads 1"),
         (replace(MACHINE, threads=1, omp_num_threads="1"), "OMP_NUM_THREADS=1 holds torch to 1 of 4", "--threads 4"),
         (replace(MACHINE, gpu_without_cuda=True), "built for CPUs alone", "torch with CUDA"),
         (replace(MACHINE, bfloat16=True), "bfloat16", "--packed"),
     ],
 )
-def test_a_cause_comes_with_its_remedy(machine: Machine, cause: str, remedy: str) -> None:
+def test_a_cause_comes_with_its_remedy(machine: MachineReport, cause: str, remedy: str) -> None:
     (found,) = findings(machine, PACKAGES, PRODUCTS)
     assert cause in found
     assert remedy in found

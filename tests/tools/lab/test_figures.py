@@ -16,7 +16,7 @@ from selfspec.tools.lab.bench_pictures import draw
 from selfspec.tools.lab.bench_report import overview, page
 from selfspec.tools.lab.figures import Figures, calls_without_cycles, doubts, figures, untimed_figures
 from selfspec.tools.lab.measured import MeasuredCell
-from selfspec.tools.lab.memory import Memory
+from selfspec.tools.lab.memory import PeakMemory
 from selfspec.tools.lab.pass_costs import PassCosts
 from selfspec.tools.lab.record import Record, ShapeCount
 
@@ -132,7 +132,7 @@ def cell(**fields: object) -> MeasuredCell:
     costs = PassCosts(known(0.1), known(0.2), {4: known(1.2)}, {4: known(1.5)}, known(0.05))
     refused = record("lookup", [[1.0, 1.0]] * 2, agreement=TextAgreement(2, 1))
     absent = record("static", [], absence="no compiler")
-    own = drafting(costs=costs, memory=Memory(2**20, 3 * 2**20, "system"), agreement=TextAgreement(2, 2), **fields)
+    own = drafting(costs=costs, memory=PeakMemory(2**20, 3 * 2**20, "system"), agreement=TextAgreement(2, 2), **fields)
     return cell_of(STOCK, absent, refused, PLAIN, own)
 
 

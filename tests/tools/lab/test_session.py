@@ -19,7 +19,7 @@ from selfspec.tools.lab.arms import ArmSpec
 from selfspec.tools.lab.bench_report import by_prompt
 from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.measured import KIND, MeasuredCell
-from selfspec.tools.lab.memory import Memory
+from selfspec.tools.lab.memory import PeakMemory
 from selfspec.tools.lab.pass_costs import PassCosts
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.session import Part, Session
@@ -79,7 +79,7 @@ def test_whatever_may_be_kept_is_read_back(tmp_path: Path) -> None:
     full = replace(
         record("draft", [[1.0]]),
         agreement=TextAgreement(2, 1, 0.5, 0.25),
-        memory=Memory(1, 2, "system"),
+        memory=PeakMemory(1, 2, "system"),
         costs=costs,
         nats=[[[1.5]]],
     )

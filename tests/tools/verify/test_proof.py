@@ -27,7 +27,7 @@ from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError,
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.runner import ModelRunner, Pass
 from selfspec.tools.verify.comparison import Check
-from selfspec.tools.verify.report import Exactness, Report
+from selfspec.tools.verify.report import Exactness, VerifyReport
 from selfspec.tools.verify.run import verify
 from selfspec.tools.verify.settings import Settings
 
@@ -55,7 +55,7 @@ def prompts() -> list[Tensor]:
 
 def verified(
     model: PreTrainedModel, prompts: Sequence[Tensor], settings: Settings = QUICK, drafts: Sequence[Drafter] = DRAFTS
-) -> Report:
+) -> VerifyReport:
     report = verify(model, prompts, drafts, settings)
     # What is said in JSON is what is.
     said = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -163,7 +163,7 @@ def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -
     assert report.exactness is Exactness.EXACT
 
 
-def failed(report: Report, part: str) -> bool:
+def failed(report: VerifyReport, part: str) -> bool:
     return any(part in failure for failure in report.failures)
 
 
