@@ -91,7 +91,7 @@ def main() -> None:
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "cases": cases}
     known: dict[tuple[int, int], MeasuredCosts] = {}
     for case in _cases(options):
-        key, draft = (id(case.model), case.exit), [selfspec.EarlyExit(case.exit)]
+        key, draft = (id(case.model), case.exit), [selfspec.drafts.EarlyExit(case.exit)]
         if key not in known:
             known[key] = measure_costs(case.model, find_adapter(case.model), draft, context=64, repeats=_REPEATS)
         cases.append(_result(case, known[key], _measured(case, known[key], options), options))
@@ -129,7 +129,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _measured(case: Case, costs: MeasuredCosts, options: argparse.Namespace) -> dict[str, Arm]:
-    plain, drafter, number = wrap(case.model), selfspec.EarlyExit(case.exit), len(case.prompts)
+    plain, drafter, number = wrap(case.model), selfspec.drafts.EarlyExit(case.exit), len(case.prompts)
     specs = {_PLAIN: plain, _CONTROL: plain.drafting(drafter)}
     specs |= {str(length): plain.drafting(drafter, length) for length in case.lengths}
     arms = {name: Arm(spec, {unit: [0.0] * number for unit in _UNITS}) for name, spec in specs.items()}

@@ -11,7 +11,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")  # as generation needs
 prompts = tokenizer(["class Stack:\n", "import os\n\ndef walk(", "# A test"], return_tensors="pt", padding=True)
 
-spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4), draft_length=3)
+spec = selfspec.wrap(model, draft=selfspec.drafts.EarlyExit(layer=4), draft_length=3)
 out = spec.generate(**prompts, max_new_tokens=30, do_sample=False)
 
 for sequence, length in zip(out.sequences, out.lengths, strict=True):

@@ -11,7 +11,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer("import os\n\ndef walk(", return_tensors="pt").input_ids
 
-spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
+spec = selfspec.wrap(model, draft=selfspec.drafts.EarlyExit(layer=4))
 out = spec.generate(prompt, max_new_tokens=60, do_sample=False)
 
 print(tokenizer.decode(out.sequences[0], skip_special_tokens=True))

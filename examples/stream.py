@@ -12,7 +12,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer("def __init__(self, name):\n", return_tensors="pt").input_ids
 
-spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4), draft_length=3)
+spec = selfspec.wrap(model, draft=selfspec.drafts.EarlyExit(layer=4), draft_length=3)
 options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": None, "seed": 0}
 accepted, tokens = 0, prompt[0].tolist()
 for chunk in spec.stream(prompt, **options):

@@ -11,7 +11,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer("from collections import ", return_tensors="pt").input_ids
 
-spec = selfspec.wrap(model, draft=selfspec.EarlyExit(layer=4))
+spec = selfspec.wrap(model, draft=selfspec.drafts.EarlyExit(layer=4))
 drafted = model.generate(prompt, custom_generate=spec, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
 
 print(tokenizer.decode(drafted.sequences[0], skip_special_tokens=True))

@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    for draft in (selfspec.EarlyExit(layer=3), selfspec.ExitHead.from_pretrained(heads, layer=3)):
+    for draft in (selfspec.drafts.EarlyExit(layer=3), selfspec.drafts.ExitHead.from_pretrained(heads, layer=3)):
         spec = selfspec.wrap(model, draft=draft, draft_length=3)
         stats = spec.generate(ids, max_new_tokens=60, do_sample=False).stats
         assert stats.accepted > 0

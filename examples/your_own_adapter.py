@@ -61,9 +61,9 @@ adapter = selfspec.Adapter(model_types=("made_up",), attention="look", mlp="thin
 
 # Each draft, and the linears without which the model is what drafts.
 drafts = {
-    selfspec.EarlyExit(layer=3): ["3.look.o_proj", "3.think.down_proj"],
-    selfspec.LayerSkip(attention=[1], mlp=[2]): ["1.look.o_proj", "2.think.down_proj"],
-    selfspec.LayerSkip(layers=[2]): ["2.look.o_proj", "2.think.down_proj"],
+    selfspec.drafts.EarlyExit(layer=3): ["3.look.o_proj", "3.think.down_proj"],
+    selfspec.drafts.LayerSkip(attention=[1], mlp=[2]): ["1.look.o_proj", "2.think.down_proj"],
+    selfspec.drafts.LayerSkip(layers=[2]): ["2.look.o_proj", "2.think.down_proj"],
 }
 prompt = torch.tensor([[7, 11, 13, 17, 19, 23, 29, 31]])
 plain = model.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -6,124 +6,40 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from selfspec import accept as rules
     from selfspec import draft as drafts
+    from selfspec import errors, runtime
     from selfspec.api import SelfSpeculative, load, wrap
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.control.costs import BatchCosts, Costs
     from selfspec.control.profile import Profile
-    from selfspec.decode.generation import Generation
-    from selfspec.decode.output import GenerateOutput, Round, RowRound
-    from selfspec.decode.stats import Stats
-    from selfspec.draft import (
-        Assistant,
-        Cascade,
-        Draft,
-        Drafter,
-        EarlyExit,
-        ExitHead,
-        LayerSkip,
-        LowPrecision,
-        PromptLookup,
-        Recycling,
-        ReducedVocabulary,
-        SkipFile,
-        Suffixes,
-        Union,
-    )
-    from selfspec.errors import (
-        BenchError,
-        CannotFitError,
-        CheckpointError,
-        ClosedError,
-        CorpusError,
-        DraftConfigError,
-        EngineStoppedError,
-        ExitHeadError,
-        NonFiniteLogitsError,
-        ProfileError,
-        PromptError,
-        QueueFullError,
-        RowError,
-        SelfSpecError,
-        StorageError,
-        StudyError,
-        TrainingError,
-        UnsupportedModelError,
-        UnsupportedOptionError,
-    )
+    from selfspec.decode.output import GenerateOutput
     from selfspec.kernels.native import build_kernels
     from selfspec.measure import embedded as demo
     from selfspec.model.adapter import Adapter
-    from selfspec.runtime import Compiled, CudaGraphs, Eager, Traced
-    from selfspec.runtime.packed import pack, unpack
     from selfspec.serve.engine import Engine
-    from selfspec.serve.row_request import RowRequest, RowSampling
     from selfspec.tools.lab.inline import ablate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
-    "Assistant",
     "BatchCosts",
-    "BenchError",
-    "CannotFitError",
-    "Cascade",
-    "CheckpointError",
-    "ClosedError",
-    "Compiled",
     "ConfidenceStop",
-    "CorpusError",
     "CostAware",
     "Costs",
-    "CudaGraphs",
-    "Draft",
-    "DraftConfigError",
-    "Drafter",
-    "Eager",
-    "EarlyExit",
     "Engine",
-    "EngineStoppedError",
-    "ExitHead",
-    "ExitHeadError",
     "FixedLength",
     "GenerateOutput",
-    "Generation",
-    "LayerSkip",
-    "LowPrecision",
-    "NonFiniteLogitsError",
     "Profile",
-    "ProfileError",
-    "PromptError",
-    "PromptLookup",
-    "QueueFullError",
-    "Recycling",
-    "ReducedVocabulary",
-    "Round",
-    "RowError",
-    "RowRequest",
-    "RowRound",
-    "RowSampling",
-    "SelfSpecError",
     "SelfSpeculative",
-    "SkipFile",
-    "Stats",
-    "StorageError",
-    "StudyError",
-    "Suffixes",
-    "Traced",
-    "TrainingError",
-    "Union",
-    "UnsupportedModelError",
-    "UnsupportedOptionError",
     "__version__",
     "ablate",
     "build_kernels",
     "demo",
     "drafts",
+    "errors",
     "load",
-    "pack",
     "rules",
-    "unpack",
+    "runtime",
     "wrap",
 ]
 
@@ -134,36 +50,12 @@ _HOMES = {
     "control.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "control.costs": ["BatchCosts", "Costs"],
-    "draft": [
-        "Assistant",
-        "Cascade",
-        "Draft",
-        "Drafter",
-        "EarlyExit",
-        "ExitHead",
-        "LayerSkip",
-        "LowPrecision",
-        "PromptLookup",
-        "Recycling",
-        "ReducedVocabulary",
-        "SkipFile",
-        "Suffixes",
-        "Union",
-    ],
-    "errors": [name for name in __all__ if name.endswith("Error")],
-    "decode.generation": ["Generation"],
-    "decode.output": ["GenerateOutput", "Round", "RowRound"],
+    "decode.output": ["GenerateOutput"],
     "kernels.native": ["build_kernels"],
-    "runtime.packed": ["pack", "unpack"],
-    "runtime": ["Compiled", "CudaGraphs", "Eager", "Traced"],
-    "decode.stats": ["Stats"],
     "serve.engine": ["Engine"],
-    "serve.row_request": ["RowRequest", "RowSampling"],
     "api": ["SelfSpeculative", "load", "wrap"],
 }
-
-
-_MODULES = {"demo": "measure.embedded", "drafts": "draft", "rules": "accept"}
+_MODULES = {"demo": "measure.embedded", "drafts": "draft", "errors": "errors", "rules": "accept", "runtime": "runtime"}
 
 
 def __getattr__(name: str) -> object:

@@ -116,7 +116,7 @@ def wrap(
     check_causal(model)
     check_weights(model)
     check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
-    check_kind("runtime", runtime, Runtime, "write runtime=selfspec.Eager(), or leave it out")
+    check_kind("runtime", runtime, Runtime, "write runtime=selfspec.runtime.Eager(), or leave it out")
     found = find_adapter(model) if adapter is None else adapter
     return SelfSpeculative(model, _drafting(model, draft), draft_length, accept, found, runtime)
 

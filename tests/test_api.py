@@ -25,11 +25,11 @@ from selfspec.errors import ClosedError, DraftConfigError, UnsupportedModelError
 from selfspec.model.layer_path import Part, Sublayer
 
 PROMPT = 7
-DRAFTS: dict[str, selfspec.Drafter] = {
-    "exit": selfspec.EarlyExit(2),
-    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "layers": selfspec.LayerSkip(layers=[0, 3]),
-    "first mlp": selfspec.LayerSkip(mlp=[0]),
+DRAFTS: dict[str, selfspec.drafts.Drafter] = {
+    "exit": selfspec.drafts.EarlyExit(2),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.drafts.LayerSkip(layers=[0, 3]),
+    "first mlp": selfspec.drafts.LayerSkip(mlp=[0]),
 }
 
 
@@ -38,12 +38,12 @@ CASES = [*((name, "sublayers") for name in sorted(tiny.BUILDERS)), *(("llama", n
 
 
 @pytest.fixture(params=list(DRAFTS))
-def draft(request: pytest.FixtureRequest) -> selfspec.Drafter:
+def draft(request: pytest.FixtureRequest) -> selfspec.drafts.Drafter:
     return DRAFTS[request.param]
 
 
 @pytest.fixture(params=sorted(set(CASES)), ids=" ".join)
-def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, selfspec.Drafter]:
+def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, selfspec.drafts.Drafter]:
     architecture, draft = request.param
     return tiny.BUILDERS[architecture](), DRAFTS[draft]
 
@@ -52,14 +52,14 @@ def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, selfspec.Draf
 
 
 @contextmanager
-def _wrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+def _wrapped(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     spec = selfspec.wrap(model, draft, draft_length=4)
     yield
     del spec
 
 
 @contextmanager
-def _in_a_stream(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+def _in_a_stream(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     """Half-way through, with the stream's own result checked once everyone else had their turn."""
     wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)[0, PROMPT:].tolist()
     stream = selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20, do_sample=False)
@@ -71,19 +71,19 @@ def _in_a_stream(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[No
 
 
 @contextmanager
-def _abandoned(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+def _abandoned(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     next(selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20))
     yield
 
 
 @contextmanager
-def _generated(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+def _generated(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     selfspec.wrap(model, draft, draft_length=4).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
     yield
 
 
 @contextmanager
-def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     model.generate(
         tiny.prompt(PROMPT, 2), custom_generate=selfspec.wrap(model, draft, draft_length=4), max_new_tokens=12
     )
@@ -91,14 +91,14 @@ def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.Draf
 
 
 @contextmanager
-def _unwrapped(model: PreTrainedModel, draft: selfspec.Drafter) -> Iterator[None]:
+def _unwrapped(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     spec = selfspec.wrap(model, draft, draft_length=4)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=12)
     assert spec.unwrap() is model
     yield
 
 
-Moment = Callable[[PreTrainedModel, selfspec.Drafter], Any]
+Moment = Callable[[PreTrainedModel, selfspec.drafts.Drafter], Any]
 MOMENTS = [_wrapped, _in_a_stream, _abandoned, _generated, _generated_through_transformers, _unwrapped]
 
 
@@ -108,7 +108,7 @@ def moment(request: pytest.FixtureRequest) -> Moment:
     return function
 
 
-def test_nothing_of_the_model_changes(case: tuple[PreTrainedModel, selfspec.Drafter], moment: Moment) -> None:
+def test_nothing_of_the_model_changes(case: tuple[PreTrainedModel, selfspec.drafts.Drafter], moment: Moment) -> None:
     model, draft = case
     before = Snapshot(model)
     with moment(model, draft):
@@ -176,7 +176,7 @@ def test_hidden_states_first_asked_for_during_a_stream_are_all_there(architectur
 
 
 @pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
-def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, draft: selfspec.Drafter) -> None:
+def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, draft: selfspec.drafts.Drafter) -> None:
     model = tiny.llama(attention="eager")
     wanted = model.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).tolist()
     setattr(model.config, flag, True)
@@ -187,7 +187,7 @@ def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, 
     assert len(recorded) == (tiny.DEPTH + 1 if flag == "output_hidden_states" else tiny.DEPTH)
 
 
-def test_training_works_during_a_stream(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_training_works_during_a_stream(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
     def gradients() -> list[Tensor]:
         llama.zero_grad()
         llama(tiny.prompt(9), labels=tiny.prompt(9)).loss.backward()
@@ -231,7 +231,7 @@ def test_it_pickles_and_copies_as_before(llama: PreTrainedModel, moment: Moment)
             assert not own & {weight.data_ptr() for weight in other.parameters()}
 
 
-def test_a_copy_can_be_wrapped_on_its_own(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_a_copy_can_be_wrapped_on_its_own(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
     with _in_a_stream(llama, draft):
         copied = copy.deepcopy(llama)
         copied.lm_head.weight.data.neg_()
@@ -261,7 +261,9 @@ def test_plain_generate_gives_what_it_gave(architecture: str, moment: Moment) ->
     assert _texts(model) == wanted
 
 
-def test_weights_changed_after_wrapping_are_the_weights_used(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_weights_changed_after_wrapping_are_the_weights_used(
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter
+) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=4)
     old = spec.generate(tiny.prompt(PROMPT), max_new_tokens=12, do_sample=False).sequences
     with torch.no_grad():
@@ -277,7 +279,7 @@ def test_weights_changed_after_wrapping_are_the_weights_used(llama: PreTrainedMo
 # Copies of a wrapper.
 
 
-def test_a_copy_of_a_wrapper_wraps_the_same_model(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_a_copy_of_a_wrapper_wraps_the_same_model(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=3)
     other = copy.copy(spec)
     assert other is not spec
@@ -288,7 +290,9 @@ def test_a_copy_of_a_wrapper_wraps_the_same_model(llama: PreTrainedModel, draft:
     assert spec.programs.proved == copy.copy(spec).programs.proved
 
 
-def test_options_that_are_copied_deeply_name_the_same_wrapper(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_options_that_are_copied_deeply_name_the_same_wrapper(
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter
+) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=3)
     options = {"custom_generate": spec, "max_new_tokens": 12, "do_sample": False}
     copied = copy.deepcopy(options)
@@ -297,8 +301,8 @@ def test_options_that_are_copied_deeply_name_the_same_wrapper(llama: PreTrainedM
     assert torch.equal(llama.generate(tiny.prompt(PROMPT), **copied), wanted)
 
 
-def test_a_pickled_wrapper_decodes_with_its_own_model(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
-    spec = selfspec.wrap(llama, draft, draft_length=3, accept="token", runtime=selfspec.Traced(after=0))
+def test_a_pickled_wrapper_decodes_with_its_own_model(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
+    spec = selfspec.wrap(llama, draft, draft_length=3, accept="token", runtime=selfspec.runtime.Traced(after=0))
     wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
     other = pickle.loads(pickle.dumps(spec))
@@ -312,7 +316,7 @@ def test_a_pickled_wrapper_decodes_with_its_own_model(llama: PreTrainedModel, dr
 
 
 def test_a_wrapper_says_what_it_is(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3, accept="block")
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3, accept="block")
     assert repr(spec).startswith("SelfSpeculative(LlamaForCausalLM, draft='exit:2', control=FixedLength(")
     assert "unwrapped" not in repr(spec)
     spec.unwrap()
@@ -335,8 +339,8 @@ def test_a_model_that_moves_runs_by_the_default_of_its_new_place(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("selfspec.api._default_runtime", lambda _: selfspec.Eager())
-        spec, chosen = selfspec.wrap(llama), selfspec.wrap(llama, runtime=selfspec.Eager())
+        patch.setattr("selfspec.api._default_runtime", lambda _: selfspec.runtime.Eager())
+        spec, chosen = selfspec.wrap(llama), selfspec.wrap(llama, runtime=selfspec.runtime.Eager())
     expected = llama.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False)
     for each in (spec, chosen):
         # As if the model had been elsewhere.
@@ -344,8 +348,8 @@ def test_a_model_that_moves_runs_by_the_default_of_its_new_place(
         other = each.drafting("exit:2")
         assert (other.runtime, other.programs) == (each.runtime, each.programs)
         assert torch.equal(each.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).sequences, expected)
-    assert isinstance(spec.runtime, selfspec.Traced)
-    assert isinstance(chosen.runtime, selfspec.Eager)
+    assert isinstance(spec.runtime, selfspec.runtime.Traced)
+    assert isinstance(chosen.runtime, selfspec.runtime.Eager)
 
 
 # Hooks of the user's own.
@@ -380,7 +384,7 @@ def test_hooks_hung_before_wrapping_fire_as_before(architecture: str, draft: str
     assert order() == before
 
 
-def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
     fired: list[tuple[str, str]] = []
     before = Snapshot(llama)
     with _in_a_stream(llama, draft):
@@ -395,7 +399,7 @@ def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, dr
 
 
 def test_hooks_that_steer_the_model_steer_its_generations_too(
-    case: tuple[PreTrainedModel, selfspec.Drafter],
+    case: tuple[PreTrainedModel, selfspec.drafts.Drafter],
 ) -> None:
     """What a hook makes of the model is the model."""
     model, draft = case
@@ -418,7 +422,7 @@ def test_hooks_that_steer_the_model_steer_its_generations_too(
 
 @pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
 def test_hooks_on_all_modules_of_the_process_steer_alike(
-    llama: PreTrainedModel, draft: selfspec.Drafter, kind: str
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter, kind: str
 ) -> None:
     """torch can hang a hook on every module there is; it must see a layer run once, not each gate around it."""
     layer = layers_of(llama)[0]
@@ -543,7 +547,9 @@ def test_a_skipped_layer_is_not_loaded_by_accelerate(llama: PreTrainedModel) -> 
         return load(*args, **kwargs)
 
     hook.pre_forward = counted
-    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=30)
+    stream = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).stream(
+        tiny.prompt(PROMPT), max_new_tokens=30
+    )
     next(stream)
     assert loads == 2, "once in prefill, once in verification"
     next(stream)
@@ -644,7 +650,7 @@ def test_a_model_that_cannot_draft_for_itself_is_refused(build: Callable[[], Any
     model = build()
     if isinstance(model, torch.nn.Module):
         _no_forward(model)
-    for draft in (None, selfspec.EarlyExit(1)):
+    for draft in (None, selfspec.drafts.EarlyExit(1)):
         with pytest.raises(UnsupportedModelError, match=match):
             selfspec.wrap(model, draft, draft_length=4)
 
@@ -676,7 +682,7 @@ def test_a_model_put_into_training_after_wrapping_is_refused_before_it_runs() ->
 def test_an_adapter_does_not_make_a_causal_model_of_another(build: Callable[[], Any]) -> None:
     adapter = selfspec.Adapter(model_types=("llama",), layers="layers")
     with pytest.raises(UnsupportedModelError):
-        selfspec.wrap(build(), selfspec.EarlyExit(1), adapter=adapter, draft_length=4)
+        selfspec.wrap(build(), selfspec.drafts.EarlyExit(1), adapter=adapter, draft_length=4)
 
 
 def test_after_unwrap_everything_is_refused_and_says_what_to_do(llama: PreTrainedModel) -> None:
@@ -721,7 +727,7 @@ def test_a_model_can_be_wrapped_again_and_twice_at_once(llama: PreTrainedModel) 
 # Streams.
 
 
-def test_a_streams_rounds_make_up_what_generate_gives(case: tuple[PreTrainedModel, selfspec.Drafter]) -> None:
+def test_a_streams_rounds_make_up_what_generate_gives(case: tuple[PreTrainedModel, selfspec.drafts.Drafter]) -> None:
     model, draft = case
     prompts = tiny.prompt(PROMPT, 3)
     mask = torch.ones_like(prompts)
@@ -751,9 +757,9 @@ def test_a_streams_argument_errors_come_with_the_call(llama: PreTrainedModel) ->
     spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
     _no_forward(llama)
     calls: list[tuple[type[Exception], Callable[[], object]]] = [
-        (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5)[:, :0], max_new_tokens=3)),
-        (selfspec.PromptError, lambda: spec.stream(max_new_tokens=3)),
-        (selfspec.PromptError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=1000)),
+        (selfspec.errors.PromptError, lambda: spec.stream(tiny.prompt(5)[:, :0], max_new_tokens=3)),
+        (selfspec.errors.PromptError, lambda: spec.stream(max_new_tokens=3)),
+        (selfspec.errors.PromptError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=1000)),
         (UnsupportedOptionError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, num_beams=2)),
         (UnsupportedOptionError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, no_such_option=2)),
         (DraftConfigError, lambda: spec.stream(tiny.prompt(5), max_new_tokens=3, draft_length=0)),
@@ -816,7 +822,7 @@ def test_a_stream_leaves_grad_mode_alone_and_its_rounds_may_run_anywhere(llama: 
     assert found == wanted
 
 
-def test_a_seed_leaves_torchs_own_generator_alone(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_a_seed_leaves_torchs_own_generator_alone(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
     before = torch.get_rng_state()
     selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=9, do_sample=True, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
@@ -930,7 +936,7 @@ def test_custom_generate_refuses_what_transformers_drops_on_the_way(
 
 
 def test_a_drafter_that_cannot_be_a_key_drafts(llama: PreTrainedModel) -> None:
-    class Own(selfspec.EarlyExit):
+    class Own(selfspec.drafts.EarlyExit):
         __hash__ = None  # type: ignore[assignment]
 
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.profiles import profile_of
+from selfspec import drafts
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.errors import SelfSpecError
 from selfspec.serve.row_request import RowRequest, RowSampling
@@ -53,8 +54,8 @@ Call = Callable[[Ground], object]
 NO_COUNTS: list[Any] = [0, -1, 1.5, "3", "\uff13", True, NAN, None, [3], 2.0]
 NO_PATHS: list[Any] = [3, None, b"x", True, 1.5, ["x"], "a\0b", object]
 NO_NUMBERS: list[Any] = [NAN, INF, -INF, "0.5", None, True, [0.5], 1j]
-NO_DRAFTERS: list[Any] = [None, 3, "exit:2", selfspec.EarlyExit, True]
-NO_MODELS: list[Any] = [None, 3, "gpt2", torch.nn.Linear(2, 2), selfspec.EarlyExit(1), PreTrainedModel]
+NO_DRAFTERS: list[Any] = [None, 3, "exit:2", drafts.EarlyExit, True]
+NO_MODELS: list[Any] = [None, 3, "gpt2", torch.nn.Linear(2, 2), drafts.EarlyExit(1), PreTrainedModel]
 
 # Single calls, and calls with each of some values by what is called.
 CALLS: dict[str, Call] = {}
@@ -79,12 +80,12 @@ def _each(name: str, values: list[Any], call: Callable[[Ground, Any], object], *
 # fmt: off
 # Wrapping.
 _each("wrap model", NO_MODELS, lambda g, v: selfspec.wrap(v))
-_each("wrap draft", [3, selfspec.EarlyExit, True, b"x", ["exit:2"], 1.5], lambda g, v: selfspec.wrap(g.model, v))
+_each("wrap draft", [3, drafts.EarlyExit, True, b"x", ["exit:2"], 1.5], lambda g, v: selfspec.wrap(g.model, v))
 _each("wrap length", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, "exit:2", draft_length=v), None)
 _each("wrap accept", [3, True, b"x", ["token"], "x", 1.5, Typical], lambda g, v: selfspec.wrap(g.model, accept=v))
 _each("wrap adapter", [3, "llama", True, selfspec.Adapter], lambda g, v: selfspec.wrap(g.model, adapter=v))
-_each("wrap runtime", [3, "eager", True, selfspec.Eager], lambda g, v: selfspec.wrap(g.model, runtime=v))
-_each("drafting", [3, selfspec.EarlyExit, True, b"x"], lambda g, v: g.spec.drafting(v))
+_each("wrap runtime", [3, "eager", True, selfspec.runtime.Eager], lambda g, v: selfspec.wrap(g.model, runtime=v))
+_each("drafting", [3, drafts.EarlyExit, True, b"x"], lambda g, v: g.spec.drafting(v))
 _each("drafting length", NO_COUNTS, lambda g, v: g.spec.drafting("exit:2", v), None)
 _each("plain length", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, draft_length=v), None)
 ASKED: dict[str, Any] = {"inputs": tiny.prompt(5), "max_new_tokens": 3}
@@ -108,7 +109,7 @@ _each("load dtype",
      torch.int64], lambda g, v: selfspec.load(SHARED, "1GiB", dtype=v))
 _each("load device", ["gpu", "cuda:99", 3, 1.5, "meta", True, b"cpu", ["cpu"]],
     lambda g, v: selfspec.load(SHARED, "1GiB", device=v))
-_each("load draft", [3, None, b"int8", 1.5, selfspec.EarlyExit, "auto", "auto:profile.json", "x", ["int8"]],
+_each("load draft", [3, None, b"int8", 1.5, drafts.EarlyExit, "auto", "auto:profile.json", "x", ["int8"]],
     lambda g, v: selfspec.load(SHARED, "1GiB", draft=v))
 _each("load context", [*NO_COUNTS, 2**70], lambda g, v: selfspec.load(SHARED, "1GiB", context=v), None)
 _each("load cache", [3, True, "int4", "", b"exact", ["exact"]], lambda g, v: selfspec.load(SHARED, "1GiB", cache=v))
@@ -125,70 +126,70 @@ CALLS["save_memory folder"] = lambda g: (
 )
 
 # Drafters.
-_each("EarlyExit", [*NO_COUNTS, torch.tensor(2)], lambda g, v: selfspec.wrap(g.model, selfspec.EarlyExit(v)))
+_each("EarlyExit", [*NO_COUNTS, torch.tensor(2)], lambda g, v: selfspec.wrap(g.model, drafts.EarlyExit(v)))
 for part in ("attention", "mlp", "layers"):
     _each(
         f"LayerSkip {part}",
         [3, None, "1", [1.5], ["1"], [True], [-1], [99], [1, 1], [None], [[1]], {1: 2}.items(), b"\1"],
-        _field(part, lambda g: lambda **layers: selfspec.wrap(g.model, selfspec.LayerSkip(**layers))),
+        _field(part, lambda g: lambda **layers: selfspec.wrap(g.model, drafts.LayerSkip(**layers))),
     )
-CALLS["LayerSkip none"] = lambda g: selfspec.wrap(g.model, selfspec.LayerSkip())
-CALLS["LayerSkip twice"] = lambda g: selfspec.wrap(g.model, selfspec.LayerSkip(attention=[1], layers=[1]))
-_each("LowPrecision bits", [2, 16, "8", 8.0, True, None, [8]], lambda g, v: selfspec.LowPrecision(v))
-_each("LowPrecision group", [0, 16, "32", 32.0, True, None, -32], lambda g, v: selfspec.LowPrecision(4, v))
-_each("LowPrecision 8 bits in groups", [64, 128, 256], lambda g, v: selfspec.LowPrecision(8, v))
+CALLS["LayerSkip none"] = lambda g: selfspec.wrap(g.model, drafts.LayerSkip())
+CALLS["LayerSkip twice"] = lambda g: selfspec.wrap(g.model, drafts.LayerSkip(attention=[1], layers=[1]))
+_each("LowPrecision bits", [2, 16, "8", 8.0, True, None, [8]], lambda g, v: drafts.LowPrecision(v))
+_each("LowPrecision group", [0, 16, "32", 32.0, True, None, -32], lambda g, v: drafts.LowPrecision(4, v))
+_each("LowPrecision 8 bits in groups", [64, 128, 256], lambda g, v: drafts.LowPrecision(8, v))
 _each("LowPrecision layers", [[], [1, 1], [-1], [99], ["1"], [1.5], [True], 3, "12", [None], {1: 2}.items()],
-    lambda g, v: selfspec.wrap(g.model, selfspec.LowPrecision(layers=v)))
-_each("LowPrecision exit", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, selfspec.LowPrecision(exit=v)), None)
-_each("LowPrecision head", [0, 1, None, "yes", [True]], lambda g, v: selfspec.LowPrecision(head=v))
-_each("LowPrecision.from_file", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.LowPrecision.from_file(v))
+    lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(layers=v)))
+_each("LowPrecision exit", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(exit=v)), None)
+_each("LowPrecision head", [0, 1, None, "yes", [True]], lambda g, v: drafts.LowPrecision(head=v))
+_each("LowPrecision.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.LowPrecision.from_file(v))
 _each("LowPrecision.save", NO_PATHS,
-    lambda g, v: selfspec.LowPrecision(8, layers=[0]).save(v, tiny.llama(hidden_size=64, intermediate_size=64)))
-_each("LowPrecision.save model", NO_MODELS, lambda g, v: selfspec.LowPrecision().save(g.folder / "x", v))
+    lambda g, v: drafts.LowPrecision(8, layers=[0]).save(v, tiny.llama(hidden_size=64, intermediate_size=64)))
+_each("LowPrecision.save model", NO_MODELS, lambda g, v: drafts.LowPrecision().save(g.folder / "x", v))
 _each("LowPrecision.save texts",
     [3, "text", [3], ["text"], [torch.ones(2, 3)], [torch.full((1, 4), 999)], [torch.zeros(3, dtype=torch.long)],
-     [torch.zeros(1, 0, dtype=torch.long)]], lambda g, v: selfspec.LowPrecision(4).save(
+     [torch.zeros(1, 0, dtype=torch.long)]], lambda g, v: drafts.LowPrecision(4).save(
         g.folder / "x", tiny.llama(hidden_size=64, intermediate_size=64), texts=v
     ))
-_each("PromptLookup shortest", [*NO_COUNTS, 99], lambda g, v: selfspec.PromptLookup(shortest=v))
-_each("PromptLookup longest", NO_COUNTS, lambda g, v: selfspec.PromptLookup(longest=v))
-_each("Suffixes", [3, b"x", True, "nowhere", "a\0b", ["x"], 1.5], lambda g, v: selfspec.Suffixes(v))
-_each("Suffixes most_bytes", [-1, 1.5, "3", True, NAN, None, 2**40], lambda g, v: selfspec.Suffixes(most_bytes=v))
+_each("PromptLookup shortest", [*NO_COUNTS, 99], lambda g, v: drafts.PromptLookup(shortest=v))
+_each("PromptLookup longest", NO_COUNTS, lambda g, v: drafts.PromptLookup(longest=v))
+_each("Suffixes", [3, b"x", True, "nowhere", "a\0b", ["x"], 1.5], lambda g, v: drafts.Suffixes(v))
+_each("Suffixes most_bytes", [-1, 1.5, "3", True, NAN, None, 2**40], lambda g, v: drafts.Suffixes(most_bytes=v))
 for name in ("candidates", "longest", "most_bytes"):
-    _each(f"Recycling {name}", [*NO_COUNTS, 2**40], _field(name, lambda g: selfspec.Recycling))
+    _each(f"Recycling {name}", [*NO_COUNTS, 2**40], _field(name, lambda g: drafts.Recycling))
 _each("Recycling saved", [3, b"x", True, "nowhere", "a\0b", ["x"]],
-    lambda g, v: selfspec.wrap(g.model, selfspec.Recycling(saved=v)))
-_each("Recycling.from_file", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.Recycling.from_file(v))
+    lambda g, v: selfspec.wrap(g.model, drafts.Recycling(saved=v)))
+_each("Recycling.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.Recycling.from_file(v))
 _each("ReducedVocabulary",
     [None, 3, "123", [], [1, 1], [1.5], ["1"], [True], [-1], [10**6], [2**70], [None], torch.tensor([1, 2]), True,
-     object()], lambda g, v: selfspec.wrap(g.model, selfspec.ReducedVocabulary(selfspec.EarlyExit(2), v)))
+     object()], lambda g, v: selfspec.wrap(g.model, drafts.ReducedVocabulary(drafts.EarlyExit(2), v)))
 _each(
-    "ReducedVocabulary of", [*NO_DRAFTERS, selfspec.PromptLookup()], lambda g, v: selfspec.ReducedVocabulary(v, (1, 2))
+    "ReducedVocabulary of", [*NO_DRAFTERS, drafts.PromptLookup()], lambda g, v: drafts.ReducedVocabulary(v, (1, 2))
 )
 _each("ReducedVocabulary.from_file", [*NO_PATHS, "nowhere"],
-    lambda g, v: selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(2), v))
-_each("ExitHead.from_pretrained", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.ExitHead.from_pretrained(v))
-_each("SkipFile.from_file", [*NO_PATHS, "nowhere"], lambda g, v: selfspec.SkipFile.from_file(v))
-_each("Assistant", [*NO_MODELS, True, b"x", "nowhere/at/all", "a\0b"], lambda g, v: selfspec.Assistant(v))
-_each("Assistant adapter", [3, "llama", selfspec.Adapter], lambda g, v: selfspec.Assistant(tiny.llama(), v))
-CALLS["Assistant itself"] = lambda g: selfspec.wrap(g.model, selfspec.Assistant(g.model))
-CALLS["Assistant itself copied"] = lambda g: selfspec.wrap(g.model, selfspec.Assistant(copy(g.model)))
+    lambda g, v: drafts.ReducedVocabulary.from_file(drafts.EarlyExit(2), v))
+_each("ExitHead.from_pretrained", [*NO_PATHS, "nowhere"], lambda g, v: drafts.ExitHead.from_pretrained(v))
+_each("SkipFile.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.SkipFile.from_file(v))
+_each("Assistant", [*NO_MODELS, True, b"x", "nowhere/at/all", "a\0b"], lambda g, v: drafts.Assistant(v))
+_each("Assistant adapter", [3, "llama", selfspec.Adapter], lambda g, v: drafts.Assistant(tiny.llama(), v))
+CALLS["Assistant itself"] = lambda g: selfspec.wrap(g.model, drafts.Assistant(g.model))
+CALLS["Assistant itself copied"] = lambda g: selfspec.wrap(g.model, drafts.Assistant(copy(g.model)))
 CALLS["Assistant itself first"] = lambda g: selfspec.wrap(
-    g.model, selfspec.Cascade(selfspec.PromptLookup(), selfspec.Assistant(g.model))
+    g.model, drafts.Cascade(drafts.PromptLookup(), drafts.Assistant(g.model))
 )
 CALLS["Assistant of another vocabulary"] = lambda g: selfspec.wrap(
-    g.model, selfspec.Assistant(tiny.llama(vocab_size=60))
+    g.model, drafts.Assistant(tiny.llama(vocab_size=60))
 )
-_each("Cascade first", [*NO_DRAFTERS, selfspec.EarlyExit(1)], lambda g, v: selfspec.Cascade(v, selfspec.EarlyExit(2)))
-_each("Cascade then", NO_DRAFTERS, lambda g, v: selfspec.Cascade(selfspec.PromptLookup(), v))
-CALLS["Cascade of one kind"] = lambda g: selfspec.Cascade(selfspec.PromptLookup(), selfspec.PromptLookup())
-CALLS["Cascade of one kind inside"] = lambda g: selfspec.Cascade(
-    selfspec.PromptLookup(), selfspec.Cascade(selfspec.Recycling(), selfspec.PromptLookup())
+_each("Cascade first", [*NO_DRAFTERS, drafts.EarlyExit(1)], lambda g, v: drafts.Cascade(v, drafts.EarlyExit(2)))
+_each("Cascade then", NO_DRAFTERS, lambda g, v: drafts.Cascade(drafts.PromptLookup(), v))
+CALLS["Cascade of one kind"] = lambda g: drafts.Cascade(drafts.PromptLookup(), drafts.PromptLookup())
+CALLS["Cascade of one kind inside"] = lambda g: drafts.Cascade(
+    drafts.PromptLookup(), drafts.Cascade(drafts.Recycling(), drafts.PromptLookup())
 )
-_each("Union", NO_DRAFTERS, lambda g, v: selfspec.Union(selfspec.Recycling(), v))
-CALLS["Union of none"] = lambda g: selfspec.Union()
-CALLS["Union of equals"] = lambda g: selfspec.Union(selfspec.Recycling(), selfspec.Recycling())
-CALLS["Union of exits"] = lambda g: selfspec.Union(selfspec.EarlyExit(1), selfspec.EarlyExit(1))
+_each("Union", NO_DRAFTERS, lambda g, v: drafts.Union(drafts.Recycling(), v))
+CALLS["Union of none"] = lambda g: drafts.Union()
+CALLS["Union of equals"] = lambda g: drafts.Union(drafts.Recycling(), drafts.Recycling())
+CALLS["Union of exits"] = lambda g: drafts.Union(drafts.EarlyExit(1), drafts.EarlyExit(1))
 
 # Rules, controls, costs, runtimes.
 _each("Typical epsilon", [*NO_NUMBERS, -0.1, 1.5], lambda g, v: Typical(epsilon=v))
@@ -218,12 +219,12 @@ _each(
     "BatchCosts", [(), None, 3, "x", [0.3], (selfspec.Costs,), selfspec.Costs(0.3)], lambda g, v: selfspec.BatchCosts(v)
 )
 CALLS["BatchCosts of rows twice"] = lambda g: selfspec.BatchCosts((selfspec.Costs(0.3), selfspec.Costs(0.4)))
-_each("Traced", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.Traced(after=v))
-_each("Compiled", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.Compiled(after=v))
-_each("CudaGraphs", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.CudaGraphs(after=v))
-_each("CudaGraphs bucket", [1, 0, False, 8.0], lambda g, v: selfspec.CudaGraphs(0, v))
-_each("pack", NO_MODELS, lambda g, v: selfspec.pack(v))
-_each("unpack", [None, 3, "x", PreTrainedModel], lambda g, v: selfspec.unpack(v))
+_each("Traced", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.Traced(after=v))
+_each("Compiled", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.Compiled(after=v))
+_each("CudaGraphs", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.CudaGraphs(after=v))
+_each("CudaGraphs bucket", [1, 0, False, 8.0], lambda g, v: selfspec.runtime.CudaGraphs(0, v))
+_each("pack", NO_MODELS, lambda g, v: selfspec.runtime.pack(v))
+_each("unpack", [None, 3, "x", PreTrainedModel], lambda g, v: selfspec.runtime.unpack(v))
 
 # Adapters.
 _each("Adapter layers", [3, None, True, "model.nothing", "", b"x", "lm_head"],
@@ -251,7 +252,7 @@ for name in ("max_rows", "cache_bytes", "prefill_tokens", "max_waiting"):
         *([None] if name == "cache_bytes" else []),
     )
 CALLS["Engine of an assistant"] = lambda g: selfspec.Engine(
-    selfspec.wrap(g.model, selfspec.Assistant(tiny.llama(dtype=torch.float32)))
+    selfspec.wrap(g.model, drafts.Assistant(tiny.llama(dtype=torch.float32)))
 )
 CALLS["Engine relaxed"] = lambda g: selfspec.Engine(selfspec.wrap(g.model, accept="relaxed-typical"))
 
@@ -329,10 +330,10 @@ for name in ("steps", "batch", "length", "save_every", "evaluate_every", "accumu
     _each(f"Course {name}", NO_COUNTS, _field(name, lambda g: Course))
 for name in ("learning_rate", "warmup", "decay"):
     _each(f"Course {name}", [*NO_NUMBERS, -0.1], _field(name, lambda g: Course))
-_each("export to", NO_PATHS, lambda g, v: export_checkpoint(g.model, None, selfspec.EarlyExit(2), v))
-_each("export drafter", [3, "exit:2", selfspec.PromptLookup()],
+_each("export to", NO_PATHS, lambda g, v: export_checkpoint(g.model, None, drafts.EarlyExit(2), v))
+_each("export drafter", [3, "exit:2", drafts.PromptLookup()],
     lambda g, v: export_checkpoint(g.model, None, v, g.folder / "x"))
-_each("export model", NO_MODELS, lambda g, v: export_checkpoint(v, None, selfspec.EarlyExit(2), g.folder / "x"))
+_each("export model", NO_MODELS, lambda g, v: export_checkpoint(v, None, drafts.EarlyExit(2), g.folder / "x"))
 # fmt: on
 
 

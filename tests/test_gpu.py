@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 NEW = 40
 DRAFTS = [
     None,
-    selfspec.EarlyExit(2),
-    selfspec.LayerSkip(attention=[1], mlp=[2]),
-    selfspec.LowPrecision(),
-    selfspec.LowPrecision(layers=[2, 3]),
-    selfspec.PromptLookup(),
-    selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)),
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    selfspec.drafts.LowPrecision(),
+    selfspec.drafts.LowPrecision(layers=[2, 3]),
+    selfspec.drafts.PromptLookup(),
+    selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)),
 ]
 
 
@@ -53,7 +53,7 @@ def test_greedy_text_is_the_models_own(model: PreTrainedModel, draft: Drafter | 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_graphs_give_the_models_own_text(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.CudaGraphs(after=0, bucket=16))
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.CudaGraphs(after=0, bucket=16))
     # Timed by the clock of the wall a graph could lose on a busy device.
     spec.programs = GraphCache(spec.runtime, ticking())
     for seed in range(3):
@@ -65,7 +65,9 @@ def test_graphs_give_the_models_own_text(model: PreTrainedModel, draft: Drafter 
 
 
 def test_threads_on_streams_of_their_own_share_graphs(model: PreTrainedModel) -> None:
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3, runtime=selfspec.CudaGraphs(after=0, bucket=16))
+    spec = selfspec.wrap(
+        model, selfspec.drafts.EarlyExit(2), draft_length=3, runtime=selfspec.runtime.CudaGraphs(after=0, bucket=16)
+    )
     prompts = [tiny.prompt(7, seed=seed).to("cuda") for seed in range(4)]
     expected = [model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
 
@@ -79,12 +81,16 @@ def test_threads_on_streams_of_their_own_share_graphs(model: PreTrainedModel) ->
         assert list(pool.map(generated, prompts)) == expected
 
 
-@pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced(after=0), selfspec.CudaGraphs(after=0)], ids=str)
+@pytest.mark.parametrize(
+    "runtime",
+    [selfspec.runtime.Eager(), selfspec.runtime.Traced(after=0), selfspec.runtime.CudaGraphs(after=0)],
+    ids=str,
+)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_round_waits_for_the_device_when_it_commits_and_not_before(
     model: PreTrainedModel, do_sample: bool, runtime: selfspec.runtime.Runtime
 ) -> None:
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3, runtime=runtime)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3, runtime=runtime)
     prompts = tiny.prompt(7).to("cuda")
     for _ in range(3):
         # Until programs are proved: to prove one means to wait.
@@ -114,7 +120,7 @@ def test_coupled_drafts_change_no_token(model: PreTrainedModel, draft: Drafter) 
 def test_the_model_works_by_itself_afterwards(model: PreTrainedModel) -> None:
     prompts = tiny.prompt(7).to("cuda")
     before = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2))
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
     stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
     next(stream)
     stream.close()
@@ -133,12 +139,12 @@ def test_layers_in_fewer_bits_give_about_what_the_layers_give(bits: int, rows: i
     assert (layer(states) - expected).norm() < (0.02 if bits == 8 else 0.15) * expected.norm()
 
 
-@pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.CudaGraphs(after=0)], ids=str)
+@pytest.mark.parametrize("runtime", [selfspec.runtime.Eager(), selfspec.runtime.CudaGraphs(after=0)], ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_drafts_in_fewer_bits_change_no_token_and_are_accepted(bits: int, runtime: selfspec.runtime.Runtime) -> None:
     # Of sizes that the kernels take.
     large = tiny.llama(dtype=torch.float32, hidden_size=128, intermediate_size=256, vocab_size=64).to("cuda")
-    spec = selfspec.wrap(large, selfspec.LowPrecision(bits), draft_length=3, runtime=runtime)
+    spec = selfspec.wrap(large, selfspec.drafts.LowPrecision(bits), draft_length=3, runtime=runtime)
     spec.programs = GraphCache(spec.runtime, ticking())
     prompts = tiny.prompt(7).to("cuda")
     expected = large.generate(prompts, max_new_tokens=NEW, do_sample=False)
@@ -150,10 +156,10 @@ def test_drafts_in_fewer_bits_change_no_token_and_are_accepted(bits: int, runtim
     assert not spec.programs.refusals
 
 
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2)], ids=str)
+@pytest.mark.parametrize("draft", [None, selfspec.drafts.EarlyExit(2)], ids=str)
 def test_compiled_passes_give_the_models_own_text(draft: Drafter | None) -> None:
     small = tiny.llama(dtype=torch.float32).to("cuda")
-    spec = selfspec.wrap(small, draft, draft_length=3, runtime=selfspec.Compiled(after=0))
+    spec = selfspec.wrap(small, draft, draft_length=3, runtime=selfspec.runtime.Compiled(after=0))
     spec.programs = GraphCache(spec.runtime, ticking())
     for seed in range(2):
         prompts = tiny.prompt(7, seed=seed).to("cuda")
@@ -164,21 +170,21 @@ def test_compiled_passes_give_the_models_own_text(draft: Drafter | None) -> None
 
 
 def test_weights_on_a_device_are_not_packed(model: PreTrainedModel) -> None:
-    with pytest.raises(selfspec.UnsupportedModelError, match="on a CPU"):
-        selfspec.pack(model)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="on a CPU"):
+        selfspec.runtime.pack(model)
 
 
 def test_a_model_on_one_device_runs_by_graphs_unless_something_else_is_asked_for(model: PreTrainedModel) -> None:
-    spec, traced = selfspec.wrap(model), selfspec.wrap(model, runtime=selfspec.Traced())
-    assert isinstance(spec.runtime, selfspec.CudaGraphs)
+    spec, traced = selfspec.wrap(model), selfspec.wrap(model, runtime=selfspec.runtime.Traced())
+    assert isinstance(spec.runtime, selfspec.runtime.CudaGraphs)
     prompts = tiny.prompt(7)
     expected = model.generate(prompts.to("cuda"), max_new_tokens=NEW, do_sample=False)
     # Moved by itself, and by its wrapper.
     model.to("cpu")
     assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected.cpu())
-    assert isinstance(spec.runtime, selfspec.Traced)
-    assert isinstance(spec.to("cuda").runtime, selfspec.CudaGraphs)
-    assert isinstance(traced.runtime, selfspec.Traced)
+    assert isinstance(spec.runtime, selfspec.runtime.Traced)
+    assert isinstance(spec.to("cuda").runtime, selfspec.runtime.CudaGraphs)
+    assert isinstance(traced.runtime, selfspec.runtime.Traced)
     assert torch.equal(spec.generate(prompts.to("cuda"), max_new_tokens=NEW, do_sample=False).sequences, expected)
 
 
@@ -187,7 +193,7 @@ def test_no_pass_meets_attention_that_plans_for_every_length(model: PreTrainedMo
     seen: set[bool] = set()
     layer = model.model.layers[0]
     handle = layer.register_forward_pre_hook(lambda *_: seen.add(torch.backends.cuda.cudnn_sdp_enabled()))
-    selfspec.wrap(model, selfspec.EarlyExit(2)).generate(tiny.prompt(7).to("cuda"), max_new_tokens=NEW)
+    selfspec.wrap(model, selfspec.drafts.EarlyExit(2)).generate(tiny.prompt(7).to("cuda"), max_new_tokens=NEW)
     handle.remove()
     assert seen == {False}
     assert torch.backends.cuda.cudnn_sdp_enabled()

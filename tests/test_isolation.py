@@ -18,14 +18,15 @@ import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
+from selfspec.decode.stats import Stats
 from selfspec.model.view import view_with
 
 PROMPT, NEW = 7, 7
-DRAFTS: dict[str, selfspec.Drafter] = {
-    "exit": selfspec.EarlyExit(2),
-    "sublayers": selfspec.LayerSkip(attention=[3], mlp=[1]),
-    "layers": selfspec.LayerSkip(layers=[0, 2]),
-    "int8": selfspec.LowPrecision(layers=[2, 3]),
+DRAFTS: dict[str, selfspec.drafts.Drafter] = {
+    "exit": selfspec.drafts.EarlyExit(2),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[3], mlp=[1]),
+    "layers": selfspec.drafts.LayerSkip(layers=[0, 2]),
+    "int8": selfspec.drafts.LowPrecision(layers=[2, 3]),
 }
 
 
@@ -56,7 +57,7 @@ class _Everyone:
         assert self._all() == self.wanted
 
 
-def _counts(stats: selfspec.Stats) -> tuple[object, ...]:
+def _counts(stats: Stats) -> tuple[object, ...]:
     return stats.rounds, stats.drafted, stats.judged_per_depth, stats.accepted_per_depth
 
 
@@ -80,7 +81,9 @@ class _FailAt(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-def test_an_exception_at_any_operation_leaves_everything_right(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+def test_an_exception_at_any_operation_leaves_everything_right(
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter
+) -> None:
     everyone = _Everyone(llama, selfspec.wrap(llama, draft, draft_length=2))
     prompts, mask = _prompts()
 

@@ -78,11 +78,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """Fields of each config beside `SIZES`: grouped queries, learned positions, windows, experts, states, latent keys."""
 
-DRAFTS: dict[str, selfspec.Drafter] = {
-    "exit": selfspec.EarlyExit(3),
-    "skip": selfspec.LayerSkip(attention=[2], mlp=[3]),
-    "look-up": selfspec.PromptLookup(shortest=1),
-    "cascade": selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.EarlyExit(3)),
+DRAFTS: dict[str, selfspec.drafts.Drafter] = {
+    "exit": selfspec.drafts.EarlyExit(3),
+    "skip": selfspec.drafts.LayerSkip(attention=[2], mlp=[3]),
+    "look-up": selfspec.drafts.PromptLookup(shortest=1),
+    "cascade": selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.EarlyExit(3)),
 }
 GREEDY: dict[str, Any] = {"do_sample": False}
 COUPLED: dict[str, Any] = {"do_sample": True, "accept": "coupled", "seed": 11, "temperature": 0.8, "top_p": 0.9}

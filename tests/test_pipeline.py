@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def spec(model: PreTrainedModel) -> selfspec.SelfSpeculative:
-    return selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    return selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
 
 
 def made(model: Any) -> Any:
@@ -62,6 +62,6 @@ def test_a_pipeline_is_shown_and_saved(spec: selfspec.SelfSpeculative, tmp_path:
 
 
 def test_a_pipeline_moves_the_model(spec: selfspec.SelfSpeculative) -> None:
-    with pytest.raises(selfspec.UnsupportedOptionError, match="device 'meta' computes nothing"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="device 'meta' computes nothing"):
         pipeline("text-generation", model=spec, tokenizer=tiny.tokenizer(), device=torch.device("meta"))
     assert spec.device == spec.model.device == torch.device("cpu")

@@ -118,7 +118,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class TextCounts:
-    """Counts and times of a generation: see `selfspec.Stats`. Rates without data are null."""
+    """Counts and times of a generation: see `selfspec.decode.stats.Stats`. Rates without data are null."""
 
     rounds: int
     row_rounds: int

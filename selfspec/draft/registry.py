@@ -146,7 +146,9 @@ def _foreign(part: str) -> Drafter:
 def _as_drafter(kind: object, named: str) -> type[Drafter]:
     if isinstance(kind, type) and issubclass(kind, Drafter):
         return kind
-    raise DraftConfigError(f"{named} is no drafter; derive its class from selfspec.Drafter (docs/your_own_drafter.md)")
+    raise DraftConfigError(
+        f"{named} is no drafter; derive its class from selfspec.drafts.Drafter (docs/your_own_drafter.md)"
+    )
 
 
 def _misread(text: object) -> DraftConfigError:

@@ -2,7 +2,8 @@
 
 from selfspec.runtime.compiled import Compiled
 from selfspec.runtime.cuda_graphs import CudaGraphs
+from selfspec.runtime.packed import pack, unpack
 from selfspec.runtime.runtime import Eager, Runtime
 from selfspec.runtime.traced import Traced
 
-__all__ = ["Compiled", "CudaGraphs", "Eager", "Runtime", "Traced"]
+__all__ = ["Compiled", "CudaGraphs", "Eager", "Runtime", "Traced", "pack", "unpack"]

@@ -51,7 +51,9 @@ class Compiled(AnyLength):
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         if example.packed:
-            raise RecordingError("packed weights are not compiled; selfspec.unpack the model, or leave the runtime out")
+            raise RecordingError(
+                "packed weights are not compiled; selfspec.runtime.unpack the model, or leave the runtime out"
+            )
         with RECORDING, torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
             # Torch warns about its own internals.
             warnings.simplefilter("ignore")

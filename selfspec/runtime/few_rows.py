@@ -5,7 +5,7 @@ without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills
 comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
 kernels read it once for all rows. Which way is the faster one follows from processor, rows and width, by
 benchmarks/few_rows.py. The extension of `selfspec.kernels.native` is faster than both. Weights are neither
-packed nor copied here; `selfspec.pack` does that.
+packed nor copied here; `selfspec.runtime.pack` does that.
 """
 
 from __future__ import annotations

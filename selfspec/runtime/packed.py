@@ -57,7 +57,9 @@ class PackedLinear(nn.Linear):
             UnsupportedOptionError: gradients are asked for.
         """
         if torch.is_grad_enabled() and input.requires_grad:
-            raise UnsupportedOptionError("packed layers cannot be trained; selfspec.unpack(model) before training")
+            raise UnsupportedOptionError(
+                "packed layers cannot be trained; selfspec.runtime.unpack(model) before training"
+            )
         if torch._C._get_tracing_state() is not None:
             product: Tensor = _recordable_product()(input, self.weight, self.bias)
             return product

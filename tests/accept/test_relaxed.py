@@ -46,14 +46,14 @@ def test_a_rejected_token_gives_way_to_the_target_own() -> None:
 
 @pytest.mark.parametrize("name", ["token", "block", "coupled", "relaxed-typical", "relaxed-top-k"])
 def test_results_say_whether_they_are_lossless(llama: PreTrainedModel, name: str) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), accept=name, draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), accept=name, draft_length=4)
     output = spec.generate(tiny.prompt(4), max_new_tokens=20, do_sample=True, top_k=None, seed=0)
     assert output.lossless == (not name.startswith("relaxed"))
 
 
 def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel) -> None:
     ids = tiny.prompt(4)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=4)
     exact = spec.generate(ids, max_new_tokens=40, do_sample=False)
     relaxed = spec.generate(ids, max_new_tokens=40, do_sample=False, accept=TopKTolerance(top_k=10, tolerance=4.0))
     assert relaxed.stats.acceptance_rate > exact.stats.acceptance_rate
@@ -61,8 +61,10 @@ def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel
 
 
 def test_an_unknown_name_is_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(selfspec.UnsupportedOptionError, match="no acceptance rule 'typical'; choose one of token"):
-        selfspec.wrap(llama, selfspec.EarlyExit(2), accept="typical", draft_length=4)
+    with pytest.raises(
+        selfspec.errors.UnsupportedOptionError, match="no acceptance rule 'typical'; choose one of token"
+    ):
+        selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), accept="typical", draft_length=4)
 
 
 @pytest.mark.parametrize(

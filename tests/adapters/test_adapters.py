@@ -20,11 +20,11 @@ from selfspec.adapters import ADAPTERS
 from selfspec.model.layer_path import sublayers
 
 DRAFTS = [
-    selfspec.EarlyExit(1),
-    selfspec.EarlyExit(3),
-    selfspec.LayerSkip(layers=[0, 2]),
-    selfspec.LayerSkip(attention=[0, 3]),
-    selfspec.LayerSkip(attention=[2], mlp=[1]),
+    selfspec.drafts.EarlyExit(1),
+    selfspec.drafts.EarlyExit(3),
+    selfspec.drafts.LayerSkip(layers=[0, 2]),
+    selfspec.drafts.LayerSkip(attention=[0, 3]),
+    selfspec.drafts.LayerSkip(attention=[2], mlp=[1]),
 ]
 
 
@@ -73,7 +73,7 @@ def test_a_declaration_says_what_a_layer_returns(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), ("sdpa", "eager"), DRAFTS)
 )
-def test_greedy_text_is_the_models_own(architecture: str, kernel: str, draft: selfspec.Drafter) -> None:
+def test_greedy_text_is_the_models_own(architecture: str, kernel: str, draft: selfspec.drafts.Drafter) -> None:
     model = tiny.BUILDERS[architecture](attention=kernel)
     prompts = tiny.prompt(9, 3)
     mask = torch.ones_like(prompts)
@@ -87,7 +87,7 @@ def test_greedy_text_is_the_models_own(architecture: str, kernel: str, draft: se
 
 
 @pytest.mark.parametrize("draft", [DRAFTS[1], DRAFTS[4]], ids=str)
-def test_text_may_fill_the_context_to_its_last_position(architecture: str, draft: selfspec.Drafter) -> None:
+def test_text_may_fill_the_context_to_its_last_position(architecture: str, draft: selfspec.drafts.Drafter) -> None:
     model = tiny.BUILDERS[architecture](max_position_embeddings=24)
     prompts = tiny.prompt(9, 2)
     mask = torch.ones_like(prompts)
@@ -142,7 +142,7 @@ def test_longrope_is_exact_on_either_side_of_the_original_context(prompt: int) -
 @pytest.mark.parametrize("prompt", [11, 20, 24, 25])
 def test_longrope_is_refused_where_a_text_crosses_the_original_context(prompt: int) -> None:
     for draft in (None, DRAFTS[1]):
-        with pytest.raises(selfspec.UnsupportedOptionError, match=r"longrope.* 24 tokens"):
+        with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"longrope.* 24 tokens"):
             selfspec.wrap(tiny.llama(**LONGROPE), draft, draft_length=4).generate(
                 tiny.prompt(prompt), max_new_tokens=14
             )
@@ -151,14 +151,14 @@ def test_longrope_is_refused_where_a_text_crosses_the_original_context(prompt: i
 def test_longrope_is_refused_where_rows_lie_on_different_sides() -> None:
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, :36] = 0
-    with pytest.raises(selfspec.UnsupportedOptionError, match="longrope"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="longrope"):
         selfspec.wrap(tiny.llama(**LONGROPE)).generate(tiny.prompt(40, 2), mask, max_new_tokens=2)
 
 
 def test_dynamic_tables_are_exact_up_to_the_context_beyond_which_no_request_goes() -> None:
     model = tiny.llama(**_rope("dynamic"), max_position_embeddings=24)
     _assert_exact(model, prompt=10)
-    with pytest.raises(selfspec.PromptError, match="context of 24"):
+    with pytest.raises(selfspec.errors.PromptError, match="context of 24"):
         selfspec.wrap(model, DRAFTS[1], draft_length=4).generate(tiny.prompt(11), max_new_tokens=14)
 
 
@@ -188,9 +188,9 @@ def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: File
     wanted = model.generate(tokens, **options)
     depth = len(layers_of(model))
     for draft in (
-        selfspec.EarlyExit(depth - 1),
-        selfspec.LayerSkip(layers=[depth // 2]),
-        selfspec.LayerSkip(attention=[depth // 2], mlp=[depth - 2]),
+        selfspec.drafts.EarlyExit(depth - 1),
+        selfspec.drafts.LayerSkip(layers=[depth // 2]),
+        selfspec.drafts.LayerSkip(attention=[depth // 2], mlp=[depth - 2]),
     ):
         out = selfspec.wrap(model, draft, draft_length=4).generate(tokens, **options)
         assert out.sequences.tolist() == wanted.tolist()

@@ -129,7 +129,11 @@ def test_programs_say_what_the_modules_say(model_type: str) -> None:
     texts = []
     for runtime in (Eager(), Traced(after=0)):
         spec = selfspec.wrap(
-            tested.model, selfspec.EarlyExit(tested.depth - 1), draft_length=2, adapter=tested.adapter, runtime=runtime
+            tested.model,
+            selfspec.drafts.EarlyExit(tested.depth - 1),
+            draft_length=2,
+            adapter=tested.adapter,
+            runtime=runtime,
         )
         # By this clock whatever comes later took less time.
         spec.programs = GraphCache(runtime, (1.0 - 1.0 / tick for tick in count(1)).__next__)
@@ -179,15 +183,15 @@ def test_the_table_is_fresh() -> None:
 
 @pytest.mark.parametrize("model_type", ["rwkv", "openai-gpt"])
 def test_a_refusal_names_the_reason(model_type: str) -> None:
-    with pytest.raises(selfspec.UnsupportedModelError, match=re.escape(REFUSED[model_type])):
-        selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1), draft_length=4)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=re.escape(REFUSED[model_type])):
+        selfspec.wrap(shrunken(model_type), selfspec.drafts.EarlyExit(1), draft_length=4)
 
 
 def test_an_unknown_type_is_refused_with_how_to_declare_it() -> None:
     model = shrunken("llama")
     model.config.model_type = "made_up"
-    with pytest.raises(selfspec.UnsupportedModelError, match=r"made_up.*selfspec\.Adapter"):
-        selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=4)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"made_up.*selfspec\.Adapter"):
+        selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=4)
 
 
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
@@ -195,7 +199,7 @@ def test_an_unknown_type_is_refused_with_how_to_declare_it() -> None:
 def test_models_that_also_read_images_decode_text(model_type: str, way: str) -> None:
     """For these `transformers` hands over an empty `mm_encoder_outputs`. One that holds an image is refused."""
     model = shrunken(model_type)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     prompt = torch.tensor([[5, 7, 9, 11]])
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     wanted = model.generate(prompt, **options)
@@ -204,17 +208,17 @@ def test_models_that_also_read_images_decode_text(model_type: str, way: str) -> 
     else:
         found = model.generate(prompt, custom_generate=spec, **options)
     assert torch.equal(found, wanted)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="mm_encoder_outputs"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="mm_encoder_outputs"):
         model.generate(prompt, custom_generate=spec, mm_encoder_outputs={"image": torch.ones(1, 1, 32)}, **options)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "trocr"])
 def test_an_architecture_that_takes_one_prompt_at_a_time_refuses_two(model_type: str) -> None:
-    spec = selfspec.wrap(shrunken(model_type), selfspec.EarlyExit(1), draft_length=4)
-    with pytest.raises(selfspec.UnsupportedModelError, match="one prompt at a time"):
+    spec = selfspec.wrap(shrunken(model_type), selfspec.drafts.EarlyExit(1), draft_length=4)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="one prompt at a time"):
         spec.generate(torch.full((2, 4), 5), max_new_tokens=3)
 
 
 def test_an_encoder_that_is_no_decoder_is_refused() -> None:
-    with pytest.raises(selfspec.UnsupportedModelError, match="is_decoder"):
-        selfspec.wrap(shrunken("bert", is_decoder=False), selfspec.EarlyExit(1), draft_length=4)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="is_decoder"):
+        selfspec.wrap(shrunken("bert", is_decoder=False), selfspec.drafts.EarlyExit(1), draft_length=4)

@@ -47,6 +47,6 @@ TestAnyRoundsQwen3Next = pytest.mark.contract(Qwen3Next.TestCase)
 
 
 def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:
-    with pytest.raises(selfspec.DraftConfigError, match=r"mlp=\[1\].*no MLP"):
-        selfspec.wrap(shrunken("mamba2"), selfspec.LayerSkip(attention=[0], mlp=[1]), draft_length=4)
-    selfspec.wrap(shrunken("mamba2"), selfspec.LayerSkip(layers=[1]), draft_length=4)
+    with pytest.raises(selfspec.errors.DraftConfigError, match=r"mlp=\[1\].*no MLP"):
+        selfspec.wrap(shrunken("mamba2"), selfspec.drafts.LayerSkip(attention=[0], mlp=[1]), draft_length=4)
+    selfspec.wrap(shrunken("mamba2"), selfspec.drafts.LayerSkip(layers=[1]), draft_length=4)

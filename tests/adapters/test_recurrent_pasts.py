@@ -38,7 +38,7 @@ def greedy(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
 def test_a_chat_continues(architecture: str, way: str) -> None:
     model = shrunken(architecture)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     ids, past, read = words(8), None, 0
     for _ in range(3):
         wanted = greedy(model, ids)
@@ -61,7 +61,7 @@ def test_a_chat_continues(architecture: str, way: str) -> None:
 @pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
 def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
     model = shrunken(architecture)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     options = {"attention_mask": torch.ones(2, 8), "return_dict_in_generate": True, **GREEDY}
     own = spec.generate(words(8, 2), **options).cache
     stock = getattr(model.generate(words(8, 2), **options), cache_argument(model))
@@ -80,7 +80,7 @@ def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["jamba", "mamba2"])
 def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str) -> None:
     model = shrunken(architecture)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     first = model.generate(words(8), return_dict_in_generate=True, attention_mask=torch.ones(1, 8), **GREEDY)
     more = turn(model, first.sequences)
     given = more[:, 16:] if architecture in STATES_ALONE else more
@@ -98,7 +98,7 @@ def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str
 @pytest.mark.parametrize("architecture", ["mamba", "mamba2", "falcon_mamba"])
 def test_caches_that_transformers_puts_in_are_no_reason_to_refuse(architecture: str) -> None:
     model = shrunken(architecture)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     options = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]), **GREEDY}
     found = model.generate(words(6, 2), custom_generate=spec, **options)
     assert torch.equal(found, spec.generate(words(6, 2), **options).sequences)
@@ -108,7 +108,7 @@ def test_caches_that_transformers_puts_in_are_no_reason_to_refuse(architecture: 
 
 def test_states_of_rows_that_end_apart_are_not_given() -> None:
     model = shrunken("jamba")
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     ids = words(8, 2)
     text = greedy(model, ids)
     ends = next(int(token) for token in text[0, 10:] if int(token) not in text[1, 8:].tolist())
@@ -124,7 +124,7 @@ def test_a_cache_of_other_layers_is_refused() -> None:
     jamba, lfm2 = shrunken("jamba"), shrunken("mamba2")
     past = getattr(jamba.generate(words(8), return_dict_in_generate=True, **GREEDY), OUTPUT_CACHE)
     lfm2.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    spec = selfspec.wrap(lfm2, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(lfm2, selfspec.drafts.EarlyExit(2), draft_length=3)
     with pytest.raises(
         UnsupportedOptionError, match=r"4 layers of LinearAttentionLayer, DynamicLayer.*has 4 of Linear"
     ):

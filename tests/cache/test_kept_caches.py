@@ -49,7 +49,9 @@ def kept(model: PreTrainedModel, cache: CacheKind, draft: Any = None, length: An
 
 @pytest.mark.parametrize("cache", ["host", "int8"])
 @pytest.mark.parametrize(
-    ("draft", "length"), [("exit:2", 3), ("lookup", 4), (selfspec.EarlyExit(2), FixedLength(3, nodes=8))], ids=str
+    ("draft", "length"),
+    [("exit:2", 3), ("lookup", 4), (selfspec.drafts.EarlyExit(2), FixedLength(3, nodes=8))],
+    ids=str,
 )
 def test_drafts_give_what_plain_decoding_over_the_same_cache_gives(cache: CacheKind, draft: Any, length: Any) -> None:
     model = tiny.llama()

@@ -228,15 +228,15 @@ class _Watch:
         return sum(ref() is not None for ref in [*self.keys, *self.caches])
 
 
-DRAFTS: dict[str, selfspec.Drafter] = {
-    "exit": selfspec.EarlyExit(2),
-    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "layers": selfspec.LayerSkip(layers=[0, 3]),
+DRAFTS: dict[str, selfspec.drafts.Drafter] = {
+    "exit": selfspec.drafts.EarlyExit(2),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.drafts.LayerSkip(layers=[0, 3]),
 }
 
 
 @pytest.mark.parametrize(("draft", "draft_length"), [*((d, 4) for d in DRAFTS.values()), (DRAFTS["exit"], 1)])
-def test_slots_are_allocated_once_and_then_doubled(draft: selfspec.Drafter, draft_length: int) -> None:
+def test_slots_are_allocated_once_and_then_doubled(draft: selfspec.drafts.Drafter, draft_length: int) -> None:
     model = tiny.llama()
     watch = _Watch(model)
     spec = selfspec.wrap(model, draft, draft_length=draft_length)
@@ -250,7 +250,7 @@ def test_slots_are_allocated_once_and_then_doubled(draft: selfspec.Drafter, draf
 @pytest.mark.parametrize("prompt", [3, 60])
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_drafting_holds_at_most_a_draft_and_a_token_more_than_plain_decoding(
-    draft: selfspec.Drafter, prompt: int
+    draft: selfspec.drafts.Drafter, prompt: int
 ) -> None:
     draft_length, new = 4, 66
     held: list[dict[int, int]] = []
@@ -271,7 +271,7 @@ def test_drafting_holds_at_most_a_draft_and_a_token_more_than_plain_decoding(
 
 
 @pytest.mark.parametrize("draft", [None, *DRAFTS.values()], ids=["plain", *DRAFTS])
-def test_the_cache_counts_its_bytes(llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+def test_the_cache_counts_its_bytes(llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
     out = selfspec.wrap(llama, draft, draft_length=3).generate(tiny.prompt(5, 2), max_new_tokens=7)
     slots = 5 + 7 + (0 if draft is None else 3)
     heads, head_dim, fp64 = 2, 8, 8
@@ -293,14 +293,14 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("draft", [None, *DRAFTS.values()], ids=["plain", *DRAFTS])
 class TestMemoryGoesAtOnce:
-    def test_when_a_generation_ends(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_when_a_generation_ends(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         watch = _Watch(llama)
         out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5, 2), max_new_tokens=70)
         assert len(watch.keys) >= 2
         assert watch.alive == 0
         assert out.sequences.shape == (2, 75)
 
-    def test_when_a_stream_ends(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_when_a_stream_ends(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         watch = _Watch(llama)
         stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         for _ in stream:
@@ -309,7 +309,7 @@ class TestMemoryGoesAtOnce:
         assert watch.alive == 0, "the stream is kept for its stats, its memory is not"
         assert stream.output().lengths == (9,)
 
-    def test_when_a_stream_is_abandoned(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_when_a_stream_is_abandoned(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         watch = _Watch(llama)
         stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         next(stream)
@@ -317,7 +317,7 @@ class TestMemoryGoesAtOnce:
         del stream
         assert watch.alive == 0
 
-    def test_when_a_stream_is_closed(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_when_a_stream_is_closed(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         watch = _Watch(llama)
         stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         committed = len(next(stream).tokens)
@@ -326,19 +326,19 @@ class TestMemoryGoesAtOnce:
         assert next(stream, None) is None
         assert stream.output().lengths == (committed,)
 
-    def test_when_a_stream_was_never_begun(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_when_a_stream_was_never_begun(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         caches = _alive(SharedCache)
         stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
         del stream
         assert _alive(SharedCache) == caches
 
-    def test_through_custom_generate(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_through_custom_generate(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         watch = _Watch(llama)
         llama.generate(tiny.prompt(5), custom_generate=selfspec.wrap(llama, draft, draft_length=4), max_new_tokens=9)
         assert watch.keys
         assert watch.alive == 0
 
-    def test_when_a_stream_failed(self, llama: PreTrainedModel, draft: selfspec.Drafter | None) -> None:
+    def test_when_a_stream_failed(self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
         watch = _Watch(llama)
         stream = selfspec.wrap(llama, draft, draft_length=4).stream(tiny.prompt(5), max_new_tokens=30)
         next(stream)
@@ -365,7 +365,7 @@ class TestMemoryGoesAtOnce:
         ],
     )
     def test_after_an_exception(
-        self, llama: PreTrainedModel, draft: selfspec.Drafter | None, error: type[BaseException], module: str
+        self, llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None, error: type[BaseException], module: str
     ) -> None:
         watch = _Watch(llama)
         calls = 0
@@ -416,7 +416,7 @@ def test_only_what_is_in_memory_counts_as_alive() -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_nothing_is_held_twice(architecture: str, draft: selfspec.Drafter) -> None:
+def test_nothing_is_held_twice(architecture: str, draft: selfspec.drafts.Drafter) -> None:
     sizes: dict[str, int] = {"hidden_size": 128, "num_attention_heads": 8}
     if architecture == "llama":
         sizes |= {"num_key_value_heads": 2, "intermediate_size": 256}
@@ -454,7 +454,7 @@ def _cache_spy(found: list[weakref.ref[Any]]) -> Callable[..., None]:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_every_module_alive_during_a_stream_holds_the_models_own_weights(
-    architecture: str, draft: selfspec.Drafter
+    architecture: str, draft: selfspec.drafts.Drafter
 ) -> None:
     model = tiny.BUILDERS[architecture]()
     own = {parameter.data_ptr() for parameter in model.parameters()}
@@ -472,7 +472,9 @@ def test_every_module_alive_during_a_stream_holds_the_models_own_weights(
 
 
 def test_a_copy_of_the_model_made_during_a_stream_has_separate_weights(llama: PreTrainedModel) -> None:
-    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(tiny.prompt(5), max_new_tokens=20)
+    stream = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).stream(
+        tiny.prompt(5), max_new_tokens=20
+    )
     next(stream)
     copied = copy.deepcopy(llama)
     own = {parameter.data_ptr() for parameter in llama.parameters()}

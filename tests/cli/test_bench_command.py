@@ -71,7 +71,7 @@ def test_the_arms_in_order(folder: str) -> None:
         "selfspec exit:1, 4 nodes",
         "selfspec exit:1, 8 nodes",
     ]
-    with pytest.raises(selfspec.DraftConfigError, match="at least its length, 4"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="at least its length, 4"):
         names(folder, draft=["exit:1"], draft_length=4, nodes=[3])
     assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
 
@@ -85,7 +85,7 @@ def test_an_assistant_is_measured_in_both_ways(folder: str) -> None:
         "selfspec plain",
         f"selfspec assistant:{folder}",
     ]
-    with pytest.raises(selfspec.DraftConfigError, match="add --draft assistant:FOLDER"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="add --draft assistant:FOLDER"):
         names(folder, arm=[ExtraArm.ASSISTANT], draft=["exit:1"])
 
 

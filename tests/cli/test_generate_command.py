@@ -139,7 +139,7 @@ def test_sampling_is_what_the_library_draws_with_the_same_seed(
     invoke: Invoke, folder: str, stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     ending = invoke(*words(folder, "--draft", "exit:4", "--temperature", "1.3", "--seed", "7", "--output", "json"))
-    spec = selfspec.wrap(stories, draft=selfspec.EarlyExit(layer=4))
+    spec = selfspec.wrap(stories, draft=selfspec.drafts.EarlyExit(layer=4))
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     # The default top-k of transformers is 50; the command line's is none.
     output = spec.generate(prompt, max_new_tokens=NEW, do_sample=True, temperature=1.3, top_k=0, seed=7)

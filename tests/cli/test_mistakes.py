@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.running import Invoke
-from selfspec import SelfSpecError
+from selfspec.errors import SelfSpecError
 
 # What is typed after `selfspec`, and a piece of the answer. `{tmp}` is an empty folder, `{text}` a file of text.
 COMMANDS = {
@@ -101,12 +101,12 @@ CALLS: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "a linear layer": (lambda model: selfspec.wrap(torch.nn.Linear(2, 2), "int8"), "not a transformers model"),
     "a misspelt draft": (lambda model: selfspec.wrap(model, "look-up"), "did you mean lookup"),
     "a number for a draft": (lambda model: selfspec.wrap(model, cast(Any, 4)), "EarlyExit(layer=4)"),
-    "a class for a draft": (lambda model: selfspec.wrap(model, cast(Any, selfspec.EarlyExit)), "EarlyExit"),
-    "an exit beyond the depth": (lambda model: selfspec.wrap(model, selfspec.EarlyExit(9)), "choose 1..3"),
+    "a class for a draft": (lambda model: selfspec.wrap(model, cast(Any, selfspec.drafts.EarlyExit)), "EarlyExit"),
+    "an exit beyond the depth": (lambda model: selfspec.wrap(model, selfspec.drafts.EarlyExit(9)), "choose 1..3"),
     "a draft length of 0": (lambda model: selfspec.wrap(model, "exit:2", draft_length=0), "at least 1"),
     "a rule that there is not": (lambda model: selfspec.wrap(model, "exit:2", accept="best"), "best"),
-    "three bits": (lambda model: selfspec.LowPrecision(3), "8 and 4"),
-    "a skip set of all": (lambda model: selfspec.wrap(model, selfspec.LayerSkip(layers=[0, 1, 2, 3])), "layers"),
+    "three bits": (lambda model: selfspec.drafts.LowPrecision(3), "8 and 4"),
+    "a skip set of all": (lambda model: selfspec.wrap(model, selfspec.drafts.LayerSkip(layers=[0, 1, 2, 3])), "layers"),
     "text for ids": (lambda model: _wrapped(model).generate(cast(Any, "Once")), "input_ids"),
     "a flat prompt": (lambda model: _wrapped(model).generate(PROMPT[0]), "input_ids[None]"),
     "ids that the model has not": (lambda model: _wrapped(model).generate(PROMPT + 100), "vocabulary"),

@@ -10,9 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from selfspec import DraftConfigError, Drafter, EarlyExit, LayerSkip, SelfSpecError
 from selfspec.cli.options import grouped, read_draft
+from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.registry import declarations
+from selfspec.errors import DraftConfigError, SelfSpecError
 from selfspec.measure.embedded import DEMO, checkpoint_folder, model_place
 
 

@@ -33,9 +33,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Error in LLMatcher"),
 ]
 
-EXIT = selfspec.EarlyExit(2)
-LOOK_UP = selfspec.PromptLookup(shortest=1)
-DRAFTS: dict[str, Drafter] = {"exit": EXIT, "look-up": LOOK_UP, "cascade": selfspec.Cascade(LOOK_UP, EXIT)}
+EXIT = selfspec.drafts.EarlyExit(2)
+LOOK_UP = selfspec.drafts.PromptLookup(shortest=1)
+DRAFTS: dict[str, Drafter] = {"exit": EXIT, "look-up": LOOK_UP, "cascade": selfspec.drafts.Cascade(LOOK_UP, EXIT)}
 RULES = ("token", "block")
 
 RECORD = Grammar(r'\{"name": "[a-z]{2,6}", "age": [1-9][0-9]{0,2}, "tags": \[("x"|"y")(, ("x"|"y")){0,2}\]\}')
@@ -225,7 +225,7 @@ def test_samples_follow_the_exact_joint(
         rule = RULES[(first // len(DRAFTS) + number) % 2]
         # Fresh processors are to be asked, not passes to be recorded.
         spec = selfspec.wrap(
-            speaker.model, DRAFTS[name], draft_length=2 + number, accept=rule, runtime=selfspec.Eager()
+            speaker.model, DRAFTS[name], draft_length=2 + number, accept=rule, runtime=selfspec.runtime.Eager()
         )
         prompts = speaker.prompts(STARTS[:rows])
         width = prompts["input_ids"].shape[1]
@@ -291,7 +291,7 @@ def test_samples_with_the_adapter_follow_the_exact_joint(
     compiled = compiled_by_xgrammar(speaker, SHORT)
     found = {}
     for rows, calls, name in ((1, 120, "exit"), (3, 80, "cascade")):
-        spec = selfspec.wrap(speaker.model, DRAFTS[name], draft_length=3, runtime=selfspec.Eager())
+        spec = selfspec.wrap(speaker.model, DRAFTS[name], draft_length=3, runtime=selfspec.runtime.Eager())
         prompts = speaker.prompts(STARTS[:rows])
         width = prompts["input_ids"].shape[1]
         outs = [

@@ -97,7 +97,7 @@ def test_answers_are_those_of_plain_decoding(
 ) -> None:
     wanted = plain(batch)
     drafted = rounds(monkeypatch)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(4), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(4), draft_length=3)
     assert answers(batch=batch, **way(spec, tmp_path / "model")) == wanted
     assert len(drafted) > 60 / batch
     assert max(drafted) == 3

@@ -60,7 +60,7 @@ def test_a_wrapped_adapter_gives_its_own_text(config: Any) -> None:
     wrapper = adapted(config())
     for prompts in (tiny.prompt(PROMPT), tiny.prompt(PROMPT, 3)):
         wanted = wrapper.generate(input_ids=prompts, **OPTIONS)
-        spec = selfspec.wrap(wrapper, selfspec.EarlyExit(2), draft_length=3)
+        spec = selfspec.wrap(wrapper, selfspec.drafts.EarlyExit(2), draft_length=3)
         assert spec.model is wrapper.get_base_model()
         output = spec.generate(prompts, **OPTIONS)
         assert torch.equal(output.sequences, wanted)
@@ -69,9 +69,11 @@ def test_a_wrapped_adapter_gives_its_own_text(config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "draft", [None, selfspec.EarlyExit(2), selfspec.LowPrecision(), selfspec.LowPrecision(4)], ids=str
+    "draft",
+    [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4)],
+    ids=str,
 )
-def test_an_attention_that_looks_at_its_linears_runs_in_fewer_bits(draft: selfspec.Drafter | None) -> None:
+def test_an_attention_that_looks_at_its_linears_runs_in_fewer_bits(draft: selfspec.drafts.Drafter | None) -> None:
     model = tiny.llama(hidden_size=64, dtype=torch.float32)
     wrapper = adapted(peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, **CAUSAL), model)
     wanted = wrapper.generate(input_ids=tiny.prompt(PROMPT), **OPTIONS)
@@ -90,7 +92,7 @@ def test_mixed_and_compiled_wrappers_are_opened(llama: PreTrainedModel) -> None:
 
 def test_an_adapter_switched_between_calls_is_the_one_used() -> None:
     wrapper = adapted(lora())
-    spec = selfspec.wrap(wrapper, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(wrapper, selfspec.drafts.EarlyExit(2), draft_length=3)
     with wrapper.disable_adapter():
         wanted = wrapper.generate(input_ids=tiny.prompt(PROMPT), **OPTIONS)
         assert torch.equal(spec.generate(tiny.prompt(PROMPT), **OPTIONS).sequences, wanted)
@@ -137,9 +139,9 @@ def test_a_model_with_adapters_in_it_is_not_saved(tmp_path: Path) -> None:
     wrapper = adapted(lora())
     wanted = wrapper.generate(input_ids=tiny.prompt(PROMPT), **OPTIONS)
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
-        selfspec.wrap(wrapper, selfspec.EarlyExit(2)).save_pretrained(tmp_path / "model")
+        selfspec.wrap(wrapper, selfspec.drafts.EarlyExit(2)).save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
-    merged = selfspec.wrap(wrapper.merge_and_unload(), selfspec.EarlyExit(2))
+    merged = selfspec.wrap(wrapper.merge_and_unload(), selfspec.drafts.EarlyExit(2))
     merged.save_pretrained(tmp_path / "model")
     loaded = type(merged.model).from_pretrained(tmp_path / "model", dtype=torch.float64)
     assert torch.equal(loaded.generate(tiny.prompt(PROMPT), **OPTIONS), wanted)

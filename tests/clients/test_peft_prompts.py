@@ -81,7 +81,7 @@ def test_a_soft_prompt_is_read(method: str, architecture: str) -> None:
     options = {"input_ids": ids, **tasks(method, 2), **GREEDY}
     wanted, _ = forced(wrapped, ids, **tasks(method, 2))
     assert not torch.equal(wanted, base)
-    for draft in (None, selfspec.EarlyExit(2), selfspec.PromptLookup(shortest=1)):
+    for draft in (None, selfspec.drafts.EarlyExit(2), selfspec.drafts.PromptLookup(shortest=1)):
         spec = selfspec.wrap(model, draft, draft_length=3)
         assert torch.equal(wrapped.generate(custom_generate=spec, **options), wanted)
     # Outside the library's own generate there is no soft prompt.
@@ -94,7 +94,7 @@ def test_a_soft_prompt_is_read(method: str, architecture: str) -> None:
 def test_padding_behind_a_prefix(method: str, architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     wrapped = prompted(method, model)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     ids = tiny.prompt(5, 2)
     out = wrapped.generate(input_ids=ids, attention_mask=MASK, custom_generate=spec, **GREEDY)
     for row, text, padding in zip(out, ids, (MASK == 0).sum(1), strict=True):
@@ -106,9 +106,11 @@ def test_padding_behind_embeddings_is_refused(method: str) -> None:
     """It is counted as positions there, so that a row depends on how wide its batch is."""
     model = tiny.llama()
     wrapped = prompted(method, model)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     model.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    with pytest.raises(selfspec.UnsupportedOptionError, match=r"soft prompt before padded rows.*one row at a time"):
+    with pytest.raises(
+        selfspec.errors.UnsupportedOptionError, match=r"soft prompt before padded rows.*one row at a time"
+    ):
         wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
 
 
@@ -116,8 +118,8 @@ def test_padding_behind_embeddings_is_refused(method: str) -> None:
 def test_padding_that_windows_reach_over_is_refused(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     wrapped = prompted("prefix tuning", model)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
-    with pytest.raises(selfspec.UnsupportedOptionError, match=r"padding between.*windows.*one row at a time"):
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"padding between.*windows.*one row at a time"):
         wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
 
 
@@ -125,7 +127,7 @@ def test_padding_that_windows_reach_over_is_refused(architecture: str) -> None:
 def test_scores_and_caches_come_back(method: str) -> None:
     model = tiny.llama()
     wrapped = prompted(method, model)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     ids = tiny.prompt(5)
     out = wrapped.generate(
         input_ids=ids, return_dict_in_generate=True, output_logits=True, custom_generate=spec, **GREEDY
@@ -136,7 +138,7 @@ def test_scores_and_caches_come_back(method: str) -> None:
     assert out.cache.get_seq_length() == read.get_seq_length() == 3 + 5 + 11
     for own, right in zip(out.cache.layers, read.layers, strict=True):
         torch.testing.assert_close(own.keys, right.keys)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="a cache beside a soft prompt"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="a cache beside a soft prompt"):
         wrapped.generate(
             input_ids=torch.cat([out.sequences, tiny.prompt(3)], 1),
             cache=out.cache,
@@ -147,7 +149,7 @@ def test_scores_and_caches_come_back(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["prompt tuning", "prefix tuning"])
 def test_a_saved_folder_reads_the_soft_prompt(method: str, tmp_path: Path) -> None:
-    selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3).save_pretrained(tmp_path)
+    selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=3).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     wrapped = prompted(method, model)
     options = {"input_ids": tiny.prompt(5, 2), **GREEDY}
@@ -163,7 +165,7 @@ def test_lora_is_as_it_was() -> None:
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     ids = tiny.prompt(5, 2)
     out = wrapped.generate(input_ids=ids, attention_mask=MASK, custom_generate=spec, **GREEDY)
     for row, text, padding in zip(out, ids, (MASK == 0).sum(1), strict=True):

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.profiles import COSTS, GREEDY, SAMPLED, profile_of
-from selfspec import BatchCosts, DraftConfigError, EarlyExit, FixedLength, Profile, ProfileError, wrap
+from selfspec import BatchCosts, FixedLength, Profile, wrap
 from selfspec.control.auto import uncalibrated_draft
 from selfspec.control.profile_place import VARIABLE, default_file
+from selfspec.draft import EarlyExit
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.model.layer_path import LayerPath
 
 
@@ -161,13 +163,13 @@ def test_another_draft_of_the_same_wrapper(calibrated: PreTrainedModel) -> None:
     assert torch.equal(sampled[0].sequences, sampled[1].sequences)
     assert isinstance(plain.drafting(EarlyExit(1), 3).draft, LayerPathDrafter)
     plain.unwrap()
-    with pytest.raises(selfspec.ClosedError):
+    with pytest.raises(selfspec.errors.ClosedError):
         plain.drafting(None)
 
 
 def test_without_a_profile_look_ups_and_eight_bits_draft(llama: PreTrainedModel) -> None:
     spec = wrap(llama, "auto")
-    assert spec.draft == selfspec.Cascade(selfspec.PromptLookup(), selfspec.LowPrecision(8))
+    assert spec.draft == selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.LowPrecision(8))
     ids = tiny.prompt(9)
     wanted = llama.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None).sequences, wanted)
@@ -182,5 +184,5 @@ def test_without_a_profile_a_quantised_model_decodes_plainly(llama: PreTrainedMo
 
 
 def test_a_gain_that_is_not_clear_is_left(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec.LowPrecision, "cost", lambda *_: 0.7)
+    monkeypatch.setattr(selfspec.drafts.LowPrecision, "cost", lambda *_: 0.7)
     assert wrap(llama, "auto").draft is None

@@ -402,11 +402,11 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
 
 
-DRAFTS: list[selfspec.Drafter] = [
-    selfspec.EarlyExit(2),
-    selfspec.LayerSkip(mlp=[3]),
-    selfspec.PromptLookup(1, 3),
-    selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.EarlyExit(3)),
+DRAFTS: list[selfspec.drafts.Drafter] = [
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LayerSkip(mlp=[3]),
+    selfspec.drafts.PromptLookup(1, 3),
+    selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(1, 3), selfspec.drafts.EarlyExit(3)),
 ]
 
 
@@ -414,7 +414,7 @@ DRAFTS: list[selfspec.Drafter] = [
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(prompts(), st.integers(1, 30), st.sampled_from([None, 3, [7, 30]]))
 def test_greedy_text_is_stock_text(
-    draft: selfspec.Drafter, control: Control, lengths: list[int], new: int, eos: Any
+    draft: selfspec.drafts.Drafter, control: Control, lengths: list[int], new: int, eos: Any
 ) -> None:
     model = tiny.llama()
     spec = selfspec.wrap(model, draft, draft_length=control)
@@ -428,9 +428,13 @@ def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(
     found = {}
     for number, (control, draft, rule) in enumerate(
         [
-            (selfspec.ConfidenceStop(0.45, longest=2), selfspec.EarlyExit(1), "block"),
-            (CostAware(2, costs=CHEAP), selfspec.EarlyExit(1), "token"),
-            (CostAware(2), selfspec.Cascade(selfspec.PromptLookup(1, 2), selfspec.EarlyExit(1)), "block"),
+            (selfspec.ConfidenceStop(0.45, longest=2), selfspec.drafts.EarlyExit(1), "block"),
+            (CostAware(2, costs=CHEAP), selfspec.drafts.EarlyExit(1), "token"),
+            (
+                CostAware(2),
+                selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(1, 2), selfspec.drafts.EarlyExit(1)),
+                "block",
+            ),
         ]
     ):
         model, warp = network(seed=1), Warp(temperature=1.2)
@@ -448,12 +452,12 @@ def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(
 
 
 def test_a_seed_gives_the_same_tokens_again() -> None:
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2))
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2))
     runs = [spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=3).sequences for _ in range(2)]
     assert torch.equal(*runs)
 
 
-def rounds_of(model: PreTrainedModel, draft: selfspec.Drafter, **options: Any) -> Iterator[int]:
+def rounds_of(model: PreTrainedModel, draft: selfspec.drafts.Drafter, **options: Any) -> Iterator[int]:
     spec = selfspec.wrap(model, draft, **options)
     for chunk in spec.stream(tiny.prompt(6), max_new_tokens=120, do_sample=False):
         yield len(chunk.rows[0].draft)

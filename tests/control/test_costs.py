@@ -83,5 +83,5 @@ def test_beyond_the_batches_that_were_measured_the_nearest_one_tells() -> None:
 
 @pytest.mark.parametrize("order", [[], [0, 0], [1, 0]])
 def test_costs_of_no_batch_or_of_one_twice_are_refused(order: list[int]) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match="once for each number of rows"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="once for each number of rows"):
         selfspec.BatchCosts(tuple(MEASURED.measured[index] for index in order))

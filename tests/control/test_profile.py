@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.profiles import GREEDY, SAMPLED, profile_of
-from selfspec import Cascade, EarlyExit, Profile, ProfileError, PromptLookup, StorageError, pack
+from selfspec import Profile
 from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.draft_policy import DraftChoice
 from selfspec.control.profile_place import VARIABLE, default_file, find_profile, folder
 from selfspec.control.setting import Setting
+from selfspec.draft import Cascade, EarlyExit, PromptLookup
+from selfspec.errors import ProfileError, StorageError
+from selfspec.runtime import pack
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 NAN, INF = math.nan, math.inf
 BEYOND = tiny.VOCABULARY
-DRAFT = selfspec.EarlyExit(2)
+DRAFT = selfspec.drafts.EarlyExit(2)
 RECIPE = json.dumps({"draft": "exit:2", "draft_length": 4, "accept": None})
 PROMPT = tiny.prompt(5)
 SAMPLING = {"do_sample": True}
@@ -52,7 +52,7 @@ def _spied_on() -> tuple[selfspec.SelfSpeculative, list[str]]:
     ran: list[str] = []
     for module in model.modules():
         module.register_forward_pre_hook(lambda module, args: ran.append(type(module).__name__))
-    return selfspec.wrap(model, DRAFT, draft_length=4, runtime=selfspec.Eager()), ran
+    return selfspec.wrap(model, DRAFT, draft_length=4, runtime=selfspec.runtime.Eager()), ran
 
 
 def _model() -> PreTrainedModel:
@@ -362,30 +362,30 @@ def _wrap(**arguments: Any) -> Any:
 
 
 def _skipping(**layers: Any) -> Any:
-    return _wrap(draft=selfspec.LayerSkip(**layers))
+    return _wrap(draft=selfspec.drafts.LayerSkip(**layers))
 
 
 def _looking_up(sizes: Any) -> Any:
-    return selfspec.PromptLookup(*sizes)
+    return selfspec.drafts.PromptLookup(*sizes)
 
 
 def _cascade(drafters: Any) -> Any:
-    return selfspec.Cascade(*drafters)
+    return selfspec.drafts.Cascade(*drafters)
 
 
 RULE: Any = type(selfspec.accept.rules()["block"])
 MADE: list[tuple[str, Callable[..., Any], str, list[Any]]] = [
     ("adapter", _wrap, "adapter", ["llama", selfspec.Adapter, 0]),
-    ("runtime", _wrap, "runtime", ["eager", selfspec.Eager, 0]),
+    ("runtime", _wrap, "runtime", ["eager", selfspec.runtime.Eager, 0]),
     ("accept", _wrap, "accept", [3, RULE]),
     ("choose one of", _wrap, "accept", ["tokn"]),
-    ("draft", _wrap, "draft", [4, selfspec.EarlyExit, ["exit:2"], b"exit:2"]),
+    ("draft", _wrap, "draft", [4, selfspec.drafts.EarlyExit, ["exit:2"], b"exit:2"]),
     ("draft length", _wrap, "draft_length", [0, "many"]),
     ("transformers model", _wrap, "model", ["llama", None]),
     ("meta device", _wrap, "model", [tiny.llama().to("meta")]),
     (
         "exit layer",
-        lambda layer: _wrap(draft=selfspec.EarlyExit(layer)),
+        lambda layer: _wrap(draft=selfspec.drafts.EarlyExit(layer)),
         "layer",
         [0, -1, tiny.DEPTH, 10**30, 2.0, "2", True, None],
     ),
@@ -398,7 +398,11 @@ MADE: list[tuple[str, Callable[..., Any], str, list[Any]]] = [
         "cascade",
         _cascade,
         "drafters",
-        [(DRAFT, selfspec.LayerSkip(mlp=[1])), (selfspec.PromptLookup(), 4), (selfspec.PromptLookup, DRAFT)],
+        [
+            (DRAFT, selfspec.drafts.LayerSkip(mlp=[1])),
+            (selfspec.drafts.PromptLookup(), 4),
+            (selfspec.drafts.PromptLookup, DRAFT),
+        ],
     ),
     ("threshold", selfspec.ConfidenceStop, "threshold", [NAN, 1.5, -0.1, "0.5", None, True]),
     ("draft length", selfspec.ConfidenceStop, "longest", [0]),
@@ -634,19 +638,19 @@ def test_a_batch_whose_end_never_comes_runs_to_its_length() -> None:
         (DRAFT, selfspec.ConfidenceStop(0.0, longest=10**9)),
         (DRAFT, selfspec.CostAware(longest=10**9)),
         (DRAFT, selfspec.CostAware(longest=10**9, costs=selfspec.Costs(draft=0.01))),
-        (selfspec.PromptLookup(1, 3), 10**9),
-        (selfspec.PromptLookup(1, 3), selfspec.CostAware(longest=10**9)),
-        (selfspec.Cascade(selfspec.PromptLookup(), DRAFT), selfspec.CostAware(longest=10**9)),
+        (selfspec.drafts.PromptLookup(1, 3), 10**9),
+        (selfspec.drafts.PromptLookup(1, 3), selfspec.CostAware(longest=10**9)),
+        (selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), DRAFT), selfspec.CostAware(longest=10**9)),
     ],
     ids=lambda value: str(value)[:60] if not isinstance(value, int) else f"{value.bit_length()} bits",
 )
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_draft_of_any_length_takes_no_more_memory_than_can_be_used(
-    draft: selfspec.Drafter, control: int | Control, rows: int
+    draft: selfspec.drafts.Drafter, control: int | Control, rows: int
 ) -> None:
     model = tiny.llama()
     prompts = tiny.prompt(5, rows)
-    spec = selfspec.wrap(model, draft, draft_length=control, runtime=selfspec.Eager())
+    spec = selfspec.wrap(model, draft, draft_length=control, runtime=selfspec.runtime.Eager())
     out = spec.generate(prompts, max_new_tokens=9, do_sample=False)
     assert torch.equal(out.sequences, model.generate(prompts, max_new_tokens=9, do_sample=False))
     slots = (5 + 9) + 9

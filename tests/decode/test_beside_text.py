@@ -104,7 +104,7 @@ def test_a_cache_that_holds_an_image_is_refused_where_positions_do_not_follow_fr
     spec = selfspec.wrap(example.model, "exit:2", draft_length=3)
     out = spec.generate(**example.inputs, **OPTIONS, return_dict_in_generate=True)
     longer, past = torch.cat([out.sequences, torch.tensor([[7, 8]])], 1), getattr(out, OUTPUT_CACHE or "")
-    with pytest.raises(selfspec.UnsupportedOptionError, match="position_ids"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="position_ids"):
         spec.generate(longer, past_key_values=past, **OPTIONS)
 
 
@@ -113,7 +113,7 @@ def test_an_image_beside_a_cache_is_refused_by_name() -> None:
     past = DynamicCache()
     with torch.no_grad():
         example.model(torch.tensor([[5, 6]]), **over_cache(example.model, past))
-    with pytest.raises(selfspec.UnsupportedOptionError, match=r"token_type_ids|mm_encoder_outputs"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"token_type_ids|mm_encoder_outputs"):
         selfspec.wrap(example.model).generate(**example.inputs, past_key_values=past, **OPTIONS)
 
 
@@ -121,7 +121,7 @@ def test_requests_that_come_and_go_are_text() -> None:
     example = pictured("gemma3")
     beside = {name: value for name, value in example.inputs.items() if name != "input_ids"}
     decoder = selfspec.wrap(example.model, "exit:2").row_decoder()
-    with pytest.raises(selfspec.UnsupportedOptionError, match="text alone"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="text alone"):
         decoder.row(tuple(example.ids[0].tolist()), {**beside, **OPTIONS}, None, None, None)
 
 
@@ -144,7 +144,7 @@ def test_token_types_of_text_are_accepted(model_type: str, name: str) -> None:
 def test_token_types_that_reach_the_tokens_after_the_prompt_are_refused() -> None:
     # GPT-2 adds the embedding of a token's type, of type 0 too.
     spec, prompt = selfspec.wrap(tiny.gpt2(), "exit:2"), tiny.prompt(9)
-    with pytest.raises(selfspec.UnsupportedOptionError, match=r"token_type_ids.*after such a prompt"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"token_type_ids.*after such a prompt"):
         spec.generate(prompt, token_type_ids=torch.zeros_like(prompt), **OPTIONS)
 
 
@@ -156,16 +156,16 @@ def test_how_many_logits_are_kept_changes_nothing() -> None:
         assert spec.generate(prompt, logits_to_keep=kept, **OPTIONS).sequences.tolist() == wanted
     refused: list[Any] = [-1, torch.tensor([0])]
     for each in refused:
-        with pytest.raises(selfspec.UnsupportedOptionError, match="logits_to_keep"):
+        with pytest.raises(selfspec.errors.UnsupportedOptionError, match="logits_to_keep"):
             spec.generate(prompt, logits_to_keep=each, **OPTIONS)
 
 
 def test_what_the_model_cannot_read_is_refused_by_name() -> None:
     example = pictured("qwen2_vl")
     spec = selfspec.wrap(example.model, "exit:2")
-    with pytest.raises(selfspec.UnsupportedOptionError, match="mm_encoder_outputs"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="mm_encoder_outputs"):
         spec.generate(example.ids, mm_encoder_outputs={"image": torch.ones(1, 1, 32)}, **OPTIONS)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="pixel_value"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="pixel_value"):
         spec.generate(example.ids, pixel_value=example.inputs["pixel_values"], **OPTIONS)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="labels"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="labels"):
         spec.generate(example.ids, labels=example.ids, **OPTIONS)

@@ -16,7 +16,12 @@ from selfspec.draft import Drafter
 from selfspec.errors import PromptError, UnsupportedOptionError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-DRAFTS: list[Drafter | None] = [None, selfspec.EarlyExit(2), selfspec.LowPrecision(), selfspec.PromptLookup(shortest=1)]
+DRAFTS: list[Drafter | None] = [
+    None,
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LowPrecision(),
+    selfspec.drafts.PromptLookup(shortest=1),
+]
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])
 
 
@@ -61,7 +66,9 @@ def test_ids_beside_embeddings_are_the_text_that_is_added_to(llama: PreTrainedMo
         **GREEDY,
     }
     wanted = llama.generate(ids, **options)
-    spec = selfspec.wrap(llama, selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)), draft_length=3)
+    spec = selfspec.wrap(
+        llama, selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)), draft_length=3
+    )
     found = spec.generate(ids, **options).sequences if way == "wrapper" else None
     if found is None:
         found = llama.generate(ids, custom_generate=spec, **options)
@@ -86,7 +93,7 @@ def test_processors_see_what_transformers_shows_them(llama: PreTrainedModel) -> 
     stock, own = Shown(), Shown()
     embeddings = embedded(llama)
     wanted = llama.generate(inputs_embeds=embeddings, logits_processor=LogitsProcessorList([stock]), **GREEDY)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     found = spec.generate(inputs_embeds=embeddings, logits_processor=LogitsProcessorList([own]), **GREEDY)
     assert torch.equal(found.sequences, wanted)
     assert () in stock.ids
@@ -100,7 +107,7 @@ def test_processors_see_what_transformers_shows_them(llama: PreTrainedModel) -> 
 def test_lengths_mean_what_they_mean_in_transformers(llama: PreTrainedModel, options: dict[str, Any]) -> None:
     embeddings = embedded(llama)
     wanted = llama.generate(inputs_embeds=embeddings, do_sample=False, pad_token_id=0, **options)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     found = spec.generate(inputs_embeds=embeddings, do_sample=False, pad_token_id=0, **options)
     assert torch.equal(found.sequences, wanted)
 
@@ -109,7 +116,7 @@ def test_scores_logits_and_returned_sequences(llama: PreTrainedModel) -> None:
     embeddings = embedded(llama, rows=2)
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **GREEDY}
     stock = llama.generate(inputs_embeds=embeddings, **asked)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     out = spec.generate(inputs_embeds=embeddings, **asked)
     assert out.scores is not None
     assert out.logits is not None
@@ -122,7 +129,7 @@ def test_scores_logits_and_returned_sequences(llama: PreTrainedModel) -> None:
 def test_embeddings_of_tokens_are_the_tokens(llama: PreTrainedModel) -> None:
     """Samples too, with the same seed: the first round draws from the same distribution at the same place."""
     ids = tiny.prompt(7, 3)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     for options in (GREEDY, {"max_new_tokens": 12, "do_sample": True, "seed": 1, "accept": "coupled"}):
         wanted = spec.generate(ids, MASK, **options).sequences
         found = spec.generate(inputs_embeds=llama.get_input_embeddings()(ids), attention_mask=MASK, **options).sequences
@@ -130,7 +137,7 @@ def test_embeddings_of_tokens_are_the_tokens(llama: PreTrainedModel) -> None:
 
 
 def test_a_cache_continues_from_embeddings(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     first = embedded(llama)
     out = spec.generate(inputs_embeds=first, return_dict_in_generate=True, **GREEDY)
     assert out.cache is not None
@@ -143,7 +150,7 @@ def test_a_cache_continues_from_embeddings(llama: PreTrainedModel) -> None:
 
 
 def test_the_drafts_of_later_rounds_are_used(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=3)
     stats = spec.generate(inputs_embeds=embedded(llama), **GREEDY).stats
     assert stats.rounds < 12
     stream = spec.stream(inputs_embeds=embedded(llama), **GREEDY)
@@ -162,14 +169,14 @@ def test_the_drafts_of_later_rounds_are_used(llama: PreTrainedModel) -> None:
     ids=["dtype", "width", "rank", "empty", "text"],
 )
 def test_what_are_no_embeddings_of_the_model_is_refused(llama: PreTrainedModel, embeddings: Any, match: str) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     with pytest.raises(PromptError, match=match):
         spec.generate(inputs_embeds=embeddings, **GREEDY)
 
 
 def test_masks_and_rows_that_do_not_fit_are_refused(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     embeddings = embedded(llama, rows=2)
     with pytest.raises(PromptError, match=r"attention_mask has shape \[2, 6\], inputs_embeds \[2, 7\]"):
         spec.generate(inputs_embeds=embeddings, attention_mask=torch.ones(2, 6), **GREEDY)
@@ -184,7 +191,7 @@ def test_masks_and_rows_that_do_not_fit_are_refused(llama: PreTrainedModel) -> N
 
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
 def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel, way: str) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     positions = (MASK.cumsum(1) - 1).clamp(min=0)
     options = {"attention_mask": MASK, **GREEDY}
     wanted = llama.generate(tiny.prompt(7, 3), position_ids=positions, **options)
@@ -200,7 +207,7 @@ def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel, way: str
 
 @pytest.mark.parametrize("positions", [torch.arange(1, 6)[None], torch.zeros(1, 5).long(), torch.arange(4)[None]])
 def test_other_positions_are_refused(llama: PreTrainedModel, positions: Tensor) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
         spec.generate(tiny.prompt(5), position_ids=positions, **GREEDY)

@@ -19,9 +19,9 @@ ROWS, WIDTH, NEW = 6, 7, 24
 LENGTHS = (4, 13, 1, 24, 10, 7)
 DRAFTS: list[Drafter | None] = [
     None,
-    selfspec.EarlyExit(2),
-    selfspec.LayerSkip(mlp=[3]),
-    selfspec.LowPrecision(4, layers=[2, 3]),
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LayerSkip(mlp=[3]),
+    selfspec.drafts.LowPrecision(4, layers=[2, 3]),
 ]
 
 # Rows that have ended are padded where there is an end token; this one never comes.
@@ -71,7 +71,7 @@ def test_greedy_rows_are_what_they_are_alone(architecture: str, draft: Drafter |
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=str)
 def test_coupled_rows_keep_their_own_noise(llama: PreTrainedModel, options: dict[str, Any]) -> None:
     sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": 5, "pad_token_id": 0, **NO_END, **options}
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), accept="coupled", draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), accept="coupled", draft_length=4)
     whole = spec.generate(**ragged(), **sampled).sequences[:, WIDTH:].tolist()
     seen = batches(llama)
     out = spec.generate(**ragged(), stopping_criteria=[own_length], **sampled)
@@ -83,7 +83,7 @@ def test_coupled_rows_keep_their_own_noise(llama: PreTrainedModel, options: dict
 def test_a_cache_that_is_returned_keeps_all_its_rows(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [own_length], **NO_END}
     seen = batches(llama)
-    out = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
+    out = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).generate(
         **ragged(), return_dict_in_generate=True, **options
     )
     assert set(seen) == {ROWS}

@@ -49,7 +49,11 @@ def by_hand(model: PreTrainedModel, ids: torch.Tensor, layer: int, temperature: 
 
 
 @pytest.mark.parametrize(
-    "draft", [selfspec.EarlyExit(2), selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2))]
+    "draft",
+    [
+        selfspec.drafts.EarlyExit(2),
+        selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)),
+    ],
 )
 @pytest.mark.parametrize(("width", "rows"), [(9, 1), (40, 1), (12, 3)])
 def test_evidence_is_the_exit_beside_the_target(
@@ -72,7 +76,7 @@ def test_text_and_cache_are_those_of_a_plain_prefill(architecture: str, monkeypa
         ids = tiny.prompt(width, rows)
         options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
         wanted = model.generate(ids, eos_token_id=None, **options)
-        out = selfspec.wrap(model, selfspec.EarlyExit(2)).generate(ids, eos_token_id=None, **options)
+        out = selfspec.wrap(model, selfspec.drafts.EarlyExit(2)).generate(ids, eos_token_id=None, **options)
         assert torch.equal(out.sequences, wanted)
     if not selfspec.adapters.ADAPTERS[model.config.model_type].recurrent:
         assert len(noted) == 3
@@ -80,7 +84,7 @@ def test_text_and_cache_are_those_of_a_plain_prefill(architecture: str, monkeypa
 
 def test_a_head_of_a_reduced_vocabulary_is_judged_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = seen(monkeypatch)
-    draft = selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(0, 50, 2)))
+    draft = selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(0, 50, 2)))
     ids = tiny.prompt(40)
     wanted = llama.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     out = selfspec.wrap(llama, draft).generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -92,13 +96,13 @@ def test_a_head_of_a_reduced_vocabulary_is_judged_too(llama: PreTrainedModel, mo
     ("draft", "options"),
     [
         (None, {}),
-        (selfspec.LayerSkip(mlp=[1]), {}),
-        (selfspec.LowPrecision(8), {}),
-        (selfspec.LowPrecision(8, exit=2), {}),
-        (selfspec.PromptLookup(), {}),
-        (selfspec.EarlyExit(2), {"draft_length": 3}),
-        (selfspec.EarlyExit(2), {"repetition_penalty": 1.2}),
-        (selfspec.EarlyExit(2), {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9])}),
+        (selfspec.drafts.LayerSkip(mlp=[1]), {}),
+        (selfspec.drafts.LowPrecision(8), {}),
+        (selfspec.drafts.LowPrecision(8, exit=2), {}),
+        (selfspec.drafts.PromptLookup(), {}),
+        (selfspec.drafts.EarlyExit(2), {"draft_length": 3}),
+        (selfspec.drafts.EarlyExit(2), {"repetition_penalty": 1.2}),
+        (selfspec.drafts.EarlyExit(2), {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9])}),
     ],
 )
 def test_nothing_is_looked_at_where_it_would_cost_more(
@@ -112,7 +116,7 @@ def test_nothing_is_looked_at_where_it_would_cost_more(
 
 
 def test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_text(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(1))
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(1))
     out = spec.generate(tiny.prompt(30), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert out.stats.drafted == 0
     # Without a prompt to go by it is tried, and given up.
@@ -121,7 +125,9 @@ def test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_tex
 
 def test_a_draft_that_is_good_on_the_prompt_drafts_from_the_first_round(llama: PreTrainedModel) -> None:
     cheap = selfspec.Costs(draft=0.3)
-    spec = selfspec.wrap(as_good_as_the_target(llama), selfspec.EarlyExit(3), draft_length=CostAware(costs=cheap))
+    spec = selfspec.wrap(
+        as_good_as_the_target(llama), selfspec.drafts.EarlyExit(3), draft_length=CostAware(costs=cheap)
+    )
     for sampled in (False, True):
         out = spec.generate(tiny.prompt(20), max_new_tokens=40, do_sample=sampled, seed=1, eos_token_id=None)
         assert out.stats.acceptance_rate == 1

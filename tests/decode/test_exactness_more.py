@@ -33,7 +33,7 @@ def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     # A draft of two may be the whole text in one round; drafts of one spread it over two rounds and a bonus token.
     found = {}
     for number, (warp, length) in enumerate(((WARM, 2), (SHARP, 2), (FILTERED, 1))):
-        spec = selfspec.wrap(network(), selfspec.EarlyExit(1), draft_length=length, accept=rule)
+        spec = selfspec.wrap(network(), selfspec.drafts.EarlyExit(1), draft_length=length, accept=rule)
         seen: list[tuple[int, ...]] = []
         for batch in range(BATCHES):
             out = spec.generate(prompts(), max_new_tokens=TOKENS, seed=1000 * number + batch, **warp.options)
@@ -74,10 +74,10 @@ def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
 
 
 DRAFTERS = (
-    selfspec.EarlyExit(1),
-    selfspec.LayerSkip(attention=[1]),
-    selfspec.LowPrecision(4),
-    selfspec.LowPrecision(8, exit=1),
+    selfspec.drafts.EarlyExit(1),
+    selfspec.drafts.LayerSkip(attention=[1]),
+    selfspec.drafts.LowPrecision(4),
+    selfspec.drafts.LowPrecision(8, exit=1),
 )
 
 
@@ -85,7 +85,7 @@ DRAFTERS = (
 def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
     keeping = Keeping(drafter)
     # Kernels in fewer bits take no smaller width.
-    width = 32 if isinstance(drafter, selfspec.LowPrecision) else 8
+    width = 32 if isinstance(drafter, selfspec.drafts.LowPrecision) else 8
     spec = selfspec.wrap(network(width=width), keeping, draft_length=TOKENS)
     next(spec.stream(prompts(2 * ROWS), max_new_tokens=TOKENS + 1, seed=0, **warp.options))
     (draft,) = keeping.kept
@@ -105,14 +105,16 @@ def test_rows_of_one_prompt_are_independent_samples(rule: str) -> None:
         single[text[:2]] = single.get(text[:2], 0.0) + chance
     together = {one + other: single[one] * single[other] for one in single for other in single}
     for length in (1, 2):
-        spec = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=length, accept=rule)
+        spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=length, accept=rule)
         out = spec.generate(prompts(2 * ROWS), max_new_tokens=2, seed=length, **WARM.options)
         found[str(length)] = p_value(pairs(list(map(tuple, out.sequences[:, 2:].tolist()))), together)
     assert holm_rejects(found, 0.01) == [], found
 
 
 @pytest.mark.parametrize(
-    "draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]), selfspec.LowPrecision(4, layers=[3])], ids=str
+    "draft",
+    [selfspec.drafts.EarlyExit(3), selfspec.drafts.LayerSkip(mlp=[2]), selfspec.drafts.LowPrecision(4, layers=[3])],
+    ids=str,
 )
 def test_coupled_drafts_are_accepted_as_often_as_is_promised(llama: PreTrainedModel, draft: Drafter) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")

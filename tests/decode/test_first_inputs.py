@@ -68,7 +68,9 @@ def prompted(model: PreTrainedModel, change: Callable[[PreTrainedModel, Inputs],
         model.prepare_inputs_for_generation = own
 
 
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.PromptLookup(shortest=1)], ids=str)
+@pytest.mark.parametrize(
+    "draft", [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.PromptLookup(shortest=1)], ids=str
+)
 @pytest.mark.parametrize("change", [before_embeddings, before_keys])
 def test_a_soft_prompt_is_read(
     llama: PreTrainedModel, change: Callable[[PreTrainedModel, Inputs], None], draft: Any
@@ -86,7 +88,7 @@ def test_a_soft_prompt_is_read(
 
 def test_a_saved_folder_reads_a_soft_prompt(tmp_path: Path) -> None:
     stock = tiny.llama()
-    selfspec.wrap(stock, selfspec.EarlyExit(2), draft_length=3).save_pretrained(tmp_path)
+    selfspec.wrap(stock, selfspec.drafts.EarlyExit(2), draft_length=3).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     with prompted(stock, before_embeddings), prompted(model, before_embeddings):
         wanted: Tensor = stock.generate(tiny.prompt(5, 2), **GREEDY)
@@ -94,7 +96,10 @@ def test_a_saved_folder_reads_a_soft_prompt(tmp_path: Path) -> None:
 
 
 def test_padding_behind_a_prefix_is_left_out(llama: PreTrainedModel) -> None:
-    spec, options = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3), {"attention_mask": MASK, **GREEDY}
+    spec, options = (
+        selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3),
+        {"attention_mask": MASK, **GREEDY},
+    )
     with prompted(llama, before_keys):
         wanted = llama.generate(tiny.prompt(5, 2), **options)
         assert torch.equal(llama.generate(tiny.prompt(5, 2), custom_generate=spec, **options), wanted)
@@ -108,13 +113,13 @@ def test_padding_that_would_count_as_text_is_refused(
     architecture: str, change: Callable[[PreTrainedModel, Inputs], None], match: str
 ) -> None:
     model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     with prompted(model, change), pytest.raises(UnsupportedOptionError, match=match):
         model.generate(tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
 
 
 def test_a_filled_cache_beside_a_soft_prompt_is_refused(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     with prompted(llama, before_keys):
         out = llama.generate(tiny.prompt(5), custom_generate=spec, return_dict_in_generate=True, **GREEDY)
         assert out.cache.get_seq_length() == VIRTUAL + 5 + 11

@@ -72,17 +72,17 @@ def p_values(
 
 DRAFTS: tuple[Drafter | None, ...] = (
     None,
-    selfspec.EarlyExit(1),
-    selfspec.EarlyExit(2),
-    selfspec.LayerSkip(attention=[1]),
-    selfspec.LayerSkip(mlp=[0, 2]),
-    selfspec.LayerSkip(layers=[0]),
+    selfspec.drafts.EarlyExit(1),
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LayerSkip(attention=[1]),
+    selfspec.drafts.LayerSkip(mlp=[0, 2]),
+    selfspec.drafts.LayerSkip(layers=[0]),
 )
 IN_FEWER_BITS: tuple[Drafter, ...] = (
-    selfspec.LowPrecision(4),
-    selfspec.LowPrecision(4, layers=[1, 2], head=False),
-    selfspec.LowPrecision(8, exit=2),
-    selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.LowPrecision(4)),
+    selfspec.drafts.LowPrecision(4),
+    selfspec.drafts.LowPrecision(4, layers=[1, 2], head=False),
+    selfspec.drafts.LowPrecision(8, exit=2),
+    selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.LowPrecision(4)),
 )
 WARPS = (
     Warp(),
@@ -121,7 +121,7 @@ def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: st
     # Of the three settings each draft has another with each rule, and each rule with each draft.
     # Dozens of tests at 1 % each. With seeds from 2000 on, these have p = 9e-5 and 1e-3 for one prompt; 150,000 and
     # 100,000 further draws of their settings show no bias (p from 0.11 to 0.79), so they have other seeds.
-    offsets = {(selfspec.EarlyExit(1), "block"): 50_000, (IN_FEWER_BITS[-1], "token"): 300_000}
+    offsets = {(selfspec.drafts.EarlyExit(1), "block"): 50_000, (IN_FEWER_BITS[-1], "token"): 300_000}
     offset = offsets.get((draft, rule), 0)
     place = ([*DRAFTS, *IN_FEWER_BITS].index(draft) + LOSSLESS.index(rule)) % 3
     length, warp = 1 + place, (WARPS[0], WARPS[1], WARPS[5])[place]
@@ -131,13 +131,13 @@ def test_twenty_thousand_samples_follow_the_exact_joint(draft: Drafter, rule: st
 
 @pytest.mark.statistical
 def test_twenty_thousand_samples_see_a_draft_temperature_that_is_a_tenth_off() -> None:
-    def mismatched(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+    def mismatched(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
         draft = propose(batch, budget)
         assert draft.probs is not None
         hotter = draft.probs ** (1 / 1.1)
         return replace(draft, probs=hotter / hotter.sum(-1, keepdim=True))
 
-    spec = selfspec.wrap(small(), Altered(selfspec.EarlyExit(2), mismatched), draft_length=2, accept="token")
+    spec = selfspec.wrap(small(), Altered(selfspec.drafts.EarlyExit(2), mismatched), draft_length=2, accept="token")
     assert holm_rejects(p_values(spec, Warp(), batches=80), 0.01)
 
 
@@ -147,7 +147,7 @@ class ResidualFromP(TokenLevel):
 
 
 def test_the_joint_test_sees_a_residual_taken_from_p() -> None:
-    spec = selfspec.wrap(small(), selfspec.EarlyExit(1), draft_length=3, accept=ResidualFromP())
+    spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(1), draft_length=3, accept=ResidualFromP())
     found = p_values(spec, Warp())
     assert holm_rejects(found, 0.01), found
 
@@ -162,7 +162,7 @@ def test_the_joint_test_sees_a_bonus_token_drawn_without_temperature(monkeypatch
         return scores
 
     monkeypatch.setattr(Sampling, "scores", planted)
-    spec = selfspec.wrap(small(), selfspec.LayerSkip(attention=[1]), draft_length=2)
+    spec = selfspec.wrap(small(), selfspec.drafts.LayerSkip(attention=[1]), draft_length=2)
     assert holm_rejects(p_values(spec, Warp(temperature=0.6)), 0.01)
 
 
@@ -205,12 +205,12 @@ def drafts(draw: st.DrawFn, depth: int) -> Drafter | None:
     if kind == "none":
         return None
     if kind == "exit":
-        return selfspec.EarlyExit(draw(st.integers(1, depth - 1)))
+        return selfspec.drafts.EarlyExit(draw(st.integers(1, depth - 1)))
     if kind == "bits":
         leaves = draw(st.none() | st.integers(1, depth - 1))
         first = draw(st.integers(0, (leaves or depth) - 1))
         layers = draw(st.none() | st.just(range(first, depth)))
-        return selfspec.LowPrecision(
+        return selfspec.drafts.LowPrecision(
             draw(st.sampled_from([4, 8])), layers=layers, exit=leaves, head=draw(st.booleans())
         )
     sublayers = draw(
@@ -221,7 +221,7 @@ def drafts(draw: st.DrawFn, depth: int) -> Drafter | None:
             unique=True,
         )
     )
-    return selfspec.LayerSkip(
+    return selfspec.drafts.LayerSkip(
         attention=sorted(layer for part, layer in sublayers if part == "attention"),
         mlp=sorted(layer for part, layer in sublayers if part == "mlp"),
     )
@@ -247,7 +247,9 @@ def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:
     assert_case_is_stock(case)
 
 
-@pytest.mark.parametrize("draft", [selfspec.LayerSkip(attention=[2], mlp=[3]), selfspec.LowPrecision(4, layers=[2, 3])])
+@pytest.mark.parametrize(
+    "draft", [selfspec.drafts.LayerSkip(attention=[2], mlp=[3]), selfspec.drafts.LowPrecision(4, layers=[2, 3])]
+)
 def test_ragged_rows_equal_the_rows_alone(architecture: str, draft: Drafter) -> None:
     model = tiny.BUILDERS[architecture]()
     spec = selfspec.wrap(model, draft, draft_length=3)
@@ -259,7 +261,7 @@ def test_ragged_rows_equal_the_rows_alone(architecture: str, draft: Drafter) -> 
 @pytest.mark.parametrize("length", [1, 3, 6])
 def test_max_new_tokens_is_exact_to_the_token(llama: PreTrainedModel, new: int, length: int) -> None:
     # A draft that is nearly always accepted is the one that would overshoot.
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=length)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=length)
     output = spec.generate(tiny.prompt(4), max_new_tokens=new, do_sample=False)
     assert output.sequences.shape == (1, 4 + new)
     assert output.lengths == (new,)
@@ -269,7 +271,7 @@ def test_max_new_tokens_is_exact_to_the_token(llama: PreTrainedModel, new: int, 
 def test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row(llama: PreTrainedModel) -> None:
     text = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30)[0, 4:].tolist()
     # Drafting with the whole network but for one late MLP accepts long runs, so the end falls inside one.
-    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=6)
+    spec = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=6)
     for eos in dict.fromkeys(text):
         end = text.index(eos) + 1
         output = spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30, eos_token_id=eos, pad_token_id=0)
@@ -279,7 +281,7 @@ def test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row(llama: Pre
 def test_text_that_contains_the_pad_id_is_text_where_a_mask_says_so(llama: PreTrainedModel) -> None:
     ids = tiny.prompt(6)
     options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": 49, "pad_token_id": int(ids[0, 0])}
-    spec, texts = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4), []
+    spec, texts = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4), []
     for mask in (torch.ones_like(ids), None):
         expected = llama.generate(ids, attention_mask=mask, do_sample=False, **options)
         output = spec.generate(ids, attention_mask=mask, do_sample=False, **options)
@@ -289,7 +291,7 @@ def test_text_that_contains_the_pad_id_is_text_where_a_mask_says_so(llama: PreTr
 
 
 def test_a_seed_gives_the_same_tokens_and_another_seed_others(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
 
     def run(seed: int | None) -> list[int]:
         output = spec.generate(tiny.prompt(4), do_sample=True, max_new_tokens=40, seed=seed)
@@ -305,7 +307,7 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others(llama: PreTrainedM
 
 
 def test_stats_add_up(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[2]), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[2]), draft_length=3)
     chunks = list(spec.stream(tiny.prompt(4), do_sample=False, max_new_tokens=31))
     output = spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=31)
     stats = output.stats
@@ -341,7 +343,13 @@ def plant_not_finite(model: PreTrainedModel, value: float, position: int) -> Non
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(
-    "draft", [None, selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1]), selfspec.LowPrecision(layers=[2, 3])]
+    "draft",
+    [
+        None,
+        selfspec.drafts.EarlyExit(2),
+        selfspec.drafts.LayerSkip(mlp=[1]),
+        selfspec.drafts.LowPrecision(layers=[2, 3]),
+    ],
 )
 def test_logits_that_are_not_finite_end_the_row_and_keep_what_was_committed(
     llama: PreTrainedModel, value: float, sampled: bool, draft: Drafter | None
@@ -351,7 +359,7 @@ def test_logits_that_are_not_finite_end_the_row_and_keep_what_was_committed(
         options["seed"] = 3
     plant_not_finite(llama, value, position=10)
     spec = selfspec.wrap(llama, draft, draft_length=3)
-    with pytest.raises(selfspec.NonFiniteLogitsError, match="row 0 after 7 new tokens") as caught:
+    with pytest.raises(selfspec.errors.NonFiniteLogitsError, match="row 0 after 7 new tokens") as caught:
         spec.generate(tiny.prompt(4), **options)
     # Positions 4..10 hold new tokens; the logits at position 10 would have given the next.
     assert caught.value.rows == (0,)
@@ -371,8 +379,8 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel
         return torch.where((args[0] == first)[..., None], float("nan"), output)
 
     llama.model.embed_tokens.register_forward_hook(poison)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
-    with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
+    with pytest.raises(selfspec.errors.NonFiniteLogitsError) as caught:
         spec.generate(prompts, do_sample=False, max_new_tokens=12)
     assert caught.value.rows == (0,)
     assert caught.value.output.lengths[0] == 0
@@ -393,7 +401,7 @@ class Poison(Stateless):
         return Draft.chain(torch.full((batch.size, budget.depth), self.token))
 
 
-@pytest.mark.parametrize("runtime", [selfspec.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])
+@pytest.mark.parametrize("runtime", [selfspec.runtime.Eager(), StandIn(0, bucket=16)], ids=["stock", "buckets"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_a_rejected_draft_leaves_in_sight_does_no_harm(
     llama: PreTrainedModel, rows: int, runtime: Runtime
@@ -416,7 +424,7 @@ def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
     model = small()
     drafting = []
 
-    def overflowing(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+    def overflowing(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
         drafting.append(True)
         draft = propose(batch, budget)
         drafting.clear()
@@ -427,7 +435,7 @@ def test_a_draft_that_is_not_finite_still_samples_exactly() -> None:
 
     model.lm_head.register_forward_hook(overflow)
     found = p_values(
-        selfspec.wrap(model, Altered(selfspec.EarlyExit(2), overflowing), draft_length=2), Warp(temperature=0.8)
+        selfspec.wrap(model, Altered(selfspec.drafts.EarlyExit(2), overflowing), draft_length=2), Warp(temperature=0.8)
     )
     assert holm_rejects(found, 0.01) == []
 
@@ -440,10 +448,10 @@ def test_tokens_before_logits_that_are_not_finite_still_follow_the_joint(rule: s
         expected[outcome[:kept]] = expected.get(outcome[:kept], 0.0) + chance
     model = small(seed=1)
     plant_not_finite(model, float("nan"), position=len(prompt) + kept - 1)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=4, accept=rule)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=4, accept=rule)
     seen = []
     for seed in range(BATCHES):
-        with pytest.raises(selfspec.NonFiniteLogitsError) as caught:
+        with pytest.raises(selfspec.errors.NonFiniteLogitsError) as caught:
             spec.generate(
                 torch.tensor([prompt]).expand(ROWS, -1), max_new_tokens=8, seed=seed, do_sample=True, top_k=None
             )
@@ -454,7 +462,10 @@ def test_tokens_before_logits_that_are_not_finite_still_follow_the_joint(rule: s
 
 @pytest.mark.parametrize(
     ("draft", "attention"),
-    in_turns((selfspec.EarlyExit(1), selfspec.EarlyExit(3), selfspec.LayerSkip(layers=[0])), ("sdpa", "eager")),
+    in_turns(
+        (selfspec.drafts.EarlyExit(1), selfspec.drafts.EarlyExit(3), selfspec.drafts.LayerSkip(layers=[0])),
+        ("sdpa", "eager"),
+    ),
 )
 def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter, attention: str) -> None:
     # NaN in the keys and values of a rejected token reaches the positions before it: masked, but 0 * NaN is NaN.
@@ -466,7 +477,7 @@ def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(draft: Drafter
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = float("nan")
 
-    def poisoning(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+    def poisoning(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
         made = propose(batch, budget)
         made.tokens[:, -1] = poison
         return made

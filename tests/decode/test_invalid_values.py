@@ -15,10 +15,10 @@ from selfspec.draft import Drafter
 GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
 DRAFTS: list[Drafter | None] = [
     None,
-    selfspec.EarlyExit(2),
-    selfspec.LowPrecision(4, layers=[2, 3]),
-    selfspec.PromptLookup(shortest=1),
-    selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)),
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LowPrecision(4, layers=[2, 3]),
+    selfspec.drafts.PromptLookup(shortest=1),
+    selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)),
 ]
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])
 
@@ -62,12 +62,12 @@ def test_scores_and_logits_are_those_of_transformers(broken: PreTrainedModel, dr
 
 def test_the_models_own_config_may_ask_for_it(broken: PreTrainedModel) -> None:
     broken.generation_config.remove_invalid_values = True
-    spec = selfspec.wrap(broken, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(broken, selfspec.drafts.EarlyExit(2), draft_length=3)
     assert torch.equal(spec.generate(tiny.prompt(7), **GREEDY).sequences, broken.generate(tiny.prompt(7), **GREEDY))
 
 
 def test_finite_logits_are_left_alone(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
         wanted = spec.generate(tiny.prompt(7), max_new_tokens=14, **options).sequences
         found = spec.generate(tiny.prompt(7), max_new_tokens=14, remove_invalid_values=True, **options).sequences
@@ -75,6 +75,6 @@ def test_finite_logits_are_left_alone(llama: PreTrainedModel) -> None:
 
 
 def test_without_it_rows_end_as_before(broken: PreTrainedModel) -> None:
-    spec = selfspec.wrap(broken, selfspec.EarlyExit(2), draft_length=3)
-    with pytest.raises(selfspec.NonFiniteLogitsError):
+    spec = selfspec.wrap(broken, selfspec.drafts.EarlyExit(2), draft_length=3)
+    with pytest.raises(selfspec.errors.NonFiniteLogitsError):
         spec.generate(tiny.prompt(7), **GREEDY)

@@ -73,10 +73,10 @@ def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
     found = {}
     settings: tuple[tuple[Drafter | None, str], ...] = (
         (None, "token"),
-        (selfspec.EarlyExit(1), "block"),
-        (selfspec.LayerSkip(attention=[1]), "token"),
-        (selfspec.EarlyExit(2), "coupled"),
-        (selfspec.LowPrecision(4), "block"),
+        (selfspec.drafts.EarlyExit(1), "block"),
+        (selfspec.drafts.LayerSkip(attention=[1]), "token"),
+        (selfspec.drafts.EarlyExit(2), "coupled"),
+        (selfspec.drafts.LowPrecision(4), "block"),
     )
     for number, (draft, rule) in enumerate(settings):
         model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
@@ -107,7 +107,7 @@ def test_a_draft_as_good_as_the_target_is_accepted_whole_where_processors_roll_b
     rates = {}
     for kind, sampled in itertools.product((Alternating, Undoable), (False, True)):
         processor = kind()
-        spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4)
+        spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=4)
         options: dict[str, Any] = {"max_new_tokens": 21, "do_sample": sampled, "logits_processor": [processor]}
         out = spec.generate(tiny.prompt(5, 2), seed=1, eos_token_id=None, **options)
         assert out.stats.drafted > 0
@@ -130,7 +130,7 @@ class Dead(Undoable):
 
 
 def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(llama: PreTrainedModel) -> None:
-    def loud(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+    def loud(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
         """Draft with scores that the processor refuses."""
         passes = batch.runner.logits
         try:
@@ -142,7 +142,7 @@ def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
     wanted = llama.generate(tiny.prompt(5), logits_processor=[Dead()], **options)
     processor = Dead()
-    out = selfspec.wrap(llama, Altered(selfspec.LayerSkip(mlp=[3]), loud), draft_length=4).generate(
+    out = selfspec.wrap(llama, Altered(selfspec.drafts.LayerSkip(mlp=[3]), loud), draft_length=4).generate(
         tiny.prompt(5), logits_processor=[processor], **options
     )
     assert torch.equal(out.sequences, wanted)
@@ -163,7 +163,7 @@ def test_a_prefix_function_says_itself_that_it_has_no_memory(llama: PreTrainedMo
 
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
     calls.clear()
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=4)
     out = spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
     assert torch.equal(out.sequences, wanted)
     assert calls == list(range(5, 17))
@@ -186,13 +186,13 @@ def test_processors_of_transformers_with_memory_give_its_tokens(llama: PreTraine
     given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     wanted = llama.generate(tiny.prompt(7, 3), **given, **options)
     assert not torch.equal(wanted, llama.generate(tiny.prompt(7, 3), **given))
-    for draft in (selfspec.EarlyExit(3), selfspec.PromptLookup(1, 3)):
+    for draft in (selfspec.drafts.EarlyExit(3), selfspec.drafts.PromptLookup(1, 3)):
         out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(7, 3), **given, **options)
         assert torch.equal(out.sequences, wanted)
         assert out.stats.drafted > 0
 
 
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(3)])
+@pytest.mark.parametrize("draft", [None, selfspec.drafts.EarlyExit(3)])
 def test_logits_that_are_not_finite_are_mended_where_the_caller_asks(
     llama: PreTrainedModel, draft: Drafter | None
 ) -> None:
@@ -217,7 +217,9 @@ class Witness(StoppingCriteria):
         return (input_ids[:, -1] + len(self.seen)) % 9 == 0
 
 
-@pytest.mark.parametrize("draft", [selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[3]), selfspec.PromptLookup(1, 3)])
+@pytest.mark.parametrize(
+    "draft", [selfspec.drafts.EarlyExit(3), selfspec.drafts.LayerSkip(mlp=[3]), selfspec.drafts.PromptLookup(1, 3)]
+)
 @pytest.mark.parametrize("processor", [None, Alternating, Undoable])
 def test_criteria_are_shown_what_plain_decoding_shows_them(
     llama: PreTrainedModel, draft: Drafter, processor: type[Alternating] | None
@@ -235,7 +237,7 @@ def test_criteria_are_shown_what_plain_decoding_shows_them(
     assert own.seen == stock.seen
     assert len(set(out.lengths)) > 1
     assert out.stats.drafted > 0
-    assert out.stats.accepted > 0 or isinstance(draft, selfspec.PromptLookup)
+    assert out.stats.accepted > 0 or isinstance(draft, selfspec.drafts.PromptLookup)
 
 
 def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> None:
@@ -247,14 +249,14 @@ def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> Non
     with torch.no_grad():
         llama.model.embed_tokens.weight[poison] = torch.nan
 
-    def poisoning(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+    def poisoning(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
         made = propose(batch, budget)
         made.tokens[0, -1] = poison
         return made
 
     processor = Alternating()
     # A path that skips the first layer leaves nothing to resume: the target reads the whole block at once.
-    spec = selfspec.wrap(llama, Altered(selfspec.LayerSkip(layers=[0]), poisoning), draft_length=3)
+    spec = selfspec.wrap(llama, Altered(selfspec.drafts.LayerSkip(layers=[0]), poisoning), draft_length=3)
     out = spec.generate(tiny.prompt(5, 2), logits_processor=[processor], **options)
     assert torch.equal(out.sequences, text)
     assert processor.calls == 18

@@ -24,7 +24,7 @@ from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 CHEAP = selfspec.Costs(draft=0.1)
 
 NEW = 60
-GOOD = selfspec.LayerSkip(mlp=[3])
+GOOD = selfspec.drafts.LayerSkip(mlp=[3])
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def test_rows_stay_in_step_where_drafts_are_worth_nothing() -> None:
     # Prompts too short to show that an exit is worth nothing.
     model, prompts = tiny.llama(), tiny.prompt(4, batch=4)
     text = model.generate(prompts, do_sample=False, max_new_tokens=NEW)
-    for draft in (OneRow(text), selfspec.EarlyExit(1)):
+    for draft in (OneRow(text), selfspec.drafts.EarlyExit(1)):
         # As cheap as a draft must be to be tried in a batch, and not as cheap as these would have to be to pay.
         control = selfspec.CostAware(costs=selfspec.Costs(draft=0.3, verify=1.1, widening=0.03))
         spec = selfspec.wrap(model, draft, draft_length=control)
@@ -112,7 +112,7 @@ def test_greedy_text_is_stock_text(architecture: str) -> None:
     model, prompts = tiny.BUILDERS[architecture](), tiny.prompt(5, batch=3)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [3, 11], "pad_token_id": 0}
     wanted = model.generate(prompts, **options)
-    for draft in (GOOD, selfspec.EarlyExit(2)):
+    for draft in (GOOD, selfspec.drafts.EarlyExit(2)):
         out = selfspec.wrap(model, draft, draft_length=InStep(4)).generate(prompts, **options)
         assert torch.equal(out.sequences, wanted)
 
@@ -130,7 +130,7 @@ def test_rows_are_in_step_until_one_ends_and_again_when_it_is_run_no_more() -> N
         cursors.append({length for row, length in lengths if row in batch.unfinished})
         return propose(batch, budget)
 
-    spec = selfspec.wrap(model, Altered(selfspec.LayerSkip(mlp=[3]), noting), draft_length=InStep(4))
+    spec = selfspec.wrap(model, Altered(selfspec.drafts.LayerSkip(mlp=[3]), noting), draft_length=InStep(4))
     out = spec.generate(prompts, max_new_tokens=24, do_sample=False, stopping_criteria=[own_length])
     wanted = model.generate(prompts, max_new_tokens=24, do_sample=False)
     assert out.lengths == (4, 20, 9, 20)
@@ -154,7 +154,7 @@ def samples(
 ) -> Iterator[tuple[int, ...]]:
     """Texts from batches of the same prompt."""
     prompt = torch.tensor(PROMPTS[0]).expand(rows, -1)
-    spec = selfspec.wrap(small(), selfspec.EarlyExit(2), draft_length=control, accept=rule)
+    spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept=rule)
     for batch in range(batches):
         sequences = spec.generate(
             prompt, max_new_tokens=TOKENS, eos_token_id=eos, pad_token_id=PAD, seed=seed + batch, **Warp().options
@@ -231,7 +231,7 @@ def test_rounds_counts_and_scores_are_those_of_what_was_committed(llama: PreTrai
 def test_acceptance_by_depth_is_what_it_is_of_rows_that_are_not_cut() -> None:
     rates = []
     for control, rows, batches in ((selfspec.FixedLength(3), 4000, 1), (InStep(3), 3, 200)):
-        spec = selfspec.wrap(small(), selfspec.EarlyExit(2), draft_length=control, accept="token")
+        spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept="token")
         judged, accepted = torch.zeros(3), torch.zeros(3)
         for seed in range(batches):
             stream = spec.stream(
@@ -262,7 +262,7 @@ def test_a_row_that_is_not_finite_does_not_stall_the_others() -> None:
             made.tokens[0, -1] = poison
         return made
 
-    stream = selfspec.wrap(model, Altered(selfspec.EarlyExit(3), poisoning), draft_length=InStep(3)).stream(
+    stream = selfspec.wrap(model, Altered(selfspec.drafts.EarlyExit(3), poisoning), draft_length=InStep(3)).stream(
         prompts, do_sample=False, max_new_tokens=24
     )
     chunks = list(stream)

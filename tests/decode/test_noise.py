@@ -249,15 +249,15 @@ def test_alike_distributions_choose_alike_as_often_as_is_known(vocab: int, seed:
 
 
 DRAFTS = {
-    "exit": (selfspec.EarlyExit(1), torch.float64),
-    "sublayers": (selfspec.LayerSkip(attention=[2], mlp=[0]), torch.float32),
-    "int4": (selfspec.LowPrecision(4, layers=[2, 3]), torch.float32),
+    "exit": (selfspec.drafts.EarlyExit(1), torch.float64),
+    "sublayers": (selfspec.drafts.LayerSkip(attention=[2], mlp=[0]), torch.float32),
+    "int4": (selfspec.drafts.LowPrecision(4, layers=[2, 3]), torch.float32),
 }
 
 
 @pytest.mark.parametrize(("architecture", "drafting"), in_turns(sorted(tiny.BUILDERS), DRAFTS))
 def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
-    architecture: str, drafting: tuple[selfspec.Drafter, torch.dtype]
+    architecture: str, drafting: tuple[selfspec.drafts.Drafter, torch.dtype]
 ) -> None:
     draft, dtype = drafting
     model = tiny.BUILDERS[architecture](dtype=dtype)
@@ -284,7 +284,7 @@ def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
 
 
 def test_the_acceptance_rate_is_reported_with_the_optimal_one(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled", draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), accept="coupled", draft_length=4)
     stats = spec.generate(
         tiny.prompt(4, batch=32), max_new_tokens=60, do_sample=True, top_k=None, temperature=2.0, seed=0
     ).stats
@@ -293,7 +293,7 @@ def test_the_acceptance_rate_is_reported_with_the_optimal_one(llama: PreTrainedM
 
 
 def test_greedy_decoding_is_left_as_it_is(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), accept="coupled", draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), accept="coupled", draft_length=4)
     expected = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20)
     assert torch.equal(spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20).sequences, expected)
 
@@ -302,7 +302,7 @@ def test_greedy_decoding_is_left_as_it_is(llama: PreTrainedModel) -> None:
 def test_rounds_of_a_network_draw_from_its_joint(rule: str) -> None:
     network, warp = tiny_joint.network(), Warp()
     joint = tiny_joint.joint(network, warp)
-    spec = selfspec.wrap(network, selfspec.EarlyExit(1), draft_length=2, accept=rule)
+    spec = selfspec.wrap(network, selfspec.drafts.EarlyExit(1), draft_length=2, accept=rule)
     ids = torch.tensor([tiny_joint.PROMPT]).expand(tiny_joint.ROWS, -1)
     out = spec.generate(ids, max_new_tokens=tiny_joint.TOKENS, seed=0, **warp.options).sequences
     texts = map(tuple, out[:, len(tiny_joint.PROMPT) :].tolist())

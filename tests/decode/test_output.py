@@ -32,7 +32,7 @@ def stock() -> Any:
 
 @pytest.fixture
 def output() -> selfspec.GenerateOutput:
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=2)
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=2)
     return spec.generate(tiny.prompt(5), **WHOLE)
 
 

@@ -24,8 +24,8 @@ from selfspec.draft import Budget, Drafter
 
 WIDTH, NEW = 10, 20
 PADDING = (4, 0, 7)
-DRAFTS: tuple[Drafter | None, ...] = (None, selfspec.EarlyExit(3), selfspec.LayerSkip(mlp=[2]))
-IN_FEWER_BITS = selfspec.LowPrecision(4, layers=[2, 3])
+DRAFTS: tuple[Drafter | None, ...] = (None, selfspec.drafts.EarlyExit(3), selfspec.drafts.LayerSkip(mlp=[2]))
+IN_FEWER_BITS = selfspec.drafts.LowPrecision(4, layers=[2, 3])
 
 
 def ragged() -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_a_row_alone_is_what_it_is_in_a_batch(llama: PreTrainedModel, name: str)
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
     if name == "prefix function":
         options["prefix_allowed_tokens_fn"] = lambda row, ids: by_last_token_and_row(0, ids)
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=3)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=3)
     together = spec.generate(**ragged(), **options)
     alone = spec.generate(ragged()["input_ids"][1:2], **options)
     assert together.sequences[1, : WIDTH + together.lengths[1]].tolist() == alone.sequences[0].tolist()
@@ -205,9 +205,9 @@ def test_samples_follow_the_exact_joint() -> None:
     found = {}
     drafts: tuple[Drafter | None, ...] = (
         None,
-        selfspec.EarlyExit(1),
-        selfspec.LayerSkip(attention=[1]),
-        selfspec.LowPrecision(4),
+        selfspec.drafts.EarlyExit(1),
+        selfspec.drafts.LayerSkip(attention=[1]),
+        selfspec.drafts.LowPrecision(4),
     )
     for number, (draft, options) in enumerate(itertools.product(drafts, SETTINGS)):
         model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
@@ -223,7 +223,7 @@ def test_left_padding_is_penalised_where_transformers_does(llama: PreTrainedMode
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 7, "repetition_penalty": 5.0}
     wanted = llama.generate(ids, attention_mask=mask, **options)
-    for draft in (None, selfspec.EarlyExit(2), selfspec.Suffixes()):
+    for draft in (None, selfspec.drafts.EarlyExit(2), selfspec.drafts.Suffixes()):
         spec = selfspec.wrap(llama, draft, draft_length=3)
         assert torch.equal(spec.generate(ids, attention_mask=mask, **options).sequences, wanted)
         assert torch.equal(llama.generate(ids, attention_mask=mask, custom_generate=spec, **options), wanted)
@@ -251,7 +251,7 @@ class Witness(LogitsProcessor):
         return scores
 
 
-def unable(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
+def unable(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
     """Draft the same token over and over, so that much is rejected."""
     draft = propose(batch, budget)
     draft.tokens.fill_(11)
@@ -261,7 +261,7 @@ def unable(propose: Propose, batch: Any, budget: Budget) -> selfspec.Draft:
 def test_every_prefix_is_the_committed_text_and_then_the_draft(llama: PreTrainedModel) -> None:
     witness = Witness()
     prompt = tiny.prompt(5)
-    spec = selfspec.wrap(llama, Altered(selfspec.EarlyExit(2), unable), draft_length=3)
+    spec = selfspec.wrap(llama, Altered(selfspec.drafts.EarlyExit(2), unable), draft_length=3)
     out = spec.generate(prompt, max_new_tokens=9, do_sample=False, logits_processor=[witness])
     text = out.sequences[0].tolist()
     assert out.stats.judged > out.stats.accepted
@@ -278,7 +278,7 @@ def test_a_draft_beyond_the_end_of_the_text_is_no_prefix(llama: PreTrainedModel)
     text = llama.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False)[0].tolist()
     eos = text[9]
     witness = Witness()
-    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=5)
+    spec = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=5)
     spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, eos_token_id=eos, logits_processor=[witness])
     assert witness.seen
     assert all(eos not in ids[5:] for (ids,) in witness.seen)
@@ -292,7 +292,7 @@ def test_a_draft_as_good_as_the_target_is_accepted_whole(llama: PreTrainedModel,
     with torch.no_grad():
         llama.model.layers[3].self_attn.o_proj.weight.zero_()
         llama.model.layers[3].mlp.down_proj.weight.zero_()
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(3), draft_length=4, accept=rule)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=4, accept=rule)
     for sampled in (False, True):
         options = {**OPTIONS[name], "max_new_tokens": NEW, "do_sample": sampled, "eos_token_id": None}
         options.pop("min_new_tokens", None)

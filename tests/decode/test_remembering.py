@@ -32,13 +32,13 @@ WIDTH, NEW, PAD = 8, 20, 0
 ENDS = [7, 25]
 """Several ends of sequence, so that rows end in turn."""
 
-EXIT = selfspec.EarlyExit(3)
+EXIT = selfspec.drafts.EarlyExit(3)
 DRAFTS: dict[str, Drafter | None] = {
     "plain": None,
     "exit": EXIT,
-    "skip": selfspec.LayerSkip(mlp=[3]),
-    "look-up": selfspec.PromptLookup(shortest=1),
-    "cascade": selfspec.Cascade(selfspec.PromptLookup(shortest=1), EXIT),
+    "skip": selfspec.drafts.LayerSkip(mlp=[3]),
+    "look-up": selfspec.drafts.PromptLookup(shortest=1),
+    "cascade": selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), EXIT),
 }
 
 
@@ -246,7 +246,7 @@ def stock(model: PreTrainedModel, name: str, **options: Any) -> tuple[Any, list[
 
 def wrapped(model: PreTrainedModel, draft: str, length: int, rule: str | None = None) -> selfspec.SelfSpeculative:
     """Without recorded passes, which take longer to record than these texts to write."""
-    return selfspec.wrap(model, DRAFTS[draft], draft_length=length, accept=rule, runtime=selfspec.Eager())
+    return selfspec.wrap(model, DRAFTS[draft], draft_length=length, accept=rule, runtime=selfspec.runtime.Eager())
 
 
 @pytest.mark.parametrize(("name", "draft"), in_turns(tuple(OPTIONS), tuple(DRAFTS)))
@@ -422,10 +422,10 @@ def p_of_samples(spec: selfspec.SelfSpeculative, processor: type[Drifting], rows
 
 
 CASES: list[tuple[Drafter, str, int]] = [
-    (selfspec.LayerSkip(attention=[1]), "token", 1),
-    (selfspec.EarlyExit(2), "block", 2),
-    (selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.EarlyExit(2)), "token", 3),
-    (selfspec.EarlyExit(1), "coupled", 3),
+    (selfspec.drafts.LayerSkip(attention=[1]), "token", 1),
+    (selfspec.drafts.EarlyExit(2), "block", 2),
+    (selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.EarlyExit(2)), "token", 3),
+    (selfspec.drafts.EarlyExit(1), "coupled", 3),
 ]
 
 
@@ -434,7 +434,9 @@ CASES: list[tuple[Drafter, str, int]] = [
 def test_samples_follow_the_exact_joint(processor: type[Drifting], calls: int) -> None:
     found = {}
     for number, (draft, rule, rows) in enumerate(CASES):
-        spec = selfspec.wrap(small(number), draft, draft_length=1 + number, accept=rule, runtime=selfspec.Eager())
+        spec = selfspec.wrap(
+            small(number), draft, draft_length=1 + number, accept=rule, runtime=selfspec.runtime.Eager()
+        )
         found[f"{draft} {rule} rows {rows}"] = p_of_samples(spec, processor, rows, calls)
     assert holm_rejects(found, 0.01) == []
 

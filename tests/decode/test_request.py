@@ -25,7 +25,7 @@ import selfspec
 from helpers import tiny
 from selfspec.errors import PromptError, UnsupportedOptionError
 
-DRAFT = selfspec.EarlyExit(2)
+DRAFT = selfspec.drafts.EarlyExit(2)
 
 
 @functools.cache
@@ -232,7 +232,7 @@ def test_padding_does_not_count_towards_the_context() -> None:
 def test_a_number_of_new_tokens_that_is_no_positive_integer_is_refused(
     spec: selfspec.SelfSpeculative, new: Any
 ) -> None:
-    refused(spec, selfspec.SelfSpecError, "max_new_tokens", tiny.prompt(5), max_new_tokens=new)
+    refused(spec, selfspec.errors.SelfSpecError, "max_new_tokens", tiny.prompt(5), max_new_tokens=new)
 
 
 def test_max_length_counts_the_prompt(llama: PreTrainedModel) -> None:

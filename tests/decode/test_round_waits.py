@@ -17,10 +17,10 @@ from selfspec.runtime.recordable import reads_values
 NEW = 30
 DRAFTS = {
     "plain": None,
-    "exit": selfspec.EarlyExit(2),
-    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "layers": selfspec.LayerSkip(layers=[0, 2]),
-    "int8": selfspec.LowPrecision(layers=[2, 3]),
+    "exit": selfspec.drafts.EarlyExit(2),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.drafts.LayerSkip(layers=[0, 2]),
+    "int8": selfspec.drafts.LowPrecision(layers=[2, 3]),
 }
 _TAKING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 
@@ -55,7 +55,7 @@ class _Reads(TorchDispatchMode):
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_a_round_of_fixed_length_waits_once(
-    llama: PreTrainedModel, draft: selfspec.Drafter | None, rule: str, options: dict[str, Any], rows: int
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None, rule: str, options: dict[str, Any], rows: int
 ) -> None:
     spec = selfspec.wrap(llama, draft, draft_length=3, accept=rule)
     generation = spec.stream(tiny.prompt(5, batch=rows), max_new_tokens=NEW, seed=1, **options)
@@ -70,7 +70,7 @@ def test_a_round_of_fixed_length_waits_once(
 
 def test_a_control_that_looks_at_confidences_waits_for_each_token(llama: PreTrainedModel) -> None:
     control = selfspec.ConfidenceStop(0.0, longest=3)
-    generation = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=control).stream(
+    generation = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=control).stream(
         tiny.prompt(5), max_new_tokens=NEW, do_sample=False
     )
     next(generation)

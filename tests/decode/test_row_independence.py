@@ -23,23 +23,26 @@ PADDING = (0, 3, 0, 4, 1)
 ENDS = [3, 17, 29]
 DRAFTS: dict[str, Drafter | None] = {
     "plain": None,
-    "exit": selfspec.EarlyExit(2),
-    "skip": selfspec.LayerSkip(attention=[1], mlp=[3]),
-    "8 bits": selfspec.LowPrecision(8),
-    "reduced": selfspec.ReducedVocabulary(selfspec.EarlyExit(3), tuple(range(20))),
-    "assistant": selfspec.Assistant(tiny.llama(num_hidden_layers=2)),
-    "look-up": selfspec.PromptLookup(shortest=1),
-    "suffixes": selfspec.Suffixes(),
-    "recycling": selfspec.Recycling(),
-    "union": selfspec.Union(selfspec.Suffixes(), selfspec.Recycling(), selfspec.EarlyExit(2)),
-    "union without a model": selfspec.Union(selfspec.Suffixes(), selfspec.Recycling()),
-    "cascade": selfspec.Cascade(selfspec.PromptLookup(shortest=1), selfspec.EarlyExit(2)),
-    "cascade of suffixes": selfspec.Cascade(selfspec.Suffixes(), selfspec.Recycling()),
-    "cascade of three": selfspec.Cascade(
-        selfspec.PromptLookup(), selfspec.Cascade(selfspec.Recycling(candidates=3), selfspec.EarlyExit(2))
+    "exit": selfspec.drafts.EarlyExit(2),
+    "skip": selfspec.drafts.LayerSkip(attention=[1], mlp=[3]),
+    "8 bits": selfspec.drafts.LowPrecision(8),
+    "reduced": selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(3), tuple(range(20))),
+    "assistant": selfspec.drafts.Assistant(tiny.llama(num_hidden_layers=2)),
+    "look-up": selfspec.drafts.PromptLookup(shortest=1),
+    "suffixes": selfspec.drafts.Suffixes(),
+    "recycling": selfspec.drafts.Recycling(),
+    "union": selfspec.drafts.Union(
+        selfspec.drafts.Suffixes(), selfspec.drafts.Recycling(), selfspec.drafts.EarlyExit(2)
     ),
-    "cascade with an assistant": selfspec.Cascade(
-        selfspec.Suffixes(most_bytes=0), selfspec.Assistant(tiny.llama(num_hidden_layers=1))
+    "union without a model": selfspec.drafts.Union(selfspec.drafts.Suffixes(), selfspec.drafts.Recycling()),
+    "cascade": selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.EarlyExit(2)),
+    "cascade of suffixes": selfspec.drafts.Cascade(selfspec.drafts.Suffixes(), selfspec.drafts.Recycling()),
+    "cascade of three": selfspec.drafts.Cascade(
+        selfspec.drafts.PromptLookup(),
+        selfspec.drafts.Cascade(selfspec.drafts.Recycling(candidates=3), selfspec.drafts.EarlyExit(2)),
+    ),
+    "cascade with an assistant": selfspec.drafts.Cascade(
+        selfspec.drafts.Suffixes(most_bytes=0), selfspec.drafts.Assistant(tiny.llama(num_hidden_layers=1))
     ),
 }
 

@@ -17,9 +17,9 @@ from selfspec.draft import Drafter
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 DRAFTS: list[Drafter | None] = [
     None,
-    selfspec.EarlyExit(2),
-    selfspec.LayerSkip(mlp=[3]),
-    selfspec.LowPrecision(4, layers=[2, 3]),
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LayerSkip(mlp=[3]),
+    selfspec.drafts.LowPrecision(4, layers=[2, 3]),
 ]
 
 
@@ -54,7 +54,7 @@ def test_scores_and_logits_are_those_of_stock_generate(
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_scores_of_a_sample_are_those_of_its_text(llama: PreTrainedModel, rule: str) -> None:
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4, accept=rule)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4, accept=rule)
     out = spec.generate(tiny.prompt(5), max_new_tokens=20, **ASKED, **options)
     with torch.no_grad():
         logits = llama(out.sequences).logits[0, 4:-1].float()
@@ -72,7 +72,7 @@ def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
     options["max_new_tokens"] = 14
     text = llama.generate(ids, **options).sequences
     options["eos_token_id"] = int(text[1, 8])
-    out = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=4).generate(ids, **options)
+    out = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=4).generate(ids, **options)
     assert len(set(out.lengths)) > 1
     assert out.scores is not None
     assert out.logits is not None
@@ -93,7 +93,7 @@ def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True}, {"output_scores": True}], ids=str)
 def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    out = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).generate(
+    out = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).generate(
         tiny.prompt(5), max_new_tokens=4, **options
     )
     assert out.scores is None
@@ -101,7 +101,7 @@ def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel, option
 
 
 def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrainedModel) -> None:
-    stream = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4).stream(
+    stream = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).stream(
         tiny.prompt(5, 2), max_new_tokens=12, do_sample=False, **ASKED
     )
     next(stream)

@@ -26,7 +26,7 @@ from helpers.stories import checkpoint_folder
 from selfspec.errors import UnsupportedOptionError
 
 # Drafting with all of the network but one late MLP accepts long runs, so that ends fall inside them.
-LONG_RUNS = selfspec.LayerSkip(mlp=[3])
+LONG_RUNS = selfspec.drafts.LayerSkip(mlp=[3])
 NO_END: dict[str, Any] = {}
 
 
@@ -112,7 +112,9 @@ class KnowsTheEnd(AtOwnLength):
     eos_token_id = 49
 
 
-@pytest.mark.parametrize("draft", [None, LONG_RUNS, selfspec.PromptLookup(shortest=1), selfspec.Suffixes()], ids=repr)
+@pytest.mark.parametrize(
+    "draft", [None, LONG_RUNS, selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.Suffixes()], ids=repr
+)
 @pytest.mark.parametrize("criterion", [AtOwnLength(9, 2, 6), stateless(AtOwnLength(3, 11, 7)), KnowsTheEnd(4, 9, 1)])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_without_an_end_token_a_row_that_a_criterion_ended_goes_on_until_all_have(
@@ -226,7 +228,7 @@ def test_a_stop_string_ends_the_text_inside_an_accepted_run(
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     wanted = story.generate(prompt, stop_strings=strings, tokenizer=tokenizer, **options)
     assert wanted.shape[1] < prompt.shape[1] + 60
-    spec = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=length)
+    spec = selfspec.wrap(story, selfspec.drafts.LayerSkip(attention=[1]), draft_length=length)
     out = spec.generate(prompt, stop_strings=strings, tokenizer=tokenizer, **options)
     assert torch.equal(out.sequences, wanted)
     # Through transformers, which drops the tokenizer, the criterion itself goes in.
@@ -276,7 +278,7 @@ def test_stop_strings_of_a_config_count_and_the_models_own_do_not_change(
     story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    spec = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=4)
+    spec = selfspec.wrap(story, selfspec.drafts.LayerSkip(attention=[1]), draft_length=4)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
     wanted = story.generate(prompt, stop_strings=["girl"], tokenizer=tokenizer, **options)
     config = GenerationConfig(stop_strings=["girl"], **options)
@@ -288,7 +290,7 @@ def test_stop_strings_of_a_config_count_and_the_models_own_do_not_change(
         assert torch.equal(spec.generate(prompt, tokenizer=tokenizer, **options).sequences, wanted)
         assert story.generation_config is own
         assert own.stop_strings == ["girl"]
-        with pytest.raises(selfspec.UnsupportedOptionError, match="tokenizer"):
+        with pytest.raises(selfspec.errors.UnsupportedOptionError, match="tokenizer"):
             spec.generate(prompt, **options)
     finally:
         own.stop_strings = None
@@ -308,7 +310,7 @@ def test_stop_strings_in_a_batch_end_each_row_at_its_own(
         "stop_strings": ["day", " the", "play"],
         "tokenizer": tokenizer,
     }
-    out = selfspec.wrap(story, selfspec.LayerSkip(attention=[1]), draft_length=4).generate(
+    out = selfspec.wrap(story, selfspec.drafts.LayerSkip(attention=[1]), draft_length=4).generate(
         ids, attention_mask=mask, **options
     )
     assert len(set(out.lengths)) > 1

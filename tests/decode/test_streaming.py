@@ -47,7 +47,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
-    return selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=4)
+    return selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=4)
 
 
 @pytest.mark.parametrize("eos", [None, [3, 11, 20, 40]])
@@ -102,7 +102,7 @@ def test_a_streamer_is_ended_after_an_error_too(llama: PreTrainedModel) -> None:
         raise RuntimeError("out of something")
 
     listener = Listener()
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
     hook = llama.lm_head.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="out of something"):
         spec.generate(tiny.prompt(5), streamer=listener, **OPTIONS)
@@ -111,7 +111,7 @@ def test_a_streamer_is_ended_after_an_error_too(llama: PreTrainedModel) -> None:
     with torch.no_grad():
         llama.lm_head.weight.fill_(float("nan"))
     listener.heard.clear()
-    with pytest.raises(selfspec.NonFiniteLogitsError):
+    with pytest.raises(selfspec.errors.NonFiniteLogitsError):
         spec.generate(tiny.prompt(5), streamer=listener, **OPTIONS)
     assert listener.heard == [tiny.prompt(5).tolist(), "end"]
 
@@ -126,11 +126,11 @@ def test_an_abandoned_stream_tells_the_end(spec: selfspec.SelfSpeculative) -> No
 
 
 def test_several_rows_are_refused_before_anything_runs(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.EarlyExit(2), draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     listener = Listener()
     for options in ({}, {"num_return_sequences": 2, "do_sample": True}):
         prompts = tiny.prompt(5, 1 if options else 2)
-        with pytest.raises(selfspec.UnsupportedOptionError, match=r"streamer.*one row.*spec\.stream"):
+        with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"streamer.*one row.*spec\.stream"):
             spec.generate(prompts, streamer=listener, **{**OPTIONS, **options})
     assert listener.heard == []

@@ -141,7 +141,7 @@ class Remembering(LogitsProcessor):
 def test_processors_with_memory_refuse_a_tree_by_name() -> None:
     spec = selfspec.wrap(small(), Random(FORK, torch.full((VOCAB,), 1 / VOCAB)), draft_length=len(FORK))
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": True, "seed": 0}
-    with pytest.raises(selfspec.UnsupportedOptionError, match="stateless = True"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="stateless = True"):
         spec.generate(torch.tensor([PROMPTS[0]]), logits_processor=LogitsProcessorList([Remembering()]), **options)
     plain = spec.generate(torch.tensor([PROMPTS[0]]), **options)
     assert plain.sequences.shape[1] > len(PROMPTS[0])

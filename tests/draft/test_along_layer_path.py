@@ -14,16 +14,16 @@ ALL = sublayers(tiny.DEPTH)
 PROMPT = 7
 
 DRAFTS = {
-    **{f"exit {layer}": selfspec.EarlyExit(layer) for layer in (1, 2, 3)},
-    "attention 0": selfspec.LayerSkip(attention=[0]),
-    "mlp 0": selfspec.LayerSkip(mlp=[0]),
-    "layer 0": selfspec.LayerSkip(layers=[0]),
-    "attention 2 first": selfspec.LayerSkip(attention=[2], mlp=[2, 3]),
-    "mlp 1 first": selfspec.LayerSkip(attention=[3], mlp=[1]),
-    "attention 1, layer 3": selfspec.LayerSkip(attention=[1], layers=[3]),
-    "last layer": selfspec.LayerSkip(layers=[3]),
-    "last attention": selfspec.LayerSkip(attention=[3]),
-    "last mlp": selfspec.LayerSkip(mlp=[3]),
+    **{f"exit {layer}": selfspec.drafts.EarlyExit(layer) for layer in (1, 2, 3)},
+    "attention 0": selfspec.drafts.LayerSkip(attention=[0]),
+    "mlp 0": selfspec.drafts.LayerSkip(mlp=[0]),
+    "layer 0": selfspec.drafts.LayerSkip(layers=[0]),
+    "attention 2 first": selfspec.drafts.LayerSkip(attention=[2], mlp=[2, 3]),
+    "mlp 1 first": selfspec.drafts.LayerSkip(attention=[3], mlp=[1]),
+    "attention 1, layer 3": selfspec.drafts.LayerSkip(attention=[1], layers=[3]),
+    "last layer": selfspec.drafts.LayerSkip(layers=[3]),
+    "last attention": selfspec.drafts.LayerSkip(attention=[3]),
+    "last mlp": selfspec.drafts.LayerSkip(mlp=[3]),
 }
 
 
@@ -38,7 +38,7 @@ def _watched(model: PreTrainedModel) -> Calls:
     return calls
 
 
-def _expected(draft: selfspec.EarlyExit | selfspec.LayerSkip, drafted: int) -> dict[object, int]:
+def _expected(draft: selfspec.drafts.EarlyExit | selfspec.drafts.LayerSkip, drafted: int) -> dict[object, int]:
     """Tokens through each module in one round, counted by hand from what a round should do."""
     path = draft.path(tiny.DEPTH)
     left_out = [s for s in ALL if not path.runs(s)]
@@ -64,7 +64,7 @@ def _expected(draft: selfspec.EarlyExit | selfspec.LayerSkip, drafted: int) -> d
 @pytest.mark.parametrize("draft_length", [1, 3])
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_no_token_passes_an_exact_sublayer_twice(
-    architecture: str, draft: selfspec.EarlyExit | selfspec.LayerSkip, draft_length: int
+    architecture: str, draft: selfspec.drafts.EarlyExit | selfspec.drafts.LayerSkip, draft_length: int
 ) -> None:
     model = tiny.BUILDERS[architecture]()
     calls = _watched(model)
@@ -84,7 +84,7 @@ def test_an_early_exit_round_runs_a_draft_and_one_token_through_every_layer(arch
     drafted = 4
     model = tiny.BUILDERS[architecture]()
     calls = _watched(model)
-    stream = selfspec.wrap(model, selfspec.EarlyExit(exit_layer), draft_length=drafted).stream(
+    stream = selfspec.wrap(model, selfspec.drafts.EarlyExit(exit_layer), draft_length=drafted).stream(
         tiny.prompt(PROMPT), max_new_tokens=50
     )
     next(stream)
@@ -113,8 +113,10 @@ def test_a_prompt_of_one_token_has_no_prefill(llama: PreTrainedModel) -> None:
     assert set(calls.tokens.values()) == {1}
 
 
-@pytest.mark.parametrize("draft", [selfspec.EarlyExit(2), selfspec.LayerSkip(mlp=[1])], ids=str)
-def test_the_last_round_drafts_no_more_than_can_be_committed(llama: PreTrainedModel, draft: selfspec.Drafter) -> None:
+@pytest.mark.parametrize("draft", [selfspec.drafts.EarlyExit(2), selfspec.drafts.LayerSkip(mlp=[1])], ids=str)
+def test_the_last_round_drafts_no_more_than_can_be_committed(
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter
+) -> None:
     calls = _watched(llama)
     wanted = 7
     committed = 0
@@ -133,7 +135,7 @@ def test_rows_of_different_lengths_share_the_passes(llama: PreTrainedModel) -> N
     prompts = tiny.prompt(PROMPT, 3)
     mask = prompts.new_ones(prompts.shape)
     mask[0, :4] = mask[2, :6] = 0
-    draft = selfspec.LayerSkip(attention=[2])
+    draft = selfspec.drafts.LayerSkip(attention=[2])
     stream = selfspec.wrap(llama, draft, draft_length=3).stream(prompts, mask, max_new_tokens=40)
     before = {name: 0 if name == "head" else PROMPT - 1 for name in calls.tokens}
     for _ in range(3):
@@ -144,7 +146,7 @@ def test_rows_of_different_lengths_share_the_passes(llama: PreTrainedModel) -> N
 
 def test_a_sampled_draft_is_scored_by_what_it_was_drawn_from(llama: PreTrainedModel) -> None:
     """Scored as one-hot it would still be exact, only wasteful: acceptance would fall to sum(p * q)."""
-    spec = selfspec.wrap(llama, selfspec.LayerSkip(mlp=[3]), draft_length=4)
+    spec = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=4)
     # At this temperature p and q are nearly uniform: sum(min(p, q)) is nearly 1, sum(p * q) nearly 1 / 50.
     out = spec.generate(tiny.prompt(PROMPT, 8), max_new_tokens=60, do_sample=True, temperature=4.0, top_k=0, seed=1)
     assert out.stats.judged > 300

@@ -67,7 +67,7 @@ def test_an_equal_model_is_accepted_whole(llama: PreTrainedModel) -> None:
 
 
 def test_rows_and_drafts_of_any_source_keep_the_text(llama: PreTrainedModel) -> None:
-    draft = selfspec.Cascade(selfspec.PromptLookup(), Assistant(near(llama, 0.01)))
+    draft = selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), Assistant(near(llama, 0.01)))
     repeated = [prompt.repeat(1, 3) for prompt in PROMPTS]
     spec = selfspec.wrap(llama, draft, draft_length=4)
     assert_rows_are_stock(llama, spec, repeated, max_new_tokens=40, eos_token_id=7)
@@ -225,26 +225,28 @@ def test_vocabularies_of_one_family_may_be_padded_to_other_sizes(tmp_path: Path,
 
 def test_other_tokens_are_refused(tmp_path: Path) -> None:
     model = saved(tmp_path / "model")
-    with pytest.raises(selfspec.DraftConfigError, match="vocabulary of 40, the model one of 50"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="vocabulary of 40, the model one of 50"):
         selfspec.wrap(model, Assistant(tiny.llama(vocab_size=40)))
-    with pytest.raises(selfspec.DraftConfigError, match="token 7 is 'w7-' for the assistant and 'w7' for the model"):
+    with pytest.raises(
+        selfspec.errors.DraftConfigError, match="token 7 is 'w7-' for the assistant and 'w7' for the model"
+    ):
         selfspec.wrap(model, Assistant(saved(tmp_path / "odd")))
 
 
 def test_what_is_no_assistant_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
-    with pytest.raises(selfspec.CheckpointError, match="does not exist"):
+    with pytest.raises(selfspec.errors.CheckpointError, match="does not exist"):
         parse_draft(f"assistant:{tmp_path / 'absent'}")
-    with pytest.raises(selfspec.UnsupportedModelError, match="Linear is not a transformers model"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="Linear is not a transformers model"):
         Assistant(torch.nn.Linear(1, 1))
     for wrong in (5, None, selfspec.wrap(llama)):
-        with pytest.raises(selfspec.DraftConfigError, match="a model, or the folder of a checkpoint"):
+        with pytest.raises(selfspec.errors.DraftConfigError, match="a model, or the folder of a checkpoint"):
             Assistant(wrong)  # type: ignore[arg-type]
-    with pytest.raises(selfspec.UnsupportedModelError, match="meta device"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="meta device"):
         Assistant(tiny.llama().to("meta"))
-    with pytest.raises(selfspec.DraftConfigError, match="along a path"):
-        selfspec.ReducedVocabulary(Assistant(llama), (1, 2))  # type: ignore[arg-type]
+    with pytest.raises(selfspec.errors.DraftConfigError, match="along a path"):
+        selfspec.drafts.ReducedVocabulary(Assistant(llama), (1, 2))  # type: ignore[arg-type]
     training = Assistant(tiny.llama(attention_dropout=0.1).train())
-    with pytest.raises(selfspec.UnsupportedModelError, match="training mode"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="training mode"):
         selfspec.wrap(llama, training)
 
 
@@ -253,18 +255,18 @@ def test_prompts_that_it_cannot_read_are_refused_before_any_pass(llama: PreTrain
     llama.model.register_forward_hook(lambda *_: calls.append(1))
     spec = selfspec.wrap(llama, Assistant(tiny.llama()))
     embeddings = llama.get_input_embeddings()(tiny.prompt(9)).detach()
-    with pytest.raises(selfspec.UnsupportedOptionError, match="the assistant LlamaForCausalLM reads token ids"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="the assistant LlamaForCausalLM reads token ids"):
         spec.stream(inputs_embeds=embeddings, max_new_tokens=8)
     one_row = selfspec.wrap(llama, Assistant(shrunken("roformer")))
-    with pytest.raises(selfspec.UnsupportedModelError, match="one prompt at a time"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="one prompt at a time"):
         one_row.stream(tiny.prompt(9, 2), max_new_tokens=8)
     chains = selfspec.wrap(llama, Assistant(shrunken("gpt_neo")), draft_length=selfspec.CostAware(3, nodes=6))
-    with pytest.raises(selfspec.UnsupportedModelError, match="cannot read a tree"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="cannot read a tree"):
         chains.stream(tiny.prompt(9), max_new_tokens=8)
     moved = Assistant(tiny.llama())
     spec = selfspec.wrap(llama, moved)
     moved.model.to("meta")
-    with pytest.raises(selfspec.DraftConfigError, match="is on meta and the model on cpu"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="is on meta and the model on cpu"):
         spec.stream(tiny.prompt(9), max_new_tokens=8)
     assert not calls
 
@@ -272,6 +274,6 @@ def test_prompts_that_it_cannot_read_are_refused_before_any_pass(llama: PreTrain
 def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
     model = saved(tmp_path / "model")
     for draft in (Assistant(deepcopy(model)), f"assistant:{tmp_path / 'model'}"):
-        with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+        with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be saved"):
             selfspec.wrap(model, draft).save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

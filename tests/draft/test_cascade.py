@@ -71,7 +71,7 @@ def test_each_row_learns_by_itself_where_rows_are_apart() -> None:
     model = tiny.llama()
     ids = tiny.prompt(5, 3)
     options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": True, "top_k": None, "seed": 1}
-    spec = selfspec.wrap(model, Cascade(Guessing(7), selfspec.EarlyExit(2)), draft_length=3)
+    spec = selfspec.wrap(model, Cascade(Guessing(7), selfspec.drafts.EarlyExit(2)), draft_length=3)
     together = spec.generate(ids, **options).sequences
     alone = spec.generate(ids[:1], **options).sequences
     assert torch.equal(together[0], alone[0])

@@ -35,14 +35,14 @@ def test_greedy_text_is_the_models_own(architecture: str, tmp_path: Path) -> Non
     ids = tiny.prompt(7)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     for layer in (1, 2):
-        spec = selfspec.wrap(model, draft=selfspec.ExitHead.from_pretrained(folder, layer), draft_length=4)
+        spec = selfspec.wrap(model, draft=selfspec.drafts.ExitHead.from_pretrained(folder, layer), draft_length=4)
         assert torch.equal(spec.generate(ids, max_new_tokens=20, do_sample=False).sequences, expected)
 
 
 def test_coupled_samples_and_ragged_batches_are_plain_decodings(tmp_path: Path) -> None:
     model = tiny.llama()
     ids, mask = tiny.prompt(6, batch=3), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
-    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model, torch.arange(0, 50, 2)))
+    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model, torch.arange(0, 50, 2)))
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": True, "seed": 5, "accept": "coupled"}
     drafted = selfspec.wrap(model, draft=drafter, draft_length=4).generate(ids, mask, **options)
     assert torch.equal(drafted.sequences, selfspec.wrap(model).generate(ids, mask, **options).sequences)
@@ -57,9 +57,9 @@ def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     heads.save(tmp_path / "new", torch.float32, fingerprint(model), 2, {})
     drafters = (
-        selfspec.EarlyExit(2),
-        selfspec.ExitHead.from_pretrained(tmp_path / "new"),
-        selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
+        selfspec.drafts.EarlyExit(2),
+        selfspec.drafts.ExitHead.from_pretrained(tmp_path / "new"),
+        selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
     )
     drafts = [
         [
@@ -74,7 +74,7 @@ def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
 
 
 def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
-    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
     assert drafter.layer == 2
     assert repr(drafter) == f"head:{tmp_path / 'heads'}@2"
 
@@ -82,7 +82,7 @@ def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny.llama(dtype=torch.float32)
-    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
+    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
     spec = selfspec.wrap(model.to(dtype), draft=drafter, draft_length=4)
     assert spec.generate(tiny.prompt(4), max_new_tokens=6, do_sample=False).lengths == (6,)
     # The drafter may serve other models at the same time.
@@ -92,7 +92,7 @@ def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
-    drafter = selfspec.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
     with pytest.raises(ExitHeadError, match="another base"):
         selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
     with pytest.raises(ExitHeadError, match="another base"):
@@ -128,7 +128,7 @@ def test_damaged_weights_are_refused(tmp_path: Path, damage: object) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())
     damage(folder / WEIGHTS)
     with pytest.raises(ExitHeadError, match=WEIGHTS.replace(".", r"\.")):
-        selfspec.ExitHead.from_pretrained(folder)
+        selfspec.drafts.ExitHead.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, _cut])
@@ -137,7 +137,7 @@ def test_a_damaged_configuration_is_refused(tmp_path: Path, damage: object) -> N
     folder = _side_car(tmp_path / "heads", tiny.llama())
     damage(folder / CONFIG)
     with pytest.raises(ExitHeadError, match=r"exit_head\.json"):
-        selfspec.ExitHead.from_pretrained(folder)
+        selfspec.drafts.ExitHead.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path: Path, change: di
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**config, **change}))
     with pytest.raises(ExitHeadError):
-        selfspec.ExitHead.from_pretrained(folder)
+        selfspec.drafts.ExitHead.from_pretrained(folder)
 
 
 def test_an_exit_it_does_not_have_is_refused(tmp_path: Path) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())
     with pytest.raises(ExitHeadError, match="it has 1, 2"):
-        selfspec.ExitHead.from_pretrained(folder, layer=3)
+        selfspec.drafts.ExitHead.from_pretrained(folder, layer=3)

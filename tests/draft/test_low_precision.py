@@ -33,13 +33,13 @@ from selfspec.runtime.runner import ModelRunner
 
 EIGHT, FOUR = Precision(8, 32), Precision(4, 32)
 DRAFTS = [
-    selfspec.LowPrecision(),
-    selfspec.LowPrecision(4),
-    selfspec.LowPrecision(8, layers=[3, 4]),
-    selfspec.LowPrecision(8, exit=3),
-    selfspec.LowPrecision(8, head=False),
-    selfspec.Cascade(selfspec.PromptLookup(), selfspec.LowPrecision()),
-    selfspec.ReducedVocabulary(selfspec.LowPrecision(), tuple(range(0, tiny.VOCABULARY, 2))),
+    selfspec.drafts.LowPrecision(),
+    selfspec.drafts.LowPrecision(4),
+    selfspec.drafts.LowPrecision(8, layers=[3, 4]),
+    selfspec.drafts.LowPrecision(8, exit=3),
+    selfspec.drafts.LowPrecision(8, head=False),
+    selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.LowPrecision()),
+    selfspec.drafts.ReducedVocabulary(selfspec.drafts.LowPrecision(), tuple(range(0, tiny.VOCABULARY, 2))),
 ]
 
 
@@ -51,7 +51,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=draft_name)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_text_is_the_stock_models(model: PreTrainedModel, draft: selfspec.Drafter, rows: int) -> None:
+def test_greedy_text_is_the_stock_models(model: PreTrainedModel, draft: selfspec.drafts.Drafter, rows: int) -> None:
     prompts = tiny.prompt(9, rows)
     spec = selfspec.wrap(model, draft, draft_length=3)
     wanted = model.generate(prompts, max_new_tokens=24, do_sample=False)
@@ -62,7 +62,7 @@ def test_greedy_text_is_the_stock_models(model: PreTrainedModel, draft: selfspec
 
 
 def test_eight_bits_draft_almost_as_the_model_does(model: PreTrainedModel) -> None:
-    spec = selfspec.wrap(model, selfspec.LowPrecision(), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision(), draft_length=3)
     output = spec.generate(tiny.prompt(9, 6), max_new_tokens=48, do_sample=True, seed=0)
     assert output.stats.acceptance_rate > 0.9
 
@@ -87,7 +87,7 @@ def elsewhere(model: PreTrainedModel) -> None:
     [
         ("int4", other_layers, r"no layer .* in 4 bits.*draft with"),
         ("lookup+int8", other_layers, r"no layer .* in 8 bits.*draft with"),
-        (selfspec.LowPrecision(4, group_size=256), None, r"groups of 256 divide.*group_size=32"),
+        (selfspec.drafts.LowPrecision(4, group_size=256), None, r"groups of 256 divide.*group_size=32"),
         ("int8", quantised, r"quantised already.*draft with PromptLookup\(\) or an exit"),
         ("int8+exit:2", quantised, "quantised already"),
         ("int8", elsewhere, "no kernels for low-precision drafts on mps; use cpu or cuda"),
@@ -109,7 +109,7 @@ def test_models_that_cannot_be_in_fewer_bits_are_refused(
 
 def test_layers_that_change_their_kind_later_are_refused(model: PreTrainedModel) -> None:
     own = copy.deepcopy(model)
-    spec = selfspec.wrap(own, selfspec.LowPrecision(4), draft_length=3)
+    spec = selfspec.wrap(own, selfspec.drafts.LowPrecision(4), draft_length=3)
     other_layers(own)
     with pytest.raises(DraftConfigError, match=r"no layer .* in 4 bits.*draft with"):
         spec.generate(tiny.prompt(9), max_new_tokens=8)
@@ -150,7 +150,7 @@ def test_linear_layers_of_a_models_own_are_known_by_what_they_compute(
             child.__dict__["factor"] = 2.0
     if not known:
         with pytest.raises(DraftConfigError, match="no layer"):
-            selfspec.wrap(own, selfspec.LowPrecision(bits, head=False), draft_length=3)
+            selfspec.wrap(own, selfspec.drafts.LowPrecision(bits, head=False), draft_length=3)
         return
     ids = tiny.prompt(9)
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -183,7 +183,7 @@ def test_what_was_quantised_in_its_file_alone_has_fewer_bits(model: PreTrainedMo
 def test_other_architectures_keep_their_text(architecture: str) -> None:
     stock, prompt = tiny.BUILDERS[architecture](), tiny.prompt(9)
     wanted = stock.generate(prompt, max_new_tokens=16, do_sample=False)
-    spec = selfspec.wrap(stock, selfspec.LowPrecision(), draft_length=3)
+    spec = selfspec.wrap(stock, selfspec.drafts.LowPrecision(), draft_length=3)
     assert torch.equal(spec.generate(prompt, max_new_tokens=16, do_sample=False).sequences, wanted)
 
 
@@ -278,7 +278,7 @@ def test_a_substitute_follows_a_single_value() -> None:
 
 @pytest.mark.parametrize(
     ("name", "change", "runtime"),
-    [("int8", uncounted, selfspec.Traced(after=0)), ("int4", counted, StandIn(0, bucket=8))],
+    [("int8", uncounted, selfspec.runtime.Traced(after=0)), ("int4", counted, StandIn(0, bucket=8))],
     ids=["traced", "graphs"],
 )
 def test_recorded_drafts_follow_weights_that_change_where_they_are(name: str, change: Any, runtime: Runtime) -> None:
@@ -312,7 +312,7 @@ def test_inference_mode_may_come_and_go(inside: bool) -> None:
 def test_a_model_made_in_inference_mode_drafts() -> None:
     with torch.inference_mode():
         stock, prompts = tiny.llama(dtype=torch.float32), tiny.prompt(9)
-    spec = selfspec.wrap(stock, selfspec.LowPrecision(), draft_length=3)
+    spec = selfspec.wrap(stock, selfspec.drafts.LowPrecision(), draft_length=3)
     wanted = stock.generate(prompts, max_new_tokens=12, do_sample=False)
     assert torch.equal(spec.generate(prompts, max_new_tokens=12, do_sample=False).sequences, wanted)
 
@@ -368,7 +368,7 @@ def test_a_mixture_is_priced_by_what_runs_in_fewer_bits() -> None:
     costs = {}
     for model_type in ("mixtral", "llama4_text"):
         stock = shrunken(model_type, torch.float32)
-        costs[model_type] = selfspec.LowPrecision().cost(stock, selfspec.wrap(stock).adapter)
+        costs[model_type] = selfspec.drafts.LowPrecision().cost(stock, selfspec.wrap(stock).adapter)
     assert costs["mixtral"] < 0.3
     # Experts of its own kind, which are most of it, run exactly.
     assert costs["llama4_text"] > 0.7
@@ -386,7 +386,7 @@ def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_model_keeps_its_weights(model: PreTrainedModel) -> None:
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    selfspec.wrap(model, selfspec.LowPrecision(4), draft_length=2).generate(tiny.prompt(5), max_new_tokens=8)
+    selfspec.wrap(model, selfspec.drafts.LowPrecision(4), draft_length=2).generate(tiny.prompt(5), max_new_tokens=8)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
@@ -402,26 +402,26 @@ def test_the_target_keeps_its_weights(model: PreTrainedModel) -> None:
         runner = ModelRunner(model, find_adapter(model), cache)
         return [runner.logits(path, block).logits for path in paths][-1]
 
-    low, full = selfspec.LowPrecision().path(depth), LayerPath.full(depth)
+    low, full = selfspec.drafts.LowPrecision().path(depth), LayerPath.full(depth)
     assert not torch.equal(last_logits(low), last_logits(full))
     assert torch.equal(last_logits(low, full), last_logits(full))
 
 
 def test_verification_resumes_where_substitutes_begin() -> None:
-    path = selfspec.LowPrecision(8, layers=[2, 4]).path(5)
+    path = selfspec.drafts.LowPrecision(8, layers=[2, 4]).path(5)
     assert path.resume_point == Sublayer(2, Part.ATTENTION)
-    assert selfspec.LowPrecision().path(5).resume_point is None
-    assert selfspec.LowPrecision(exit=3).path(5).exit_point == Sublayer(3, Part.ATTENTION)
+    assert selfspec.drafts.LowPrecision().path(5).resume_point is None
+    assert selfspec.drafts.LowPrecision(exit=3).path(5).exit_point == Sublayer(3, Part.ATTENTION)
     assert path.runs(Sublayer(3, Part.MLP))
     assert LayerPath.full(5).precision is None
 
 
 def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
     adapter = selfspec.wrap(model).adapter
-    eight, four = (selfspec.LowPrecision(bits).cost(model, adapter) for bits in (8, 4))
+    eight, four = (selfspec.drafts.LowPrecision(bits).cost(model, adapter) for bits in (8, 4))
     assert eight == pytest.approx(0.25, abs=0.02)
     assert four == pytest.approx(0.125, abs=0.02)
-    assert selfspec.LowPrecision(exit=2).cost(model, adapter) < eight
+    assert selfspec.drafts.LowPrecision(exit=2).cost(model, adapter) < eight
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4+exit:3", "lookup+int8", "lookup+int4+exit:2"])
@@ -432,23 +432,23 @@ def test_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: selfspec.LowPrecision(3), "8 and 4"),
-        (lambda: selfspec.LowPrecision(True), "8 and 4"),
-        (lambda: selfspec.LowPrecision("8"), "8 and 4"),  # type: ignore[arg-type]
-        (lambda: selfspec.LowPrecision(4, group_size=32.0), "choose one of 32, 64, 128, 256"),  # type: ignore[arg-type]
-        (lambda: selfspec.LowPrecision(head=1), "write True"),  # type: ignore[arg-type]
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[-1])), "layer"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(exit=0)), "layer"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(exit="2")), "layer"),  # type: ignore[arg-type]
+        (lambda: selfspec.drafts.LowPrecision(3), "8 and 4"),
+        (lambda: selfspec.drafts.LowPrecision(True), "8 and 4"),
+        (lambda: selfspec.drafts.LowPrecision("8"), "8 and 4"),  # type: ignore[arg-type]
+        (lambda: selfspec.drafts.LowPrecision(4, group_size=32.0), "choose one of 32, 64, 128, 256"),  # type: ignore[arg-type]
+        (lambda: selfspec.drafts.LowPrecision(head=1), "write True"),  # type: ignore[arg-type]
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[-1])), "layer"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=0)), "layer"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit="2")), "layer"),  # type: ignore[arg-type]
         (lambda: parse_draft("int8+exit:"), "not understood"),
         (lambda: parse_draft("int16"), "not understood"),
-        (lambda: selfspec.LowPrecision(4, group_size=48), "group_size"),
-        (lambda: selfspec.LowPrecision(layers=[]), "at least one"),
-        (lambda: selfspec.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
-        (lambda: selfspec.LowPrecision(layers=[1.5]), "list of layer numbers"),  # type: ignore[list-item]
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[99])), "out of range"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(exit=99)), "out of range"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.LowPrecision(layers=[3], exit=2)), "leaves none"),
+        (lambda: selfspec.drafts.LowPrecision(4, group_size=48), "group_size"),
+        (lambda: selfspec.drafts.LowPrecision(layers=[]), "at least one"),
+        (lambda: selfspec.drafts.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
+        (lambda: selfspec.drafts.LowPrecision(layers=[1.5]), "list of layer numbers"),  # type: ignore[list-item]
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[99])), "out of range"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=99)), "out of range"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[3], exit=2)), "leaves none"),
         (lambda: parse_draft("int3"), "not understood"),
     ],
 )
@@ -459,4 +459,4 @@ def test_what_makes_no_sense_is_refused(make: Any, match: str) -> None:
 
 def test_it_cannot_be_teacher_forced() -> None:
     with pytest.raises(UnsupportedOptionError, match="fewer bits"):
-        DraftPath(selfspec.LowPrecision().path(5))
+        DraftPath(selfspec.drafts.LowPrecision().path(5))

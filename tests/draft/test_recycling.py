@@ -87,14 +87,16 @@ def test_every_node_is_learnt_after_its_own_ancestors() -> None:
 
 
 def test_sources_of_a_cascade_learn_from_rounds_of_the_others(llama: PreTrainedModel) -> None:
-    draft = selfspec.Cascade(selfspec.PromptLookup(1, 3), selfspec.Cascade(Recycling(), selfspec.EarlyExit(2)))
+    draft = selfspec.drafts.Cascade(
+        selfspec.drafts.PromptLookup(1, 3), selfspec.drafts.Cascade(Recycling(), selfspec.drafts.EarlyExit(2))
+    )
     spec, ids = selfspec.wrap(llama, draft, draft_length=5), tiny.prompt(9, 2)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     first, again = (spec.generate(ids, **options) for _ in range(2))
     assert torch.equal(first.sequences, stock(llama, ids, max_new_tokens=40))
     assert torch.equal(first.sequences, again.sequences)
     assert 0 < first.stats.draft_bytes <= again.stats.draft_bytes
-    assert draft_name(selfspec.Cascade(Recycling(), selfspec.EarlyExit(2))) == "recycle+exit:2"
+    assert draft_name(selfspec.drafts.Cascade(Recycling(), selfspec.drafts.EarlyExit(2))) == "recycle+exit:2"
     # What followed each token is known, though an early exit drafted it.
     (memory,) = spec._memories.values()
     assert isinstance(memory, RecyclingMemory)
@@ -142,7 +144,7 @@ def test_names() -> None:
 )
 @pytest.mark.parametrize("given", [0, -1, 1 << 41, 2.0, True, "8"])
 def test_numbers_out_of_range_are_refused(name: str, bounds: str, given: Any) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match=f"{name} must be an integer from {bounds}"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match=f"{name} must be an integer from {bounds}"):
         Recycling(**{name: given})
 
 
@@ -169,10 +171,10 @@ def test_a_table_from_a_file_drafts_as_the_one_that_was_saved(llama: PreTrainedM
 
 def test_a_table_of_another_tokenizer_is_refused_before_any_pass(llama: PreTrainedModel, tmp_path: Path) -> None:
     file = _saved(selfspec.wrap(llama, "recycle", draft_length=7), tmp_path)
-    with pytest.raises(selfspec.DraftConfigError, match="another tokenizer"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="another tokenizer"):
         selfspec.wrap(tiny.llama(vocab_size=tiny.VOCABULARY + 1), f"recycle:{file}")
     _saved(selfspec.wrap(llama, Recycling(longest=2), draft_length=7), tmp_path)
-    with pytest.raises(selfspec.DraftConfigError, match="another table"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="another table"):
         selfspec.wrap(llama, Recycling(saved=file))
 
 
@@ -182,13 +184,13 @@ def _tables_alone(change: Callable[[dict[str, Any]], object], tables: dict[str, 
 
 def test_files_that_hold_no_candidates_are_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = selfspec.wrap(llama, Recycling(most_bytes=1 << 13), draft_length=7)
-    with pytest.raises(selfspec.DraftConfigError, match="nothing was learnt"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="nothing was learnt"):
         spec.save_memory(tmp_path / "candidates")
     file = _saved(spec, tmp_path)
     content = Path(file).read_bytes()
     for damaged in (content[:40], b"", b"\0" * 64):
         Path(file).write_bytes(damaged)
-        with pytest.raises(selfspec.DraftConfigError, match="cannot be read as candidates"):
+        with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be read as candidates"):
             parse_draft(f"recycle:{file}")
     Path(file).write_bytes(content)
     wrong: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -201,5 +203,5 @@ def test_files_that_hold_no_candidates_are_refused(llama: PreTrainedModel, tmp_p
     for said, change in wrong.items():
         Path(file).write_bytes(content)
         rewrite(file, partial(_tables_alone, change), "np")
-        with pytest.raises(selfspec.DraftConfigError, match=said):
+        with pytest.raises(selfspec.errors.DraftConfigError, match=said):
             selfspec.wrap(llama, f"recycle:{file}").generate(tiny.prompt(9), max_new_tokens=4, do_sample=False)

@@ -20,12 +20,12 @@ from selfspec.tools.train.vocabulary import count_vocabulary, most_frequent
 _KEPT = tuple(range(1, 50, 3))
 
 
-@pytest.mark.parametrize("inner", [selfspec.EarlyExit(2), selfspec.LayerSkip(attention=[1], mlp=[2])])
+@pytest.mark.parametrize("inner", [selfspec.drafts.EarlyExit(2), selfspec.drafts.LayerSkip(attention=[1], mlp=[2])])
 def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str, inner: LayerPathDrafter) -> None:
     model = tiny.BUILDERS[architecture]()
     ids = tiny.prompt(7)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(inner, _KEPT), draft_length=4)
+    spec = selfspec.wrap(model, draft=selfspec.drafts.ReducedVocabulary(inner, _KEPT), draft_length=4)
     rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
     assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
     assert {token for row in rounds for token in row.draft} <= set(_KEPT)
@@ -42,8 +42,8 @@ def test_the_whole_vocabulary_in_another_order_changes_nothing() -> None:
             )
         ]
         for drafter in (
-            selfspec.EarlyExit(2),
-            selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))),
+            selfspec.drafts.EarlyExit(2),
+            selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))),
         )
     ]
     assert rounds[0] == rounds[1]
@@ -54,7 +54,9 @@ def test_samples_are_distributed_as_the_models_own(rule: str) -> None:
     model = tiny.llama(vocab_size=5, dtype=torch.float32)
     ids = torch.tensor([[1, 2, 0]])
     # Half of the vocabulary, so that much of p lies where nothing is drafted.
-    spec = selfspec.wrap(model, draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(2), (1, 3)), draft_length=2)
+    spec = selfspec.wrap(
+        model, draft=selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), (1, 3)), draft_length=2
+    )
     joint: dict[tuple[int, ...], float] = {}
     with torch.no_grad():
         for first in range(5):
@@ -73,30 +75,32 @@ def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
 
     model = tiny.llama()
     ExitHeads(32, 8, (2,)).save(tmp_path, torch.float32, fingerprint(model), 2, {})
-    drafter = selfspec.ReducedVocabulary(selfspec.ExitHead.from_pretrained(tmp_path), _KEPT)
+    drafter = selfspec.drafts.ReducedVocabulary(selfspec.drafts.ExitHead.from_pretrained(tmp_path), _KEPT)
     rounds = [
         row.rows[0]
         for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
     ]
     assert {token for row in rounds for token in row.draft} <= set(_KEPT)
-    with pytest.raises(selfspec.ExitHeadError):
+    with pytest.raises(selfspec.errors.ExitHeadError):
         selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 1), (-1,), (1.0,), ("1",), (True,)])
 def test_what_is_no_vocabulary_is_refused(tokens: Any) -> None:
     with pytest.raises(DraftConfigError):
-        selfspec.ReducedVocabulary(selfspec.EarlyExit(1), tokens)
+        selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(1), tokens)
 
 
 def test_tokens_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(DraftConfigError, match="token 50"):
-        selfspec.wrap(tiny.llama(), draft=selfspec.ReducedVocabulary(selfspec.EarlyExit(1), (3, 50)), draft_length=4)
+        selfspec.wrap(
+            tiny.llama(), draft=selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(1), (3, 50)), draft_length=4
+        )
 
 
 def test_the_most_frequent_tokens_are_counted() -> None:
     assert most_frequent(torch.tensor([[3, 3, 3, 7], [7, 1, 0, 3]]), 2, 10).tolist() == [3, 7]
-    with pytest.raises(selfspec.TrainingError, match="out of range"):
+    with pytest.raises(selfspec.errors.TrainingError, match="out of range"):
         most_frequent(torch.zeros(1, 1, dtype=torch.long), 11, 10)
 
 
@@ -104,12 +108,12 @@ def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "v.json"
     text.write_text("Once upon a time there was a little girl. She was happy and she was little.\n" * 9)
     coverage = count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
-    tokens = selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), file).tokens
+    tokens = selfspec.drafts.ReducedVocabulary.from_file(selfspec.drafts.EarlyExit(1), file).tokens
     ids = AutoTokenizer.from_pretrained(stories.checkpoint_folder())(text.read_text()).input_ids
     assert len(tokens) == 8
     assert coverage == pytest.approx(sum(map(ids.count, tokens)) / len(ids))
     assert coverage == json.loads(file.read_text())["coverage"]
-    with pytest.raises(selfspec.TrainingError, match="exists"):
+    with pytest.raises(selfspec.errors.TrainingError, match="exists"):
         count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
 
 
@@ -117,4 +121,4 @@ def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_vocabulary_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "v.json").write_text(content)
     with pytest.raises(DraftConfigError):
-        selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), tmp_path / "v.json")
+        selfspec.drafts.ReducedVocabulary.from_file(selfspec.drafts.EarlyExit(1), tmp_path / "v.json")

@@ -76,7 +76,7 @@ def test_names_are_read_and_written(name: str) -> None:
 def test_what_names_mean() -> None:
     assert parse_draft("lookup + int8") == Cascade(PromptLookup(), LowPrecision(8))
     assert parse_draft("int8+exit:3") == LowPrecision(8, exit=3)
-    assert parse_draft("skip:layers=2-4") == selfspec.LayerSkip(layers=[2, 3, 4])
+    assert parse_draft("skip:layers=2-4") == selfspec.drafts.LayerSkip(layers=[2, 3, 4])
     assert parse_draft("union:suffix+recycle+exit:4") == Union(Suffixes(), Recycling(), EarlyExit(4))
     assert parse_draft("lookup+union:suffix+exit:4") == Cascade(PromptLookup(), Union(Suffixes(), EarlyExit(4)))
     assert Cascade(PromptLookup(), Cascade(Recycling(), EarlyExit(2))) == parse_draft("lookup+recycle+exit:2")
@@ -101,9 +101,9 @@ def test_a_plus_belongs_to_a_file_where_no_draft_follows(tmp_path: Path) -> None
 def test_every_file_of_the_room_declares_its_drafters() -> None:
     declared = [each for kind in kinds().values() for each in vars(kind)["declared"]]
     public = {getattr(selfspec.drafts, name) for name in selfspec.drafts.__all__}
-    drafters = {kind for kind in public if isinstance(kind, type) and issubclass(kind, selfspec.Drafter)}
+    drafters = {kind for kind in public if isinstance(kind, type) and issubclass(kind, selfspec.drafts.Drafter)}
     assert {each.name for each in declarations()} == {each.name for each in declared}
-    assert drafters - set(kinds().values()) == {selfspec.Drafter, selfspec.drafts.Stateless, Cascade}
+    assert drafters - set(kinds().values()) == {selfspec.drafts.Drafter, selfspec.drafts.Stateless, Cascade}
     for each in declarations():
         assert each.help
         assert each.name in each.example

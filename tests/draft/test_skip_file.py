@@ -16,7 +16,7 @@ from selfspec.model.fingerprint import fingerprint
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    skip = selfspec.LayerSkip(attention=[1, 2], mlp=[3])
+    skip = selfspec.drafts.LayerSkip(attention=[1, 2], mlp=[3])
     write_skip_file(skip, fingerprint(tiny.llama()), tmp_path / "found.json", {"alpha": 0.5})
     return tmp_path / "found.json"
 

@@ -130,12 +130,12 @@ def test_names(corpus: str) -> None:
 
 @pytest.mark.parametrize("given", [-1, (1 << 26) + 1, 2.0, True, "8"])
 def test_bytes_out_of_range_are_refused(given: Any) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match="most_bytes must be an integer from 0 to"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="most_bytes must be an integer from 0 to"):
         Suffixes(most_bytes=given)
 
 
 def test_a_corpus_of_another_tokenizer_is_refused_before_any_pass(corpus: str) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match="another tokenizer"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="another tokenizer"):
         selfspec.wrap(small(), f"suffix:{corpus}")
     assert not Vocabulary(9, "a").is_same(Vocabulary(9, "b"))
     assert Vocabulary(9, "a").is_same(Vocabulary(32, "a"))
@@ -147,9 +147,9 @@ def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llam
     broken = tmp_path / "broken"
     for damaged in (content[:40], content[:-8], b"", b"\0" * 64):
         broken.write_bytes(damaged)
-        with pytest.raises(selfspec.DraftConfigError, match="cannot be read as a corpus"):
+        with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be read as a corpus"):
             Suffixes(str(broken))
-    with pytest.raises(selfspec.DraftConfigError, match="cannot be read"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be read"):
         Suffixes(str(tmp_path / "missing"))
     changes: list[Change] = [
         lambda tensors, _: tensors["ends"].__setitem__(3, 99),
@@ -162,7 +162,7 @@ def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llam
     for change in changes:
         broken.write_bytes(content)
         rewrite(broken, change)
-        with pytest.raises(selfspec.DraftConfigError, match="holds no corpus"):
+        with pytest.raises(selfspec.errors.DraftConfigError, match="holds no corpus"):
             CorpusFile(broken)
-    with pytest.raises(selfspec.DraftConfigError, match="needs texts with tokens"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="needs texts with tokens"):
         write_corpus(tmp_path / "none", [[], []], Vocabulary.of(llama))

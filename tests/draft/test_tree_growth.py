@@ -35,12 +35,12 @@ UNEVEN = Tree((-1, -1, 1, 1, 1, 3, 5))
 SHAPES = {"star": Tree((-1, -1, -1)), "fork": FORK, "uneven": UNEVEN}
 
 DRAFTS = {
-    "exit": selfspec.EarlyExit(2),
-    "first exit": selfspec.EarlyExit(1),
-    "skip set": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "int8": selfspec.LowPrecision(8),
-    "int8 with an exact layer": selfspec.LowPrecision(8, layers=[2]),
-    "vocabulary": selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(1, tiny.VOCABULARY, 2))),
+    "exit": selfspec.drafts.EarlyExit(2),
+    "first exit": selfspec.drafts.EarlyExit(1),
+    "skip set": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "int8": selfspec.drafts.LowPrecision(8),
+    "int8 with an exact layer": selfspec.drafts.LowPrecision(8, layers=[2]),
+    "vocabulary": selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(1, tiny.VOCABULARY, 2))),
 }
 
 
@@ -119,7 +119,7 @@ def test_a_chain_is_grown_as_a_chain() -> None:
     ]
 
 
-def _assert_greedy_text_is_stock_text(model: Any, draft: selfspec.Drafter, tree: Tree) -> None:
+def _assert_greedy_text_is_stock_text(model: Any, draft: selfspec.drafts.Drafter, tree: Tree) -> None:
     ids = tiny.prompt(9, 3).clamp(min=FIRST_WORD)
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     output = selfspec.wrap(model, draft, draft_length=Given(tree)).generate(ids, **options)
@@ -128,7 +128,7 @@ def _assert_greedy_text_is_stock_text(model: Any, draft: selfspec.Drafter, tree:
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-def test_greedy_text_is_stock_text(draft: selfspec.Drafter) -> None:
+def test_greedy_text_is_stock_text(draft: selfspec.drafts.Drafter) -> None:
     for tree in SHAPES.values():
         _assert_greedy_text_is_stock_text(tiny.llama().double(), draft, tree)
 
@@ -136,7 +136,7 @@ def test_greedy_text_is_stock_text(draft: selfspec.Drafter) -> None:
 @pytest.mark.parametrize("name", [*sorted(tiny.BUILDERS.keys() - {"llama"}), "gemma2", "jamba", "lfm2", "mamba2"])
 def test_greedy_text_of_other_architectures_is_stock_text(name: str) -> None:
     model = tiny.BUILDERS[name]() if name in tiny.BUILDERS else shrunken(name)
-    _assert_greedy_text_is_stock_text(model.double(), selfspec.EarlyExit(2), UNEVEN)
+    _assert_greedy_text_is_stock_text(model.double(), selfspec.drafts.EarlyExit(2), UNEVEN)
 
 
 class Watched(Altered):
@@ -149,7 +149,7 @@ class Watched(Altered):
             drafts.append(propose(batch, budget))
             return drafts[-1]
 
-        super().__init__(selfspec.EarlyExit(layer), keeping)
+        super().__init__(selfspec.drafts.EarlyExit(layer), keeping)
         object.__setattr__(self, "drafts", drafts)
 
     drafts: list[Draft]
@@ -249,7 +249,7 @@ def test_processors_see_the_path_to_each_node(watched: Watched) -> None:
 
 def test_prefixes_of_processors_are_no_longer_than_the_path() -> None:
     seen = Lengths()
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=Given(UNEVEN))
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=Given(UNEVEN))
     next(spec.stream(tiny.prompt(9), max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([seen])))
     assert max(seen.lengths) == 9 + UNEVEN.depth
 
@@ -266,7 +266,7 @@ def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> Non
     assert watched.drafts[0].steps == 1
 
 
-def _fits(draft: selfspec.Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
+def _fits(draft: selfspec.drafts.Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
     spec = selfspec.wrap(network(width=16), draft, draft_length=control, accept=rule)
     ids = torch.tensor([PROMPT] * rows)
     found: list[tuple[int, ...]] = []
@@ -284,7 +284,7 @@ SMALL = {"star": Tree((-1, -1, -1)), "fork": Tree((-1, -1, 0, 0, 1)), "uneven": 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
     shapes = ("fork", "uneven")
-    found = {name: _fits(selfspec.EarlyExit(1), Given(SMALL[name]), rule, Warp(), 4096, 1) for name in shapes}
+    found = {name: _fits(selfspec.drafts.EarlyExit(1), Given(SMALL[name]), rule, Warp(), 4096, 1) for name in shapes}
     assert holm_rejects(found, 0.01) == []
 
 
@@ -292,9 +292,9 @@ def test_samples_follow_the_exact_joint(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     drafts = {
-        "exit": selfspec.EarlyExit(1),
-        "skip set": selfspec.LayerSkip(mlp=[0]),
-        "int8": selfspec.LowPrecision(8),
+        "exit": selfspec.drafts.EarlyExit(1),
+        "skip set": selfspec.drafts.LayerSkip(mlp=[0]),
+        "int8": selfspec.drafts.LowPrecision(8),
     }
     warps = [Warp(), Warp(temperature=0.6), Warp(temperature=1.3, top_k=3, top_p=0.9)]
     controls = {**{name: Given(tree) for name, tree in SMALL.items()}, "sometimes": SOMETIMES}
@@ -311,13 +311,13 @@ def test_a_fixed_length_takes_a_number_of_nodes(watched: Watched) -> None:
     assert len(watched.drafts[0].tree) == 8
     assert watched.drafts[0].tree.depth == 3
     for nodes in (2, True, 4.0, 10**9):
-        with pytest.raises(selfspec.DraftConfigError, match="at least its length, 3"):
+        with pytest.raises(selfspec.errors.DraftConfigError, match="at least its length, 3"):
             selfspec.FixedLength(3, nodes=nodes)  # type: ignore[arg-type]
 
 
 def test_a_model_that_reads_chains_alone_is_refused_before_any_pass() -> None:
     spec = selfspec.wrap(shrunken("gpt_neo"), "exit:2", draft_length=selfspec.FixedLength(2, nodes=5))
-    with pytest.raises(selfspec.UnsupportedModelError, match=r"cannot read a tree of drafts.*draft a chain"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"cannot read a tree of drafts.*draft a chain"):
         spec.stream(tiny.prompt(5), max_new_tokens=8)
 
 

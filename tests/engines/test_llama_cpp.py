@@ -46,7 +46,7 @@ def _texts(folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int
 @pytest.mark.parametrize("place", [str(checkpoint_folder()), model_place(DEMO)], ids=["pieces", "bytes"])
 def test_text_and_tokens_of_a_trained_model_are_equal(place: str, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(place, "float32", "cpu")
-    model, tokenizer, drafter = checkpoint.model, checkpoint.tokenizer, selfspec.EarlyExit(3)
+    model, tokenizer, drafter = checkpoint.model, checkpoint.tokenizer, selfspec.drafts.EarlyExit(3)
     export_checkpoint(model, tokenizer, drafter, tmp_path / "draft")
     export_gguf(model, tokenizer, drafter, tmp_path / "draft.gguf")
     prompts = [tokenizer(text).input_ids for text in TEXTS]
@@ -79,7 +79,7 @@ _LLAMA3 = {
 )
 def test_every_architecture_gives_equal_text(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = tiny.BUILDERS[kind](vocab_size=VOCABULARY, dtype=torch.float32, **options)
-    for number, drafter in enumerate((selfspec.EarlyExit(2), selfspec.LayerSkip(layers=[1, 2]))):
+    for number, drafter in enumerate((selfspec.drafts.EarlyExit(2), selfspec.drafts.LayerSkip(layers=[1, 2]))):
         _check_equal(model, drafter, tmp_path / str(number))
 
 

@@ -23,7 +23,7 @@ TOKENS = 48
 
 def test_exported_drafts_and_look_ups_keep_its_text_and_are_accepted(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(model_place(DEMO), "float32", "cpu")
-    drafter, length = selfspec.EarlyExit(4), 4
+    drafter, length = selfspec.drafts.EarlyExit(4), 4
     export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
     ids = [checkpoint.encode(prompt) for prompt in PROMPTS]
     job: dict[str, Any] = {

@@ -72,13 +72,13 @@ class Kind:
 
 def _substitutes(bits: int) -> Kind:
     def make(folder: Path) -> Path:
-        selfspec.LowPrecision(bits).save(folder / "made.safetensors", _model())
+        selfspec.drafts.LowPrecision(bits).save(folder / "made.safetensors", _model())
         return folder / "made.safetensors"
 
     def read(file: Path) -> object:
         substitutes = Substitutes()
         substitutes.load(SubstituteFile(file), Precision(bits, 32), _model())
-        draft = selfspec.LowPrecision.from_file(file)
+        draft = selfspec.drafts.LowPrecision.from_file(file)
         made = [each.substitute for each in substitutes._made.values() if each.substitute is not None]
         return [draft.bits, draft.group_size, draft.layers, draft.head_too], _values(
             {f"{number}.{name}": part for number, each in enumerate(made) for name, part in each.named_parameters()}
@@ -132,7 +132,7 @@ def _exit_head(file: str) -> Kind:
 
 
 def _skip_set(folder: Path) -> Path:
-    skip = selfspec.LayerSkip(attention=[1], mlp=[0, 1])
+    skip = selfspec.drafts.LayerSkip(attention=[1], mlp=[0, 1])
     write_skip_file(skip, fingerprint(_model()), folder / "skip.json", {"alpha": 0.5})
     return folder / "skip.json"
 
@@ -143,7 +143,7 @@ def _vocabulary(folder: Path) -> Path:
 
 
 def _read_vocabulary(file: Path) -> object:
-    return selfspec.ReducedVocabulary.from_file(selfspec.EarlyExit(1), file).tokens
+    return selfspec.drafts.ReducedVocabulary.from_file(selfspec.drafts.EarlyExit(1), file).tokens
 
 
 def _profile(folder: Path) -> Path:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from selfspec import EarlyExit, ExitHead, Profile, ReducedVocabulary, SelfSpecError, SkipFile
+from selfspec import Profile
+from selfspec.draft import EarlyExit, ExitHead, ReducedVocabulary, SkipFile
 from selfspec.draft.registry import parse_draft
+from selfspec.errors import SelfSpecError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config

@@ -276,12 +276,12 @@ def greedy(subject: Subject) -> None:
     before = Snapshot(subject.model)
     last = subject.depth - 1
     has_mlp = bool(subject.adapter.modules_of(subject.adapter.decoder_layers(subject.model)[last], Part.MLP))
-    drafts: list[selfspec.Drafter | None] = [
+    drafts: list[selfspec.drafts.Drafter | None] = [
         None,
-        selfspec.EarlyExit(1),
-        selfspec.EarlyExit(last),
-        selfspec.LayerSkip(layers=[0]),
-        selfspec.LayerSkip(attention=[1], mlp=[last] if has_mlp else []),
+        selfspec.drafts.EarlyExit(1),
+        selfspec.drafts.EarlyExit(last),
+        selfspec.drafts.LayerSkip(layers=[0]),
+        selfspec.drafts.LayerSkip(attention=[1], mlp=[last] if has_mlp else []),
     ]
     chains = [(draft, selfspec.FixedLength(3)) for draft in drafts]
     trees = [(drafts[place], selfspec.FixedLength(3, nodes=7)) for place in (1, -1)] if _reads_trees(subject) else []
@@ -317,7 +317,7 @@ def _reads_trees(subject: Subject) -> bool:
 def has_substitutes(subject: Subject) -> bool:
     """Whether drafts in 8 bits are possible: some layer has substitutes."""
     with suppress(DraftConfigError):
-        selfspec.LowPrecision().check_model(subject.model, subject.adapter)
+        selfspec.drafts.LowPrecision().check_model(subject.model, subject.adapter)
         return True
     return False
 
@@ -331,9 +331,9 @@ def fewer_bits(subject: Subject) -> None:
     if not has_substitutes(subject):
         return
     drafts: list[LayerPathDrafter] = [
-        selfspec.LowPrecision(),
-        selfspec.LowPrecision(8, layers=[last], head=False),
-        selfspec.LowPrecision(8, exit=last),
+        selfspec.drafts.LowPrecision(),
+        selfspec.drafts.LowPrecision(8, layers=[last], head=False),
+        selfspec.drafts.LowPrecision(8, exit=last),
     ]
     for draft in drafts:
         _in_fewer_bits(subject, draft.path(subject.depth))
@@ -341,7 +341,7 @@ def fewer_bits(subject: Subject) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     # Each row alone, as in `greedy`.
     wanted = [subject.model.generate(row, **options)[0].tolist() for row in prompts.split(1)]
-    for drafter in (*drafts, selfspec.Cascade(selfspec.PromptLookup(shortest=1), drafts[0])):
+    for drafter in (*drafts, selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), drafts[0])):
         spec = selfspec.wrap(subject.model, drafter, draft_length=3, adapter=subject.adapter)
         out = spec.generate(prompts, **options)
         assert out.stats.drafted, drafter

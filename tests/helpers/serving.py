@@ -176,7 +176,7 @@ def alone(model: PreTrainedModel, asked: Asked) -> list[int]:
     made = [make() for make in asked.made]
     processors += [each for each in made if not isinstance(each, Breaking)]
     prompt = torch.tensor([request.input_ids])
-    out = selfspec.wrap(model, runtime=selfspec.Eager()).generate(
+    out = selfspec.wrap(model, runtime=selfspec.runtime.Eager()).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=request.max_new_tokens,

@@ -71,7 +71,7 @@ def refusals(model: Any) -> dict[str, str]:
         return selfspec.wrap(model, f"exit:{1 + torch.distributed.get_rank()}")
 
     def few_rows() -> object:
-        return selfspec.wrap(model, selfspec.ReducedVocabulary(selfspec.EarlyExit(2), (1, 2, 3)))
+        return selfspec.wrap(model, selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), (1, 2, 3)))
 
     def engine() -> object:
         from selfspec.serve.engine import Engine
@@ -81,7 +81,7 @@ def refusals(model: Any) -> dict[str, str]:
     def export() -> object:
         from selfspec.tools.export.run import export_checkpoint
 
-        return export_checkpoint(model, None, selfspec.EarlyExit(2), "nowhere")
+        return export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), "nowhere")
 
     tried: list[Callable[[], object]] = [by_clock, differently, few_rows, engine, export]
     said = {}
@@ -89,7 +89,7 @@ def refusals(model: Any) -> dict[str, str]:
         try:
             attempt()
             said[attempt.__name__] = ""
-        except selfspec.SelfSpecError as error:
+        except selfspec.errors.SelfSpecError as error:
             said[attempt.__name__] = str(error)
     return said
 
@@ -109,7 +109,9 @@ def main() -> None:
         answer = answers(model)
         torch.manual_seed(rank)
         drawn = selfspec.wrap(model, "exit:2").generate(tiny.prompt(9), **{**SAMPLED, "seed": None}).sequences.tolist()
-        report = verify(model, [tiny.prompt(6)], [selfspec.EarlyExit(2)], Settings(max_new_tokens=8, samples=200))
+        report = verify(
+            model, [tiny.prompt(6)], [selfspec.drafts.EarlyExit(2)], Settings(max_new_tokens=8, samples=200)
+        )
         answer |= {"drawn": drawn, "verified": report.exact, "split": _share_here(model)}
         if name == job["refused"]:
             answer["refusals"] = refusals(model)

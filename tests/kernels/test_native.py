@@ -215,14 +215,14 @@ def test_what_it_cannot_multiply_is_refused(states: torch.Tensor, weight: torch.
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced()], ids=["eager", "traced"])
+@pytest.mark.parametrize("runtime", [selfspec.runtime.Eager(), selfspec.runtime.Traced()], ids=["eager", "traced"])
 @pytest.mark.parametrize(
     "draft",
-    [None, selfspec.EarlyExit(2), selfspec.LowPrecision(), selfspec.LowPrecision(4)],
+    [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4)],
     ids=["plain", "exit", "int8", "int4"],
 )
 def test_generation_runs_on_them(
-    runtime: Runtime, draft: selfspec.Drafter | None, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, draft: selfspec.drafts.Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.llama().float()
     ids = tiny.prompt(9, 2)
@@ -242,16 +242,16 @@ def test_generation_runs_on_them(
     for _ in range(3):
         assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
     assert torch.float32 in asked
-    assert (torch.int8 in asked) == (draft == selfspec.LowPrecision())
-    assert (torch.uint8 in asked) == (draft == selfspec.LowPrecision(4))
-    if runtime != selfspec.Eager():
+    assert (torch.int8 in asked) == (draft == selfspec.drafts.LowPrecision())
+    assert (torch.uint8 in asked) == (draft == selfspec.drafts.LowPrecision(4))
+    if runtime != selfspec.runtime.Eager():
         assert spec.programs.proved
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("draft", [None, *map(selfspec.LowPrecision, (8, 4))], ids=["plain", "int8", "int4"])
-def test_compiled_passes_run_on_them(draft: selfspec.Drafter | None) -> None:
+@pytest.mark.parametrize("draft", [None, *map(selfspec.drafts.LowPrecision, (8, 4))], ids=["plain", "int8", "int4"])
+def test_compiled_passes_run_on_them(draft: selfspec.drafts.Drafter | None) -> None:
     model, ids = tiny.llama().float(), tiny.prompt(5)
     spec = selfspec.wrap(model, draft, draft_length=1, runtime=Interpreted(0))
     spec.programs = GraphCache(spec.runtime, ticking())
@@ -299,10 +299,12 @@ def test_a_broken_file_is_named(own_folder: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LowPrecision()], ids=["plain", "exit", "int8"])
+@pytest.mark.parametrize(
+    "draft", [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision()], ids=["plain", "exit", "int8"]
+)
 @pytest.mark.parametrize("model_type", ["youtu", "minicpm3"])
 def test_latents_that_every_pass_expands_may_become_more_than_a_program_saw(
-    model_type: str, draft: selfspec.Drafter | None
+    model_type: str, draft: selfspec.drafts.Drafter | None
 ) -> None:
     model = shrunken(model_type, torch.float32)
     spec = selfspec.wrap(model, draft, draft_length=2, runtime=Traced(after=0))
@@ -311,6 +313,6 @@ def test_latents_that_every_pass_expands_may_become_more_than_a_program_saw(
     for length in (10, 40):
         wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False)
         assert spec.generate(prompt, max_new_tokens=length, do_sample=False).sequences.tolist() == wanted.tolist()
-    if not isinstance(draft, selfspec.LowPrecision):
+    if not isinstance(draft, selfspec.drafts.LowPrecision):
         assert spec.programs.proved
         assert not spec.programs.refusals

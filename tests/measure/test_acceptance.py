@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.reference import with_layers
-from selfspec import DraftConfigError, EarlyExit, LayerSkip, LowPrecision, PromptError, ReducedVocabulary
+from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure import acceptance as module
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.own_text import Continuation, continued

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec import Draft, DraftConfigError, EarlyExit, LayerSkip
 from selfspec.control.costs import Costs
 from selfspec.decode import loop, stats
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge_together
+from selfspec.draft import Draft, EarlyExit, LayerSkip
+from selfspec.errors import DraftConfigError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.model.registry import find_adapter

@@ -20,7 +20,7 @@ _NEW = 40
 _DRAFTERS: tuple[LayerPathDrafter, ...] = (
     LayerSkip(attention=[2]),
     LayerSkip(mlp=[1], attention=[3]),
-    selfspec.EarlyExit(3),
+    selfspec.drafts.EarlyExit(3),
 )
 
 

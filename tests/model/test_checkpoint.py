@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from helpers.stories import checkpoint_folder
-from selfspec import CheckpointError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model import hub
 from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
 

@@ -28,5 +28,5 @@ def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypat
         yield _Elsewhere()
 
     monkeypatch.setattr(llama, "parameters", parameters)
-    with pytest.raises(selfspec.UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
         check_decodable(llama)

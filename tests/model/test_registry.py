@@ -60,7 +60,10 @@ def test_a_head_inside_the_language_model_drafts_in_fewer_words_and_bits() -> No
     model = shrunken("llama4", torch.float32, auto=AutoModelForMultimodalLM)
     prompt = torch.tensor([[5, 7, 9, 11]])
     wanted, head = _stock(model, prompt), model.get_output_embeddings()
-    for draft in (selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(40))), selfspec.LowPrecision()):
+    for draft in (
+        selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(40))),
+        selfspec.drafts.LowPrecision(),
+    ):
         out = selfspec.wrap(model, draft, draft_length=3).generate(prompt, **OPTIONS)
         assert torch.equal(out.sequences, wanted)
         assert out.stats.drafted
@@ -71,7 +74,7 @@ def test_a_head_inside_the_language_model_drafts_in_fewer_words_and_bits() -> No
 def test_models_that_read_in_both_directions_are_refused(auto: type[Any]) -> None:
     options: dict[str, Any] = {"use_bidirectional_attention": True} if auto is AutoModelForCausalLM else {}
     model = shrunken("gemma" if options else "paligemma", auto=auto, **options)
-    with pytest.raises(selfspec.UnsupportedModelError, match="both directions"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="both directions"):
         selfspec.wrap(model)
 
 
@@ -79,14 +82,14 @@ def test_layers_whose_tokens_see_something_unknown_are_refused() -> None:
     model = tiny.llama()
     model.config.layer_types = ["full_attention", "reference_sliding_attention"] * 2
     assert unknown_layer_types(model.config) == ["reference_sliding_attention"]
-    with pytest.raises(selfspec.UnsupportedModelError, match="reference_sliding_attention"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="reference_sliding_attention"):
         selfspec.wrap(model)
 
 
 def test_the_attention_kernel_is_that_of_the_language_model() -> None:
     model = shrunken("llava", auto=AutoModelForMultimodalLM)
     model.config.text_config._attn_implementation = "flash_attention_2"
-    with pytest.raises(selfspec.UnsupportedModelError, match="flash_attention_2"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="flash_attention_2"):
         selfspec.wrap(model)
 
 
@@ -108,5 +111,5 @@ def test_an_image_within_a_budget_is_refused_by_name(tmp_path: Path) -> None:
     example = pictured("gemma3")
     example.model.save_pretrained(tmp_path)
     spec = selfspec.load(tmp_path, "4GiB", device="cpu")
-    with pytest.raises(selfspec.UnsupportedOptionError, match="within a budget"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="within a budget"):
         spec.generate(**example.inputs, **OPTIONS)

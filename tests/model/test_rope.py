@@ -31,10 +31,10 @@ CHAT_BOUNDARY = 60
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
 DRAFTS = {
     "plain": None,
-    "exit": selfspec.EarlyExit(2),
-    "skip": selfspec.LayerSkip(layers=[1]),
-    "lookup": selfspec.PromptLookup(),
-    "int8": selfspec.LowPrecision(),
+    "exit": selfspec.drafts.EarlyExit(2),
+    "skip": selfspec.drafts.LayerSkip(layers=[1]),
+    "lookup": selfspec.drafts.PromptLookup(),
+    "int8": selfspec.drafts.LowPrecision(),
 }
 
 
@@ -122,7 +122,7 @@ def test_the_stock_model_drops_such_a_past_itself() -> None:
 
 def test_a_ragged_batch_is_read_anew() -> None:
     model = llama()
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :3] = 0
     past = DynamicCache()
@@ -183,7 +183,7 @@ def test_pieces_beyond_the_change_are_exact() -> None:
 )
 def test_programs_recorded_below_hold_beyond_or_are_not_used(name: str) -> None:
     model = MODELS[name]()
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=2, runtime=Traced(after=0))
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=2, runtime=Traced(after=0))
     spec.programs = GraphCache(spec.runtime, ticking())
     for length, new in ((8, 15), (8, 15), (40, 15), (8, 15)):
         equal(generated(spec, words(length), new), generated(model, words(length), new))
@@ -195,7 +195,7 @@ def test_programs_recorded_below_hold_beyond_or_are_not_used(name: str) -> None:
 def test_texts_beyond_the_context_leave_dynamic_tables_right() -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny.llama(rope_parameters=dynamic, max_position_embeddings=BOUNDARY)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     wanted = generated(spec, words(8), 16)
     with torch.no_grad():
         model(words(60))
@@ -217,7 +217,7 @@ def conversing() -> tuple[Conversation, PreTrainedModel]:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     tables = {**rope(), "original_max_position_embeddings": CHAT_BOUNDARY}
     model = tiny.llama(rope_parameters=tables, vocab_size=len(tokenizer), max_position_embeddings=400)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     template = ChatTemplate(tokenizer, PLAIN)
     return Conversation(spec, tokenizer, template, "Be kind.", 30, {"do_sample": False}), model
 

@@ -34,7 +34,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def file(tmp_path: Path, model: PreTrainedModel) -> Path:
-    selfspec.LowPrecision(4).save(tmp_path / "m4.safetensors", model)
+    selfspec.drafts.LowPrecision(4).save(tmp_path / "m4.safetensors", model)
     return tmp_path / "m4.safetensors"
 
 
@@ -55,15 +55,15 @@ def _generated(spec: selfspec.SelfSpeculative, rows: int = 1) -> selfspec.Genera
 @pytest.mark.parametrize(
     "draft",
     [
-        selfspec.LowPrecision(8),
-        selfspec.LowPrecision(4),
-        selfspec.LowPrecision(4, group_size=64),
-        selfspec.LowPrecision(8, layers=[2, 3], head=False),
+        selfspec.drafts.LowPrecision(8),
+        selfspec.drafts.LowPrecision(4),
+        selfspec.drafts.LowPrecision(4, group_size=64),
+        selfspec.drafts.LowPrecision(8, layers=[2, 3], head=False),
     ],
     ids=draft_name,
 )
 def test_they_are_those_that_are_made_in_memory(
-    model: PreTrainedModel, draft: selfspec.LowPrecision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, draft: selfspec.drafts.LowPrecision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "made.safetensors"
     draft.save(file, model)
@@ -71,7 +71,7 @@ def test_they_are_those_that_are_made_in_memory(
     wanted = _generated(made, rows=2)
     # None is made any more.
     monkeypatch.setattr(substitutes, "round_weight", None)
-    saved = selfspec.LowPrecision.from_file(file)
+    saved = selfspec.drafts.LowPrecision.from_file(file)
     assert (saved.bits, saved.group_size, saved.layers, saved.head_too) == (
         draft.bits,
         draft.group_size,
@@ -91,13 +91,17 @@ def test_they_are_those_that_are_made_in_memory(
 def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> None:
     model = _model()
     rounded, other = (str(tmp_path / name) for name in ("rounded.safetensors", "compensated.safetensors"))
-    draft = selfspec.LowPrecision(4)
+    draft = selfspec.drafts.LowPrecision(4)
     draft.save(rounded, model)
     draft.save(other, model, texts=[torch.arange(40).remainder(tiny.VOCABULARY)[None]])
     first = selfspec.wrap(model, draft, draft_length=3)
     _generated(first)
     acceptances = []
-    for drafter in (draft, selfspec.LowPrecision.from_file(rounded), selfspec.LowPrecision.from_file(other)):
+    for drafter in (
+        draft,
+        selfspec.drafts.LowPrecision.from_file(rounded),
+        selfspec.drafts.LowPrecision.from_file(other),
+    ):
         fresh = _generated(selfspec.wrap(model, drafter, draft_length=3)).stats.accepted_per_depth
         assert _generated(first.drafting(drafter, 3)).stats.accepted_per_depth == fresh
         acceptances.append(fresh)
@@ -108,9 +112,9 @@ def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> Non
 def test_other_architectures_have_them(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.BUILDERS[architecture]()
     wanted = model.generate(tiny.prompt(9), max_new_tokens=20, do_sample=False)
-    selfspec.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
+    selfspec.drafts.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
     monkeypatch.setattr(substitutes, "round_weight", None)
-    spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
     assert torch.equal(_generated(spec).sequences, wanted)
 
 
@@ -137,30 +141,30 @@ def test_wrappers_of_one_model_share_them(file: Path, model: PreTrainedModel, mo
 
 def test_what_changes_later_is_made_anew(tmp_path: Path) -> None:
     model = _model()
-    selfspec.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
-    spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
+    selfspec.drafts.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
+    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.3)
     _generated(spec)
-    made = selfspec.wrap(model, selfspec.LowPrecision(8), draft_length=3)
+    made = selfspec.wrap(model, selfspec.drafts.LowPrecision(8), draft_length=3)
     _generated(made)
     assert all(torch.equal(value, _values(made)[name]) for name, value in _values(spec).items())
 
 
 def test_the_base_is_known_in_another_dtype(file: Path) -> None:
-    spec = selfspec.wrap(_model().bfloat16(), selfspec.LowPrecision.from_file(file), draft_length=3)
+    spec = selfspec.wrap(_model().bfloat16(), selfspec.drafts.LowPrecision.from_file(file), draft_length=3)
     assert _generated(spec).stats.drafted
 
 
 def test_another_base_is_refused(file: Path) -> None:
     with pytest.raises(DraftConfigError, match=r"another base.*selfspec quantize"):
-        selfspec.wrap(_model(seed=1), selfspec.LowPrecision.from_file(file))
+        selfspec.wrap(_model(seed=1), selfspec.drafts.LowPrecision.from_file(file))
 
 
 def test_a_file_that_was_replaced_is_refused(file: Path, model: PreTrainedModel) -> None:
-    draft = selfspec.LowPrecision.from_file(file)
-    selfspec.LowPrecision(4, group_size=64).save(file, model)
+    draft = selfspec.drafts.LowPrecision.from_file(file)
+    selfspec.drafts.LowPrecision(4, group_size=64).save(file, model)
     with pytest.raises(DraftConfigError, match="4 bits in groups of 64 by now, and not 4 in groups of 32"):
         selfspec.wrap(model, draft)
 
@@ -190,7 +194,7 @@ def _folder(file: Path) -> None:
 def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[[Path], object]) -> None:
     damage(file)
     with pytest.raises(DraftConfigError, match=r"m4\.safetensors cannot be read .*write it again: selfspec quantize"):
-        selfspec.LowPrecision.from_file(file)
+        selfspec.drafts.LowPrecision.from_file(file)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,7 @@ def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[
 def test_what_says_something_else_of_itself_is_refused(file: Path, about: dict[str, Any]) -> None:
     rewrite(file, lambda _, own: own.update(about))
     with pytest.raises(DraftConfigError, match=f"cannot be read as substitutes.*{next(iter(about))}"):
-        selfspec.LowPrecision.from_file(file)
+        selfspec.drafts.LowPrecision.from_file(file)
 
 
 _UP = "model.layers.0.mlp.up_proj.weight"
@@ -224,7 +228,7 @@ _UP = "model.layers.0.mlp.up_proj.weight"
 def test_weights_that_do_not_fit_are_refused(file: Path, model: PreTrainedModel, change: Change, match: str) -> None:
     rewrite(file, change)
     with pytest.raises(DraftConfigError, match=rf"(?s){match}.*selfspec quantize"):
-        selfspec.wrap(model, selfspec.LowPrecision.from_file(file))
+        selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(file))
 
 
 def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
@@ -233,7 +237,7 @@ def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
             del tensors[name]
 
     rewrite(file, drop)
-    spec = selfspec.wrap(model, selfspec.LowPrecision.from_file(file), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(file), draft_length=3)
     before = spec.substitutes.nbytes
     assert _generated(spec).stats.substitute_bytes > before
 
@@ -241,7 +245,7 @@ def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
 def test_nothing_is_left_where_nothing_can_be_written(tmp_path: Path, model: PreTrainedModel) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(StorageError, match="taken"):
-        selfspec.LowPrecision(8).save(tmp_path / "taken", model)
+        selfspec.drafts.LowPrecision(8).save(tmp_path / "taken", model)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
@@ -249,8 +253,8 @@ def test_nothing_is_left_where_nothing_can_be_written(tmp_path: Path, model: Pre
 def test_they_take_their_share_of_the_weights(bits: int, most: float, tmp_path: Path) -> None:
     model = _model(vocab_size=256)
     weights = sum(weight.nbytes for weight in model.parameters())
-    selfspec.LowPrecision(bits).save(tmp_path / "made", model)
-    spec = selfspec.wrap(model, selfspec.LowPrecision(bits), draft_length=3)
+    selfspec.drafts.LowPrecision(bits).save(tmp_path / "made", model)
+    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision(bits), draft_length=3)
     assert _generated(spec).stats.substitute_bytes <= most * weights
     # Names and shapes of so small a model are a tenth of its file.
     assert (tmp_path / "made").stat().st_size <= (most + 0.05) * weights

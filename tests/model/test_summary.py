@@ -50,7 +50,7 @@ def test_substitutes_take_what_they_are_said_to(tied: bool) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
     model = tiny.llama(**sizes, dtype=torch.float32, tie_word_embeddings=tied)
     for fewer, most in zip(describe(model).substitutes, (0.27, 0.16), strict=True):
-        spec = selfspec.wrap(model, selfspec.LowPrecision(fewer.bits), draft_length=2)
+        spec = selfspec.wrap(model, selfspec.drafts.LowPrecision(fewer.bits), draft_length=2)
         stats = spec.generate(tiny.prompt(5), max_new_tokens=8).stats
         assert stats.substitute_bytes == spec.substitutes.nbytes
         # The CPU kernels hold scales of 8 bits in float32, two bytes more for each output.
@@ -100,5 +100,5 @@ def test_it_goes_into_json(architecture: str) -> None:
 
 
 def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(selfspec.UnsupportedModelError, match="is not a transformers model"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="is not a transformers model"):
         describe(torch.nn.Linear(2, 2))

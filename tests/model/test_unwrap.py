@@ -25,7 +25,7 @@ pytestmark = [
 def test_a_compiled_model_is_wrapped_by_what_is_inside(llama: PreTrainedModel) -> None:
     wanted = llama.generate(tiny.prompt(PROMPT), **OPTIONS)
     compiled: Any = torch.compile(llama, backend="eager")
-    spec = selfspec.wrap(compiled, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(compiled, selfspec.drafts.EarlyExit(2), draft_length=3)
     assert spec.model is llama
     assert torch.equal(spec.generate(tiny.prompt(PROMPT), **OPTIONS).sequences, wanted)
     assert torch.equal(compiled.generate(tiny.prompt(PROMPT), custom_generate=spec, **OPTIONS), wanted)
@@ -51,9 +51,9 @@ def test_a_pass_with_activations_in_8_bits_depends_on_its_other_tokens() -> None
 
 def test_dynamic_quantisation_to_8_bits_is_refused() -> None:
     model = tiny.llama(dtype=torch.float32)
-    early = selfspec.wrap(model, selfspec.EarlyExit(2))
+    early = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
     with pytest.raises(UnsupportedModelError, match=r"q_proj is a .*dynamic.*by the largest of all tokens in a pass"):
-        selfspec.wrap(quantised(model, torch.qint8), selfspec.EarlyExit(2))
+        selfspec.wrap(quantised(model, torch.qint8), selfspec.drafts.EarlyExit(2))
     torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
     with pytest.raises(UnsupportedModelError, match=r"quantise the weights alone"):
         early.generate(tiny.prompt(PROMPT), **OPTIONS)
@@ -62,7 +62,7 @@ def test_dynamic_quantisation_to_8_bits_is_refused() -> None:
 def test_dynamic_quantisation_to_16_bits_is_decoded() -> None:
     model = quantised(tiny.llama(dtype=torch.float32), torch.float16)
     wanted = model.generate(tiny.prompt(PROMPT, 2), **OPTIONS)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     output = spec.generate(tiny.prompt(PROMPT, 2), **OPTIONS)
     assert torch.equal(output.sequences, wanted)
     assert output.stats.drafted > 0

@@ -19,7 +19,7 @@ def test_exits_cost_what_inspect_says(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     adapter = ADAPTERS[architecture]
     for choice in describe(model).exits:
-        path = selfspec.EarlyExit(choice.layer).path(tiny.DEPTH)
+        path = selfspec.drafts.EarlyExit(choice.layer).path(tiny.DEPTH)
         assert share_read(model, adapter, path) == pytest.approx(choice.cost_ratio)
     assert share_read(model, adapter, LayerPath.full(tiny.DEPTH)) == 1.0
 
@@ -28,13 +28,13 @@ def test_a_skip_set_saves_what_it_leaves_out() -> None:
     model, adapter = tiny.llama(), ADAPTERS["llama"]
     anatomy = describe(model)
     saved = anatomy.layers[1].attention.weights.bytes + anatomy.layers[2].mlp.weights.bytes
-    path = selfspec.LayerSkip(attention=[1], mlp=[2]).path(tiny.DEPTH)
+    path = selfspec.drafts.LayerSkip(attention=[1], mlp=[2]).path(tiny.DEPTH)
     assert share_read(model, adapter, path) == pytest.approx(1 - saved / anatomy.target_bytes_read)
 
 
 def test_a_head_counts_with_the_rows_it_reads_and_the_adapter_before_it() -> None:
     model, adapter = tiny.llama(), ADAPTERS["llama"]
-    path, anatomy = selfspec.EarlyExit(2).path(tiny.DEPTH), describe(model)
+    path, anatomy = selfspec.drafts.EarlyExit(2).path(tiny.DEPTH), describe(model)
     own = ExitAdapter(model.config.hidden_size, 8)
     head = DraftHead(own, torch.arange(10))
     rows = anatomy.head.bytes * 10 // anatomy.vocabulary

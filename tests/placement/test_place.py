@@ -76,7 +76,7 @@ def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int 
 def wrapped(model: PreTrainedModel) -> selfspec.SelfSpeculative:
     placement = placement_of(model)
     assert placement is not None
-    return selfspec.wrap(model, default_draft(placement.plan), runtime=selfspec.Eager())
+    return selfspec.wrap(model, default_draft(placement.plan), runtime=selfspec.runtime.Eager())
 
 
 @pytest.mark.parametrize(("name", "bits"), in_turns(tuple(MODELS), (None, 8, 4)))
@@ -241,7 +241,7 @@ def test_draft_steps_that_stream_nothing_are_recorded(tmp_path: Path) -> None:
     model = tiny.llama(dtype=torch.float32, intermediate_size=64, vocab_size=64)
     placed = streamed(tmp_path, model)
     for draft, recorded in (("int4", True), ("exit:3", False)):
-        spec = selfspec.wrap(placed, draft, draft_length=3, runtime=selfspec.Traced(after=0))
+        spec = selfspec.wrap(placed, draft, draft_length=3, runtime=selfspec.runtime.Traced(after=0))
         spec.programs = GraphCache(spec.runtime, ticking())
         for _ in range(2):
             found = spec.generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)
@@ -250,8 +250,8 @@ def test_draft_steps_that_stream_nothing_are_recorded(tmp_path: Path) -> None:
         assert bool(spec.programs.proved) == recorded
         assert not spec.programs.refusals
     # From the disk, recordings would take memory of the budget's.
-    assert selfspec.wrap(placed).runtime == selfspec.Eager()
-    assert selfspec.wrap(model).runtime == selfspec.Traced()
+    assert selfspec.wrap(placed).runtime == selfspec.runtime.Eager()
+    assert selfspec.wrap(model).runtime == selfspec.runtime.Traced()
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_what_cannot_be_done_with_weights_elsewhere_is_refused(tmp_path: Path) -
         spec.to("cpu")
     with pytest.raises(ProfileError, match="name a draft"):
         spec.drafting("auto")
-    with pytest.raises(selfspec.DraftConfigError, match="rows of a head that is not in memory"):
-        spec.drafting(ReducedVocabulary(selfspec.EarlyExit(1), (3, 4)))
+    with pytest.raises(selfspec.errors.DraftConfigError, match="rows of a head that is not in memory"):
+        spec.drafting(ReducedVocabulary(selfspec.drafts.EarlyExit(1), (3, 4)))
     assert spec.drafting("lookup").generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
     assert selfspec.wrap(spec.model).generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
 
@@ -323,7 +323,7 @@ def test_named_drafts_give_the_models_own_tokens_and_substitute_what_is_streamed
     spec = wrapped(streamed(tmp_path, model))
     before = spec.substitutes.nbytes
     # Whoever wraps the model drafts within the budget.
-    for other in (spec.drafting(name), selfspec.wrap(spec.model, name, runtime=selfspec.Eager())):
+    for other in (spec.drafting(name), selfspec.wrap(spec.model, name, runtime=selfspec.runtime.Eager())):
         output = other.generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False)
         wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False)
         assert torch.equal(output.sequences, wanted.sequences)
@@ -354,9 +354,9 @@ def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(
     [
         ("int8", r"here are copies in 4 bits.*draft='int8'"),
         ("lookup+int8", "--draft int8"),
-        (selfspec.LowPrecision(4, group_size=64), "groups are of 32"),
-        (selfspec.LowPrecision(4, layers=[0, 2]), r"\[0\] stay in memory"),
-        (selfspec.LowPrecision(4, layers=[9]), "out of range"),
+        (selfspec.drafts.LowPrecision(4, group_size=64), "groups are of 32"),
+        (selfspec.drafts.LowPrecision(4, layers=[0, 2]), r"\[0\] stay in memory"),
+        (selfspec.drafts.LowPrecision(4, layers=[9]), "out of range"),
         ("exit:4", "choose 1..3"),
     ],
     ids=str,
@@ -364,13 +364,13 @@ def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(
 def test_drafts_that_a_budget_has_no_copies_for_are_refused(tmp_path: Path, draft: Any, problem: str) -> None:
     spec = wrapped(streamed(tmp_path, MODELS["llama"]()))
     for make in (spec.drafting, lambda named: selfspec.wrap(spec.model, named)):
-        with pytest.raises(selfspec.DraftConfigError, match=problem):
+        with pytest.raises(selfspec.errors.DraftConfigError, match=problem):
             make(draft)
 
 
 def test_copies_are_refused_where_there_are_none(tmp_path: Path) -> None:
     spec = wrapped(streamed(tmp_path, MODELS["llama"](), bits=None))
-    with pytest.raises(selfspec.DraftConfigError, match="no rounded copies"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="no rounded copies"):
         spec.drafting("int4")
 
 
@@ -383,9 +383,9 @@ def test_a_draft_that_load_names_is_what_the_budget_is_planned_for(tmp_path: Pat
     assert torch.equal(
         output.sequences, selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
     )
-    with pytest.raises(selfspec.DraftConfigError, match="no memory was set aside for copies in 4 bits"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="no memory was set aside for copies in 4 bits"):
         spec.drafting("int4")
-    with pytest.raises(selfspec.DraftConfigError, match="no memory was set aside"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="no memory was set aside"):
         selfspec.load(tmp_path, "64GiB").drafting("int8")
     assert selfspec.load(tmp_path, "64GiB", draft="none").draft is None
 

@@ -45,12 +45,12 @@ def test_a_killed_replica_loses_no_request_that_is_repeated(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("wrong", [{"least": 0}, {"least": 3}, {"requests": 0}, {"most_requests": 4}, {"most": 2.5}])
 def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(selfspec.UnsupportedOptionError, match="least <= most"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="least <= most"):
         Replicas(dict, **wrong)
 
 
 def test_what_is_missing_is_named() -> None:
     if importlib.util.find_spec("ray") is not None:
         pytest.skip("Ray is installed")
-    with pytest.raises(selfspec.UnsupportedOptionError, match=r"selfspec\[ray\]"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"selfspec\[ray\]"):
         Replicas(dict).bound()

@@ -29,24 +29,26 @@ from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import Function, OtherSizesError
 
 PROMPT, NEW = 5, 20
-EXIT = selfspec.EarlyExit(1)
+EXIT = selfspec.drafts.EarlyExit(1)
 DRAFTS = {
     "plain": None,
-    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "look-up": selfspec.PromptLookup(),
-    "int8": selfspec.LowPrecision(),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "look-up": selfspec.drafts.PromptLookup(),
+    "int8": selfspec.drafts.LowPrecision(),
 }
 
 
 def _wrapped(
-    model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=1, runtime=runtime or Interpreted(0))
     spec.programs = GraphCache(spec.runtime, ticking())
     return spec
 
 
-def _check_greedy(model: PreTrainedModel, draft: selfspec.Drafter | None, runtime: Runtime | None = None) -> None:
+def _check_greedy(
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, runtime: Runtime | None = None
+) -> None:
     before = Snapshot(model)
     spec = _wrapped(model, draft, runtime)
     prompt = tiny.prompt(PROMPT)
@@ -70,14 +72,14 @@ def test_greedy_text_is_the_stock_models(architecture: str) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.compile
-def test_greedy_text_of_every_draft_is_the_stock_models(draft: selfspec.Drafter | None) -> None:
+def test_greedy_text_of_every_draft_is_the_stock_models(draft: selfspec.drafts.Drafter | None) -> None:
     _check_greedy(tiny.llama(attention="eager"), draft)
 
 
 @pytest.mark.parametrize("draft", [None, EXIT], ids=["plain", "exit"])
 @pytest.mark.compile
 def test_greedy_text_is_the_stock_models_when_it_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: selfspec.Drafter | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: selfspec.drafts.Drafter | None
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     _check_greedy(tiny.llama(), draft, Compiled(0))
@@ -232,7 +234,7 @@ def test_nothing_is_left_of_a_compilation_that_failed(
 
 def test_packed_weights_are_left_to_the_modules() -> None:
     model = tiny.llama().float()
-    selfspec.pack(model)
+    selfspec.runtime.pack(model)
     spec = _wrapped(model)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert {"packed weights are not compiled" in reason for reason in spec.programs.refusals.values()} == {True}

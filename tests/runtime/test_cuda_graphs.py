@@ -24,11 +24,11 @@ from selfspec.runtime.runtime import Function, OtherSizesError
 from selfspec.runtime.slot_cache import SlotCache
 
 PROMPT, NEW, BUCKET = 5, 20, 8
-EXIT = selfspec.EarlyExit(1)
+EXIT = selfspec.drafts.EarlyExit(1)
 
 
 def _wrapped(
-    model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or StandIn(0, BUCKET))
     spec.programs = GraphCache(spec.runtime, ticking())

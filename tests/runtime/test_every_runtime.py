@@ -17,17 +17,19 @@ from selfspec.runtime.graph_cache import GraphCache
 
 PROMPT, NEW = 5, 24
 RUNTIMES: dict[str, Runtime] = {"traced": Traced(after=0), "graphs": StandIn(0, 8), "compiled": Interpreted(0)}
-DRAFTS: dict[str, selfspec.Drafter | None] = {
+DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
     "plain": None,
-    "exit": selfspec.EarlyExit(1),
-    "sublayers": selfspec.LayerSkip(attention=[1], mlp=[2]),
-    "layers": selfspec.LayerSkip(layers=[0, 2]),
-    "look-up": selfspec.PromptLookup(),
-    "int8": selfspec.LowPrecision(),
+    "exit": selfspec.drafts.EarlyExit(1),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.drafts.LayerSkip(layers=[0, 2]),
+    "look-up": selfspec.drafts.PromptLookup(),
+    "int8": selfspec.drafts.LowPrecision(),
 }
 
 
-def wrapped(model: PreTrainedModel, draft: selfspec.Drafter | None, runtime: Runtime) -> selfspec.SelfSpeculative:
+def wrapped(
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, runtime: Runtime
+) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
     spec.programs = GraphCache(spec.runtime, ticking())
     return spec
@@ -66,7 +68,7 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: 
 
 @pytest.fixture(params=RUNTIMES)
 def spec(request: pytest.FixtureRequest, llama: PreTrainedModel) -> selfspec.SelfSpeculative:
-    return wrapped(llama, selfspec.EarlyExit(1), RUNTIMES[request.param])
+    return wrapped(llama, selfspec.drafts.EarlyExit(1), RUNTIMES[request.param])
 
 
 @pytest.mark.parametrize("first", [True, False])

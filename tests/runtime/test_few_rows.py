@@ -154,7 +154,7 @@ def test_the_weight_is_on_the_left_where_that_was_the_faster_way(
 
 
 def test_verification_computes_blocks_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = _left_factors(monkeypatch, tiny.llama(), draft=selfspec.EarlyExit(2))
+    widths = _left_factors(monkeypatch, tiny.llama(), draft=selfspec.drafts.EarlyExit(2))
     assert max(widths) == 5  # the last committed token and the draft
     assert min(widths) > 1
 
@@ -163,7 +163,9 @@ def test_plain_decoding_of_one_row_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _left_factors(monkeypatch, tiny.llama(), draft=None)
 
 
-def _left_factors(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, draft: selfspec.Drafter | None) -> list[int]:
+def _left_factors(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, draft: selfspec.drafts.Drafter | None
+) -> list[int]:
     widths = _spied(monkeypatch)
     monkeypatch.setattr("selfspec.runtime.few_rows.torch.get_num_threads", lambda: 2)
     spec = selfspec.wrap(model, draft, draft_length=4)

@@ -25,7 +25,7 @@ from selfspec.runtime.graph_cache import GraphCache
 prompt, options = tiny.prompt(5), {"max_new_tokens": 12, "do_sample": False}
 model = tiny.llama()
 wanted = model.generate(prompt, **options).tolist()
-spec = selfspec.wrap(model, runtime=selfspec.Traced(after=0))
+spec = selfspec.wrap(model, runtime=selfspec.runtime.Traced(after=0))
 spec.programs = GraphCache(spec.runtime, ticking())
 recording, forked = threading.Event(), threading.Event()
 trace = traced._traced
@@ -43,7 +43,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(60)
     traced._traced = trace
-    other = selfspec.wrap(model, runtime=selfspec.Traced(after=0))
+    other = selfspec.wrap(model, runtime=selfspec.runtime.Traced(after=0))
     other.programs = GraphCache(other.runtime, ticking())
     for each in (other, spec):
         assert each.generate(prompt, **options).sequences.tolist() == wanted

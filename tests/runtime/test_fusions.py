@@ -154,8 +154,8 @@ def test_bits_of_joined_products_do_not_depend_on_threads() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 def test_programs_are_used_and_give_the_stock_text(architecture: str) -> None:
     model, prompt = tiny.BUILDERS[architecture](), tiny.prompt(9)
-    wanted = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=3, runtime=selfspec.Eager())
-    found = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
+    wanted = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=3, runtime=selfspec.runtime.Eager())
+    found = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
     for seed in range(3):
         texts = [
             each.generate(prompt, max_new_tokens=40, do_sample=True, seed=seed).sequences for each in (wanted, found)

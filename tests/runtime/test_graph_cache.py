@@ -29,11 +29,11 @@ from selfspec.runtime.runtime import Function
 from selfspec.runtime.traced import traced
 
 PROMPT, NEW = 9, 24
-EXIT = selfspec.EarlyExit(1)
+EXIT = selfspec.drafts.EarlyExit(1)
 
 
 def _wrapped(
-    model: PreTrainedModel, draft: selfspec.Drafter | None = None, runtime: Runtime | None = None
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Traced(after=0))
     spec.programs = GraphCache(spec.runtime, ticking())

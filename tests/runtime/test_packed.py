@@ -15,8 +15,8 @@ import selfspec
 from helpers import tiny
 from helpers.proving import ticking
 from helpers.snapshot import Snapshot
-from selfspec import pack, unpack
 from selfspec.model.fingerprint import fingerprint, plain
+from selfspec.runtime import pack, unpack
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.packed import PackedLinear, packable_dtypes, packed_layers
 
@@ -85,10 +85,12 @@ def test_an_untied_head_is_packed() -> None:
     assert isinstance(model.get_output_embeddings(), PackedLinear)
 
 
-@pytest.mark.parametrize("runtime", [selfspec.Eager(), selfspec.Traced(after=1)])
-@pytest.mark.parametrize("draft", [None, selfspec.EarlyExit(2), selfspec.LayerSkip(attention=[1], mlp=[2])])
+@pytest.mark.parametrize("runtime", [selfspec.runtime.Eager(), selfspec.runtime.Traced(after=1)])
+@pytest.mark.parametrize(
+    "draft", [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LayerSkip(attention=[1], mlp=[2])]
+)
 def test_greedy_text_is_the_packed_models_own(
-    draft: selfspec.Drafter | None, runtime: selfspec.Eager | selfspec.Traced
+    draft: selfspec.drafts.Drafter | None, runtime: selfspec.runtime.Eager | selfspec.runtime.Traced
 ) -> None:
     model = _model()
     pack(model)
@@ -99,13 +101,13 @@ def test_greedy_text_is_the_packed_models_own(
     for _ in range(2):
         assert torch.equal(spec.generate(prompt, max_new_tokens=30, do_sample=False).sequences, expected)
     assert not spec.programs.refusals
-    assert bool(spec.programs.proved) == isinstance(runtime, selfspec.Traced)
+    assert bool(spec.programs.proved) == isinstance(runtime, selfspec.runtime.Traced)
 
 
 def test_programs_go_on_after_the_weights_were_packed_anew() -> None:
     model = _model()
     pack(model)
-    spec = selfspec.wrap(model, runtime=selfspec.Traced(after=1))
+    spec = selfspec.wrap(model, runtime=selfspec.runtime.Traced(after=1))
     prompt = tiny.prompt(8)
     spec.generate(prompt, max_new_tokens=20, do_sample=False)
     assert spec.programs.proved
@@ -151,7 +153,7 @@ def test_moved_to_another_dtype_it_is_packed_anew_where_it_can_be() -> None:
 def test_it_cannot_be_trained() -> None:
     linear = nn.Linear(8, 8)
     PackedLinear.take(linear)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="unpack"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="unpack"):
         linear(torch.randn(2, 8, requires_grad=True))
 
 
@@ -159,14 +161,14 @@ def test_it_cannot_be_trained() -> None:
 def test_models_without_a_layer_to_pack_are_refused(dtype: torch.dtype) -> None:
     model = _model(dtype)
     before = Snapshot(model)
-    with pytest.raises(selfspec.UnsupportedModelError, match="no linear layer"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="no linear layer"):
         pack(model)
     before.assert_same(model)
 
 
 def test_bfloat16_is_refused_where_the_processor_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.runtime.packed.packable_dtypes", lambda: (torch.float32,))
-    with pytest.raises(selfspec.UnsupportedModelError, match="in float32, with"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="in float32, with"):
         pack(_model(torch.bfloat16))
 
 
@@ -177,7 +179,7 @@ def test_a_model_that_reads_weights_itself_is_refused_and_as_it_was(monkeypatch:
         mlp, "forward", lambda self, states: states @ self.up_proj.weight.t() @ self.down_proj.weight.t()
     )
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(selfspec.UnsupportedModelError, match="leave it out"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="leave it out"):
         pack(model)
     assert not any(True for _ in packed_layers(model))
     for name, weight in model.state_dict().items():
@@ -186,7 +188,7 @@ def test_a_model_that_reads_weights_itself_is_refused_and_as_it_was(monkeypatch:
 
 def test_a_torch_without_onednn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="oneDNN"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="oneDNN"):
         pack(_model())
 
 

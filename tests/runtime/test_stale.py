@@ -299,7 +299,7 @@ def _llama() -> Model:
     return tiny.llama(num_hidden_layers=2)
 
 
-def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.Drafter | None = None) -> None:
+def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.drafts.Drafter | None = None) -> None:
     """The text is `model.generate`'s before a change, with it, and after it, though programs were made."""
     spec, prompt = selfspec.wrap(model, draft, draft_length=3, runtime=runtime), tiny.prompt(PROMPT)
     spec.programs = GraphCache(spec.runtime, ticking())
@@ -320,7 +320,7 @@ def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.Draft
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_views_are_of_the_model_as_it_is(change: Change) -> None:
-    _check(_llama(), change, Eager(), selfspec.EarlyExit(1))
+    _check(_llama(), change, Eager(), selfspec.drafts.EarlyExit(1))
 
 
 RECORDED: dict[str, Runtime] = {"traced": Traced(after=0), "graphs": StandIn(0, 8)}
@@ -440,7 +440,7 @@ def test_adapters_come_and_go() -> None:
     """Programs of a bare model, then adapters of peft in it: added, switched off and on, merged, and taken out."""
     peft = pytest.importorskip("peft")
     model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, selfspec.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
     spec.programs = GraphCache(spec.runtime, ticking())
     texts: list[object] = []
 

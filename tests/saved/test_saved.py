@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3, accept="coupled")
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=3, accept="coupled")
     spec.save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
@@ -100,17 +100,17 @@ def test_seeds_and_streamers_reach_selfspec(trusted: Any) -> None:
 
 
 def test_what_cannot_be_honoured_is_refused_here_too(trusted: Any) -> None:
-    with pytest.raises(selfspec.UnsupportedOptionError, match="num_beams"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="num_beams"):
         trusted.generate(tiny.prompt(5), num_beams=2, **OPTIONS)
 
 
 @pytest.mark.parametrize(
     ("draft", "accept", "wanted"),
     [
-        (selfspec.EarlyExit(3), None, Recipe("exit:3", 5, None)),
+        (selfspec.drafts.EarlyExit(3), None, Recipe("exit:3", 5, None)),
         (None, "block", Recipe("none", 5, "block")),
         (
-            selfspec.LayerSkip(attention=[1, 2], mlp=[0]),
+            selfspec.drafts.LayerSkip(attention=[1, 2], mlp=[0]),
             "relaxed-typical",
             Recipe("skip:attn=1,2;mlp=0", 5, "relaxed-typical"),
         ),
@@ -135,7 +135,7 @@ def test_a_draft_of_any_name_is_saved_as_code_that_runs(
 ) -> None:
     model = tiny.llama()
     file = tmp_path / f"set {name}.json"
-    write_skip_file(selfspec.LayerSkip(layers=[1]), fingerprint(model), file, {})
+    write_skip_file(selfspec.drafts.LayerSkip(layers=[1]), fingerprint(model), file, {})
     selfspec.wrap(model, f"skip-file:{file}", draft_length=3).save_pretrained(tmp_path / "model")
     assert Recipe.read(_written(tmp_path / "model")) == Recipe(f"skip-file:{file}", 3, None)
 
@@ -151,30 +151,30 @@ def test_a_draft_of_any_name_is_saved_as_code_that_runs(
     ids=lambda text: text[:20],
 )
 def test_a_recipe_that_was_damaged_is_refused(text: str) -> None:
-    with pytest.raises(selfspec.DraftConfigError, match=r"custom_generate/generate\.py"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match=r"custom_generate/generate\.py"):
         Recipe.read(text)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_saved(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=3)
     for place in (tmp_path / "file", tmp_path / "file" / "model"):
-        with pytest.raises(selfspec.StorageError, match="cannot be written"):
+        with pytest.raises(selfspec.errors.StorageError, match="cannot be written"):
             spec.save_pretrained(place)
 
 
 def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
-    class Other(selfspec.EarlyExit):
+    class Other(selfspec.drafts.EarlyExit):
         """A drafter of one's own."""
 
     spec = selfspec.wrap(tiny.llama(), Other(2), draft_length=4)
-    with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), draft_length=selfspec.ConfidenceStop(0.3))
-    with pytest.raises(selfspec.DraftConfigError, match="cannot be saved"):
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=selfspec.ConfidenceStop(0.3))
+    with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
-    spec = selfspec.wrap(tiny.llama(), selfspec.EarlyExit(2), accept=Typical(epsilon=0.9), draft_length=4)
-    with pytest.raises(selfspec.UnsupportedOptionError, match="cannot be saved"):
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), accept=Typical(epsilon=0.9), draft_length=4)
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     assert Recipe.of(None, FixedLength(4), TokenLevel()).accept == "token"

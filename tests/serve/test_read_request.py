@@ -66,11 +66,11 @@ def test_log_probabilities_are_those_of_the_models_own_logits(processors: Any) -
 
 def test_what_cannot_be_served_is_refused_when_the_engine_is_made() -> None:
     model = small()
-    with pytest.raises(selfspec.UnsupportedOptionError, match=r"cache_bytes=10 .* one token"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"cache_bytes=10 .* one token"):
         Engine(selfspec.wrap(model), cache_bytes=10)
     spec = selfspec.wrap(model)
     spec.unwrap()
-    with pytest.raises(selfspec.ClosedError):
+    with pytest.raises(selfspec.errors.ClosedError):
         Engine(spec)
 
 
@@ -86,5 +86,5 @@ def test_rows_that_would_cross_a_change_of_rotary_tables_are_refused() -> None:
     engine = Stepped(selfspec.wrap(tiny.llama(rope_parameters=rope)))
     engine.submit(RowRequest((1, 2), 62))
     for prompt, new in ((2, 63), (70, 3)):
-        with pytest.raises(selfspec.UnsupportedOptionError, match="longrope"):
+        with pytest.raises(selfspec.errors.UnsupportedOptionError, match="longrope"):
             engine.submit(RowRequest(tuple([1] * prompt), new))

@@ -69,7 +69,7 @@ def check_beside(model: PreTrainedModel, seen: list[Seen]) -> None:
     [
         (lambda: Breaking(6, stateless=True), ArithmeticError),
         (lambda: Breaking(6, stateless=False), ArithmeticError),
-        (Misshapen, selfspec.UnsupportedOptionError),
+        (Misshapen, selfspec.errors.UnsupportedOptionError),
     ],
     ids=["stateless", "with memory", "misshapen"],
 )

@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec import DraftConfigError, EarlyExit, LayerSkip, LowPrecision, Profile, PromptError, PromptLookup, wrap
+from selfspec import Profile, wrap
 from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
+from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, PromptLookup
+from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched

@@ -57,6 +57,6 @@ def test_the_head_is_one_more_layer(kind: str, rank: int, tmp_path: Path) -> Non
 )
 def test_what_cannot_be_folded_is_refused(kind: str, rank: int, scale: float, said: str, tmp_path: Path) -> None:
     model = tiny.BUILDERS[kind]()
-    with pytest.raises(selfspec.SelfSpecError, match=said):
+    with pytest.raises(selfspec.errors.SelfSpecError, match=said):
         export_checkpoint(model, None, _head(model, rank, scale), tmp_path / "draft")
     assert not any(tmp_path.iterdir())

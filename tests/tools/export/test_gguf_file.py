@@ -30,7 +30,7 @@ def _read(file: Path) -> Any:
 
 def test_layers_norms_and_head_are_there(tmp_path: Path) -> None:
     model = tiny.llama(vocab_size=260, dtype=torch.float32)
-    report = export_gguf(model, _tokenizer(), selfspec.EarlyExit(2), tmp_path / "draft.gguf")
+    report = export_gguf(model, _tokenizer(), selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
     read = _read(tmp_path / "draft.gguf")
     found = {tensor.name: tensor.data for tensor in read.tensors}
     assert sum(name.startswith("blk.1.") for name in found) == 9
@@ -65,22 +65,22 @@ def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
         "original_max_position_embeddings": 32,
     }
     model = tiny.llama(vocab_size=260, rope_parameters=scaled)
-    export_gguf(model, _tokenizer(), selfspec.EarlyExit(1), tmp_path / "draft.gguf")
+    export_gguf(model, _tokenizer(), selfspec.drafts.EarlyExit(1), tmp_path / "draft.gguf")
     found = {tensor.name: tensor.data for tensor in _read(tmp_path / "draft.gguf").tensors}
     assert found["rope_freqs.weight"].tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], abs=1e-5)
 
 
 def test_other_architectures_tokenizers_and_positions_are_refused(tmp_path: Path) -> None:
     to = tmp_path / "draft.gguf"
-    with pytest.raises(selfspec.UnsupportedModelError, match="only llama, mistral, qwen2, qwen3"):
-        export_gguf(tiny.gpt2(vocab_size=260), _tokenizer(), selfspec.EarlyExit(2), to)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="only llama, mistral, qwen2, qwen3"):
+        export_gguf(tiny.gpt2(vocab_size=260), _tokenizer(), selfspec.drafts.EarlyExit(2), to)
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
-    with pytest.raises(selfspec.UnsupportedModelError, match="type 'yarn'"):
-        export_gguf(tiny.qwen3(vocab_size=260, rope_parameters=yarn), _tokenizer(), selfspec.EarlyExit(2), to)
-    with pytest.raises(selfspec.UnsupportedModelError, match="only those that merge pairs"):
-        export_gguf(tiny.llama(vocab_size=260), tiny.tokenizer(), selfspec.EarlyExit(2), to)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="type 'yarn'"):
+        export_gguf(tiny.qwen3(vocab_size=260, rope_parameters=yarn), _tokenizer(), selfspec.drafts.EarlyExit(2), to)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="only those that merge pairs"):
+        export_gguf(tiny.llama(vocab_size=260), tiny.tokenizer(), selfspec.drafts.EarlyExit(2), to)
     assert not any(tmp_path.iterdir())
     to.write_text("mine")
-    with pytest.raises(selfspec.StorageError, match="there already"):
-        export_gguf(tiny.llama(vocab_size=260), _tokenizer(), selfspec.EarlyExit(2), to)
+    with pytest.raises(selfspec.errors.StorageError, match="there already"):
+        export_gguf(tiny.llama(vocab_size=260), _tokenizer(), selfspec.drafts.EarlyExit(2), to)
     assert to.read_text() == "mine"

@@ -40,11 +40,13 @@ def test_transformers_accepts_of_an_exit_what_selfspec_accepts(architecture: str
     # The assistant of transformers loses what left its window when it goes back.
     wide = {"sliding_window": tiny.CONTEXT} if architecture == "mistral" else {}
     model, ids = tiny.BUILDERS[architecture](**wide), tiny.prompt(7)
-    report = export_checkpoint(model, None, selfspec.EarlyExit(2), tmp_path / "draft")
+    report = export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
     assert report.layers == (0, 1)
     text = assisted(model, _loaded(tmp_path / "draft"), ids, LENGTH, max_new_tokens=24, **OPTIONS)
     chunks = list(
-        selfspec.wrap(model, selfspec.EarlyExit(2), draft_length=LENGTH).stream(ids, max_new_tokens=24, **OPTIONS)
+        selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=LENGTH).stream(
+            ids, max_new_tokens=24, **OPTIONS
+        )
     )
     ours = [len(chunk.rows[0].tokens) - 1 for chunk in chunks]
     # Drafts of the last round are cut to what is missing, each in its own way.
@@ -54,7 +56,7 @@ def test_transformers_accepts_of_an_exit_what_selfspec_accepts(architecture: str
 
 def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: Path) -> None:
     model = tiny.BUILDERS[architecture]()
-    report = export_checkpoint(model, None, selfspec.LayerSkip(layers=[0, 2]), tmp_path / "draft")
+    report = export_checkpoint(model, None, selfspec.drafts.LayerSkip(layers=[0, 2]), tmp_path / "draft")
     assert report.layers == (1, 3)
     assert report.off < 1e-6
     names = _loaded(tmp_path / "draft").state_dict()
@@ -66,7 +68,7 @@ def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: 
 
 def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
-    drafter = selfspec.EarlyExit(3)
+    drafter = selfspec.drafts.EarlyExit(3)
     export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
     draft = _loaded(tmp_path / "draft")
     spec = selfspec.wrap(checkpoint.model, drafter, draft_length=LENGTH)
@@ -82,7 +84,7 @@ def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -
 
 def test_sampled_acceptance_is_equal_too(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
-    model, drafter = checkpoint.model, selfspec.EarlyExit(3)
+    model, drafter = checkpoint.model, selfspec.drafts.EarlyExit(3)
     export_checkpoint(model, None, drafter, tmp_path / "draft")
     ids = checkpoint.encode("Once upon a time there was a little girl who had a dog")
     wanted = teacher_forced(model, find_adapter(model), {"draft": drafter}, [ids])["draft"]
@@ -100,24 +102,27 @@ def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None
     """
     model = shrunken.shrunken(kind)
     if kind in _NOT_CUT:
-        with pytest.raises(selfspec.UnsupportedModelError, match="choose another exit"):
-            export_checkpoint(model, None, selfspec.EarlyExit(2), tmp_path / "draft")
+        with pytest.raises(selfspec.errors.UnsupportedModelError, match="choose another exit"):
+            export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
         assert not any(tmp_path.iterdir())
     else:
-        export_checkpoint(model, None, selfspec.EarlyExit(2), tmp_path / "draft")
+        export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
 
 
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
         (lambda: None, "no draft to export"),
-        (lambda: selfspec.PromptLookup(), "vllm.LookUps"),
-        (lambda: selfspec.Recycling(), "no checkpoint to export"),
-        (lambda: selfspec.Cascade(selfspec.PromptLookup(), selfspec.EarlyExit(2)), "export its last part, exit:2"),
-        (lambda: selfspec.LowPrecision(8), "fewer bits"),
-        (lambda: selfspec.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
-        (lambda: selfspec.EarlyExit(9), "out of range"),
-        (lambda: selfspec.Assistant(tiny.llama(num_hidden_layers=1)), "a checkpoint of its own already"),
+        (lambda: selfspec.drafts.PromptLookup(), "vllm.LookUps"),
+        (lambda: selfspec.drafts.Recycling(), "no checkpoint to export"),
+        (
+            lambda: selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)),
+            "export its last part, exit:2",
+        ),
+        (lambda: selfspec.drafts.LowPrecision(8), "fewer bits"),
+        (lambda: selfspec.drafts.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
+        (lambda: selfspec.drafts.EarlyExit(9), "out of range"),
+        (lambda: selfspec.drafts.Assistant(tiny.llama(num_hidden_layers=1)), "a checkpoint of its own already"),
     ],
 )
 def test_what_is_no_whole_layers_is_refused(
@@ -129,7 +134,7 @@ def test_what_is_no_whole_layers_is_refused(
 
 
 def test_a_reduced_vocabulary_is_written_whole_and_says_so(llama: PreTrainedModel, tmp_path: Path) -> None:
-    drafter = selfspec.ReducedVocabulary(selfspec.EarlyExit(2), tuple(range(10)))
+    drafter = selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(10)))
     assert export_checkpoint(llama, None, drafter, tmp_path / "draft").whole_vocabulary
     assert _loaded(tmp_path / "draft").config.vocab_size == tiny.VOCABULARY
 
@@ -138,10 +143,10 @@ def test_what_is_there_stays_unless_it_may_be_overwritten(llama: PreTrainedModel
     to = tmp_path / "draft"
     to.mkdir()
     (to / "mine.txt").write_text("mine")
-    with pytest.raises(selfspec.StorageError, match="there already"):
-        export_checkpoint(llama, None, selfspec.EarlyExit(2), to)
+    with pytest.raises(selfspec.errors.StorageError, match="there already"):
+        export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), to)
     assert (to / "mine.txt").read_text() == "mine"
-    export_checkpoint(llama, None, selfspec.EarlyExit(2), to, overwrite=True)
+    export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), to, overwrite=True)
     assert not (to / "mine.txt").exists()
     assert json.loads((to / "selfspec_export.json").read_text())["draft"] == "exit:2"
     assert [file.name for file in tmp_path.iterdir()] == ["draft"]
@@ -157,13 +162,13 @@ def test_a_draft_that_the_cut_does_not_compute_is_not_written(
         save(self, *args, **options)
 
     monkeypatch.setattr(type(llama), "save_pretrained", wrong)
-    with pytest.raises(selfspec.UnsupportedModelError, match="do not compute by themselves"):
-        export_checkpoint(llama, None, selfspec.EarlyExit(2), tmp_path / "draft")
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match="do not compute by themselves"):
+        export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
     assert not any(tmp_path.iterdir())
 
 
 def test_the_model_stays_as_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in llama.state_dict().items()}
-    export_checkpoint(llama, None, selfspec.EarlyExit(2), tmp_path / "draft")
+    export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
     assert llama.config.num_hidden_layers == tiny.DEPTH
     assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())

@@ -76,5 +76,5 @@ def test_match_lengths_are_a_subclass_s() -> None:
     class Wrong(LookUps):
         shortest = 9
 
-    with pytest.raises(selfspec.DraftConfigError, match="match lengths"):
+    with pytest.raises(selfspec.errors.DraftConfigError, match="match lengths"):
         Wrong(_config())

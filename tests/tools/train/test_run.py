@@ -84,7 +84,7 @@ def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    drafted = selfspec.wrap(model, draft=selfspec.ExitHead.from_pretrained(to, layer=3), draft_length=4)
+    drafted = selfspec.wrap(model, draft=selfspec.drafts.ExitHead.from_pretrained(to, layer=3), draft_length=4)
     out = drafted.generate(ids, max_new_tokens=30, do_sample=False)
     plain = selfspec.wrap(model).generate(ids, max_new_tokens=30, do_sample=False)
     assert torch.equal(out.sequences, plain.sequences)

@@ -48,4 +48,4 @@ def test_other_drafters_are_called_what_they_say() -> None:
             return "Other()"
 
     assert draft_name(Other(1)) == "Other()"
-    assert draft_name(selfspec.EarlyExit(3)) == "exit:3"
+    assert draft_name(selfspec.drafts.EarlyExit(3)) == "exit:3"

@@ -36,7 +36,7 @@ QUICK = Settings(max_new_tokens=16, samples=300)
 TEXTS = replace(QUICK, samples=100)
 FITS = replace(QUICK, max_new_tokens=8, samples=600)
 # One that is accepted most of the time, and one that is half of the time.
-DRAFTS = (selfspec.LayerSkip(attention=[1]), selfspec.EarlyExit(4))
+DRAFTS = (selfspec.drafts.LayerSkip(attention=[1]), selfspec.drafts.EarlyExit(4))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,9 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert report.settings.lossless
 
 
-@pytest.mark.parametrize("draft", [selfspec.LowPrecision(), selfspec.LowPrecision(4, layers=[3, 4])], ids=draft_name)
+@pytest.mark.parametrize(
+    "draft", [selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4, layers=[3, 4])], ids=draft_name
+)
 @pytest.mark.tools
 def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], draft: Drafter) -> None:
     report = verified(stories, prompts, QUICK, [draft])
@@ -100,7 +102,7 @@ def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], d
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt2", "gemma2"])
 @pytest.mark.tools
 def test_drafts_in_fewer_bits_of_other_architectures(model_type: str) -> None:
-    report = verified(shrunken(model_type, torch.float32), [tiny.prompt(5)], FITS, [selfspec.LowPrecision()])
+    report = verified(shrunken(model_type, torch.float32), [tiny.prompt(5)], FITS, [selfspec.drafts.LowPrecision()])
     assert report.exactness is Exactness.EXACT
 
 
@@ -118,7 +120,7 @@ def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[
 
 
 def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
-    drafts = [selfspec.EarlyExit(2)]
+    drafts = [selfspec.drafts.EarlyExit(2)]
     short = replace(TEXTS, max_new_tokens=8)
     one, two = (verified(llama, [tiny.prompt(5)], short, drafts) for _ in range(2))
     assert one.to_dict() == two.to_dict()
@@ -130,7 +132,7 @@ def test_as_many_steps_are_told_as_were_announced(llama: PreTrainedModel) -> Non
     told: list[int | str] = []
     watch = SimpleNamespace(begin=told.append, step=told.append)
     short = replace(TEXTS, max_new_tokens=4)
-    verify(llama, [tiny.prompt(5), tiny.prompt(3)], [selfspec.EarlyExit(2)], short, watch=watch)
+    verify(llama, [tiny.prompt(5), tiny.prompt(3)], [selfspec.drafts.EarlyExit(2)], short, watch=watch)
     announced, *steps = told
     assert announced == len(steps)
 
@@ -150,7 +152,7 @@ def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
 
 def test_generation_defaults_of_the_model_play_no_part(llama: PreTrainedModel) -> None:
     llama.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=3, min_p=0.2, do_sample=True, num_beams=3)
-    report = verified(llama, [tiny.prompt(5)], TEXTS, [selfspec.EarlyExit(2)])
+    report = verified(llama, [tiny.prompt(5)], TEXTS, [selfspec.drafts.EarlyExit(2)])
     assert report.exactness is Exactness.EXACT
 
 
@@ -298,7 +300,7 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
 
 
 def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = verified(nudged_twin(monkeypatch, 3e-6), PAIR, TEXTS, [selfspec.EarlyExit(2)])
+    report = verified(nudged_twin(monkeypatch, 3e-6), PAIR, TEXTS, [selfspec.drafts.EarlyExit(2)])
     assert report.divergences
     for divergence in report.divergences:
         assert divergence.is_near_tie(report.bound)
@@ -309,7 +311,7 @@ def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, TEXTS, [selfspec.EarlyExit(2)])
+    report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, TEXTS, [selfspec.drafts.EarlyExit(2)])
     assert report.exactness is Exactness.NOT_EXACT
     # The tokens are tied, so the divergences are excused, but the logits are not.
     assert failed(report, "exit:2: logits are off by 0.01")
@@ -335,10 +337,10 @@ def test_settings_are_checked(wrong: dict[str, object], remedy: str) -> None:
 
 def test_bad_input_is_refused_before_any_pass(llama: PreTrainedModel) -> None:
     llama.register_forward_hook(lambda *_: pytest.fail("a pass was made"))
-    exits = [selfspec.EarlyExit(2)]
+    exits = [selfspec.drafts.EarlyExit(2)]
     prompt = tiny.prompt(5)
     with pytest.raises(DraftConfigError, match=r"choose 1\.\.3"):
-        verify(llama, [prompt], [selfspec.EarlyExit(4)])
+        verify(llama, [prompt], [selfspec.drafts.EarlyExit(4)])
     with pytest.raises(DraftConfigError, match="exit:2 is named more than once"):
         verify(llama, [prompt], exits * 2)
     with pytest.raises(DraftConfigError, match="at least one draft"):
@@ -357,4 +359,4 @@ def test_logits_that_are_not_finite_are_an_error(llama: PreTrainedModel) -> None
     with torch.no_grad():
         llama.get_output_embeddings().weight[3] = torch.nan
     with pytest.raises(NonFiniteLogitsError):
-        verify(llama, [tiny.prompt(5)], [selfspec.EarlyExit(2)], QUICK)
+        verify(llama, [tiny.prompt(5)], [selfspec.drafts.EarlyExit(2)], QUICK)

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.reference import zeroed
-from selfspec import DraftConfigError, EarlyExit, LayerSkip, PromptError
+from selfspec.draft import EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.errors import DraftConfigError, PromptError
 from selfspec.model.registry import find_adapter
 from selfspec.tools.verify.pruned import draft_logits, pruned_logits
 

@@ -37,7 +37,7 @@ def test_every_pass_gives_the_logits_of_the_text(architecture: str, past: int) -
         whole = model(torch.cat([prompt, torch.tensor([tokens])], 1)).logits[0, past - 1 : -1]
     torch.testing.assert_close(wanted, whole, atol=1e-6, rtol=0)
     torch.testing.assert_close(blockwise_logits(model, prompt, tokens, 4), wanted, atol=1e-6, rtol=0)
-    for drafter in (None, *default_drafts(tiny.DEPTH), selfspec.LayerSkip(attention=[0])):
+    for drafter in (None, *default_drafts(tiny.DEPTH), selfspec.drafts.LayerSkip(attention=[0])):
         torch.testing.assert_close(forced(model, drafter, prompt, tokens), wanted.float(), atol=1e-6, rtol=0)
 
 
@@ -50,7 +50,7 @@ def test_drafts_are_as_long_as_in_the_loop(llama: PreTrainedModel, monkeypatch: 
         return propose(self, batch, budget)
 
     monkeypatch.setattr(LayerPathProposer, "propose", watched)
-    forced(llama, selfspec.EarlyExit(2), tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist())
+    forced(llama, selfspec.drafts.EarlyExit(2), tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist())
     # Rounds of 4 and 4 tokens, and one of 3.
     assert drafted == [3, 3, 2]
 
@@ -72,7 +72,7 @@ def test_shifted_states_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
     )
     prompt, tokens = tiny.prompt(5), tiny.prompt(NEW, seed=1)[0].tolist()
     off = largest_difference(
-        forced(llama, selfspec.EarlyExit(2), prompt, tokens), stepwise_logits(llama, prompt, tokens).float()
+        forced(llama, selfspec.drafts.EarlyExit(2), prompt, tokens), stepwise_logits(llama, prompt, tokens).float()
     )
     assert off.max() > 1
 
