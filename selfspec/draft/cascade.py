@@ -188,7 +188,7 @@ class CascadeProposer(JoinedProposer):
         def prefers(row: int) -> bool:
             own = self._gains[row, place]
             behind = (self._gains[row, later].rate for later in range(place + 1, len(self.sources)))
-            return own.is_new or own.rate >= max(1.0, *behind)
+            return own.is_new or own.rate >= max([1.0, *behind])
 
         each = zip(rows.running, lengths_of(rows, found), strict=True)
         lengths = tuple(length if prefers(row) else 0 for row, length in each)

@@ -75,3 +75,10 @@ def test_each_row_learns_by_itself_where_rows_are_apart() -> None:
     together = spec.generate(ids, **options).sequences
     alone = spec.generate(ids[:1], **options).sequences
     assert torch.equal(together[0], alone[0])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sources_without_a_model_alone_have_nothing_to_displace(sampled: bool) -> None:
+    spec = selfspec.wrap(tiny.llama(), Cascade(Guessing(7), selfspec.drafts.Suffixes()), draft_length=3)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=40, do_sample=sampled, eos_token_id=None, seed=0)
+    assert out.stats.drafted

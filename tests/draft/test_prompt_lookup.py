@@ -132,6 +132,9 @@ class _Asked(Control, Controller):
     most: Budget = field(default=Budget(4, 4))
     shares: list[float] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        Controller.__init__(self, self.most)
+
     def begin(self, costs: CostsByRows) -> Controller:
         return self
 
