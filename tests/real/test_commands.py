@@ -108,7 +108,8 @@ def test_calibrate(said: Said, smollm2: Real, workload: str, tmp_path: Path, mon
     words = ("calibrate", smollm2.folder, "--dtype", "float32", "--draft", "exit:24", "--max-new-tokens", "8", *ON_CPU)
     quick = ("--repeats", "1", "--longest-draft", "2", "--nodes", "0", "--prompts", "1", "--prompt-file", workload)
     found = said(*words, *quick, "--to", str(file))
-    assert found["greedy"]["draft"] in ("none", "lookup", "exit:24", "lookup+exit:24")
+    # Fewer bits are tried beside what was named.
+    assert set(found["greedy"]["draft"].split("+")) <= {"none", "lookup", "exit:24", "int8", "int4"}
 
 
 def test_bench(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
