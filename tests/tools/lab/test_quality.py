@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers.made import cell_of, record
 from helpers.stories import checkpoint_folder
+from selfspec.accept import TopKTolerance
 from selfspec.tools.lab.agreement import TextAgreement
 from selfspec.tools.lab.arms import ArmSpec, make_arm
 from selfspec.tools.lab.bench_report import quality_sentence
@@ -21,7 +22,17 @@ from selfspec.tools.lab.quality import differing, nats_of, p_value, qualities
 from selfspec.tools.lab.record import Record
 
 PLAIN, EXIT = ArmSpec("plain"), ArmSpec("draft", "exit:2", accept="block")
-RELAXED = ArmSpec("draft", "exit:2", length=3, accept="relaxed-top-k")
+
+
+@dataclass(frozen=True)
+class Loose(TopKTolerance):
+    """Accepts nearly anything."""
+
+    top_k: int = 50
+    tolerance: float = 20.0
+
+
+RELAXED = ArmSpec("draft", "exit:2", length=3, accept=f"{__name__}:Loose")
 
 
 @pytest.fixture(scope="module")
