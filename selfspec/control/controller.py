@@ -89,8 +89,7 @@ class Controller:
 
         By the tokens that rounds with such drafts have lately committed for what they cost.
         """
-        look_up = self._gain(match)
-        return look_up.is_new or look_up.rate >= max([1.0, *(self._gain(source).rate for source in behind)])
+        return self._gain(match).promises_more(map(self._gain, behind))
 
     def round_cost(self, steps: int, nodes: int) -> float:
         """The cost of a round, in plain steps.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -40,6 +40,10 @@ class Gain:
     def is_new(self) -> bool:
         """Whether there were too few rounds to judge by."""
         return self.rounds < self._TRIALS
+
+    def promises_more(self, behind: Iterable[Gain]) -> bool:
+        """Whether a draft of this source promises more than those of the sources behind it, or is still to be tried."""
+        return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
 
     def count(self, tokens: float, cost: float) -> None:
         """Count a round: tokens that a row committed, and its cost in plain steps."""
@@ -186,9 +190,8 @@ class CascadeProposer(JoinedProposer):
         """Leave a draft to the rows that it promises more than the sources behind it."""
 
         def prefers(row: int) -> bool:
-            own = self._gains[row, place]
-            behind = (self._gains[row, later].rate for later in range(place + 1, len(self.sources)))
-            return own.is_new or own.rate >= max([1.0, *behind])
+            behind = (self._gains[row, later] for later in range(place + 1, len(self.sources)))
+            return self._gains[row, place].promises_more(behind)
 
         each = zip(rows.running, lengths_of(rows, found), strict=True)
         lengths = tuple(length if prefers(row) else 0 for row, length in each)

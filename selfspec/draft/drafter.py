@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from selfspec.draft.declaration import Declaration, name_of
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.offer import Offer
+from selfspec.draft.rows_apart import lengths_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.model.adapter import Adapter
@@ -82,11 +83,8 @@ class Proposer(ABC):
         found = self.look_up(rows, budget)
         if found is None or not found.length:
             return [()] * len(rows.running)
-        lengths = found.row_lengths or (found.length,) * len(rows.running)
-        return [
-            (Offer.of_draft(found, tokens, length),) if length else ()
-            for tokens, length in zip(found.tokens.tolist(), lengths, strict=True)
-        ]
+        each = zip(found.tokens.tolist(), lengths_of(rows, found), strict=True)
+        return [(Offer.of_draft(found, tokens, length),) if length else () for tokens, length in each]
 
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
         """Learn from a round, before it is committed.
