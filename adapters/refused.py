@@ -9,13 +9,18 @@ recurrent_gemma rwkv xlstm zamba zamba2 zaya
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
 
-_BEFORE_5_21 = {
-    "cohere_compass_text": "transformers before 5.21 cannot build it",
-    "olmo_hybrid": "in transformers before 5.21 all its layers ask the last one whether there is a state",
-}
+BEFORE_5_21: dict[str, str] = (
+    {
+        "cohere_compass_text": "transformers before 5.21 cannot build it",
+        "olmo_hybrid": "in transformers before 5.21 all its layers ask the last one whether there is a state",
+    }
+    if OLDER_THAN_5_21
+    else {}
+)
+"""Declared types that this version of `transformers` is too old for; none from 5.21 on."""
 
 REFUSED: dict[str, str] = {
-    **(_BEFORE_5_21 if OLDER_THAN_5_21 else {}),
+    **BEFORE_5_21,
     **dict.fromkeys(_WITH_STATES.split(), _RECURRENT),
     **dict.fromkeys(
         [

@@ -64,7 +64,7 @@ def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     options = {"attention_mask": torch.ones(2, 8), "return_dict_in_generate": True, **GREEDY}
     own = spec.generate(words(8, 2), **options).cache
-    stock = getattr(model.generate(words(8, 2), **options), cache_argument(model))
+    stock = getattr(model.generate(words(8, 2), **options), OUTPUT_CACHE)
     assert own is not None
     for found, wanted in zip(own.layers, stock.layers, strict=True):
         assert type(found) is type(wanted)
@@ -86,9 +86,9 @@ def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str
     given = more[:, 16:] if architecture in STATES_ALONE else more
     wanted = greedy(model, more)[:, more.shape[1] :]
     mask = torch.ones_like(given)
-    out = spec.generate(given, mask, cache=getattr(first, cache_argument(model)), **GREEDY)
+    out = spec.generate(given, mask, cache=getattr(first, OUTPUT_CACHE), **GREEDY)
     assert torch.equal(out.sequences[:, given.shape[1] :], wanted)
-    assert out.cache is getattr(first, cache_argument(model))
+    assert out.cache is getattr(first, OUTPUT_CACHE)
     empty = DynamicCache(config=model.config)
     assert spec.generate(words(8), cache=empty, **GREEDY).cache is empty
     again = spec.generate(given, mask, cache=empty, **GREEDY)

@@ -18,7 +18,7 @@ class Summing(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, cache_params: SharedCache) -> torch.Tensor:
         assert hidden_states.shape[1] == 1, "recurrent modules run one token at a time"
-        past = cache_params.get_recurrent_state(0)
+        past = cache_params.layers[0].recurrent_states[0]
         total = hidden_states[:, 0] + (0 if past is None else past)
         cache_params.update_conv_state(hidden_states.transpose(1, 2), 0)
         cache_params.update_recurrent_state(total, 0)
