@@ -188,7 +188,7 @@ def main() -> None:
     given = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    prompts = [text[:_CONTEXT] for text in read_prompts(given.prompts, 20)]
+    prompts = [text.prompt[:_CONTEXT] for text in read_prompts(given.prompts).texts[:20]]
     texts = expected_texts(given.model, given.draft, prompts, given.threads)
     port = free_port()
     command = [sys.executable, "-m", "selfspec", "serve", given.model, "--name", "m", "--port", str(port)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from selfspec.cli.options import (
+    Chat,
     DraftLength,
     MemoryOptions,
     ModelOptions,
@@ -174,7 +175,7 @@ class Cells:
         list[str],
         typer.Option(
             metavar="NAME=FILE",
-            help="Prompts: JSONL with `prompt`, `turns`, `messages` or `text`; may be repeated. "
+            help="Prompts: JSONL with `prompt`, `turns`, `messages` (each turn is one) or `text`; may be repeated. "
             "`NAME=FILE#FIELD=VALUE` takes the lines that say so, `NAME=FILE#FIELD` makes a workload of each value; "
             "`demo` is four Python files.",
         ),
@@ -193,7 +194,7 @@ class Cells:
             "whole, and texts end where the model ends them.",
         ),
     ] = None
-    chat: Annotated[bool, typer.Option("--chat", help="Write prompts by the checkpoint's chat template.")] = False
+    chat: Chat = False
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4
     max_new_tokens: Annotated[int, typer.Option(min=16, help="Generate at most N tokens a text.")] = 64
 
@@ -350,7 +351,7 @@ def _measure(
         warm_up=measured.warm_up,
         parts=parts,
     )
-    prompted = with_prompts(grid, workloads, cells.prompts, checkpoint.model, checkpoint.tokenizer)
+    prompted = with_prompts(grid, workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
         return session.measure(prompted, runs, StepBar(progress))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import MINUTES, GivenOptions, Minutes, Output, PromptFile, WholeModelOptions, read_draft
+from selfspec.cli.options import MINUTES, Chat, GivenOptions, Minutes, Output, PromptFile, WholeModelOptions, read_draft
 from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
@@ -61,8 +61,8 @@ def calibrate(
         typer.Option(metavar="FILE", help="Consider suffix trees over a corpus too: a file of `selfspec index`."),
     ] = None,
     prompt_file: PromptFile = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Write prompts by the checkpoint's chat template.")] = False,
-    prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts of the file.")] = 4,
+    chat: Chat = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Use N prompts, spread evenly over the file.")] = 4,
     minutes: Minutes = MINUTES,
     to: Annotated[
         Path | None,
@@ -82,21 +82,17 @@ def calibrate(
     # Those that are no path of the model are refused once its depth is known.
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
-    import torch
-
     from selfspec.control import profile_place
     from selfspec.files.writing import check_output_file, check_output_folder
-    from selfspec.measure.embedded import PROMPTS as DEMO_PROMPTS
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import BEGINNINGS, Text, as_chat, as_text, read_prompts
+    from selfspec.measure.prompts import PromptWriter, beginnings, built_in, read_prompts
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.calibrate.run import SIZES, work
     from selfspec.tools.calibrate.run import calibrate as run
 
     # The embedded model writes nothing but code.
-    texts: tuple[str, ...] = DEMO_PROMPTS if model.is_demo else BEGINNINGS
-    if prompt_file is not None:
-        texts = read_prompts(prompt_file, prompts)
+    usual = built_in if model.is_demo else beginnings
+    workload = usual() if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     paths = considered(depth, drafters)
     if to is None:
@@ -105,9 +101,8 @@ def calibrate(
         check_output_file(to)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
-    encode = (as_chat if chat else as_text)(checkpoint.tokenizer)
-    device = checkpoint.model.device
-    ids = [torch.tensor([encode(Text(text, whole=False))], dtype=torch.long, device=device) for text in texts]
+    writer, device = PromptWriter(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
+    ids = [prompt.to(device) for prompt in workload.whole_prompts(writer, prompts)]
     free = {name: size for name, size in SIZES.items() if name not in given}
     counted = partial(work, measurements, ids, len(paths))
     fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)

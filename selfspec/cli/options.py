@@ -71,7 +71,12 @@ Minutes = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
-    Path | None, typer.Option(help="Prompts: one a line, or JSONL with `prompt` or `text`. Default: built-in.")
+    Path | None,
+    typer.Option(help="Prompts: one a line, or JSONL with `prompt`, `turns`, `messages` or `text`. Default: built-in."),
+]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Write prompts by the checkpoint's chat template; the model answers turns before."),
 ]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from selfspec.measure.prompts import Workload
     from selfspec.model.checkpoint import Checkpoint
 
 # Texts that errors are compensated on, and tokens that each takes of a prompt.
@@ -74,11 +74,11 @@ def quantize(
         raise DraftConfigError("--texts and --prompt-file serve 4 bits: 8 bits are rounded to nearest; leave them out")
     number = texts if bits == 8 or texts is not None else _TEXTS
     check_output_file(to)
-    prompts = None if prompt_file is None else read_prompts(prompt_file)
+    workload = None if prompt_file is None else read_prompts(prompt_file)
     model.prepare()
     checkpoint = model.load()
     began = time.perf_counter()
-    written = _own_texts(checkpoint, prompts, number, seed) if number else []
+    written = _own_texts(checkpoint, workload, number, seed) if number else []
     with counting_bar("rounding") as count:
         draft.save(to, checkpoint.model, texts=written, progress=count)
     seconds = time.perf_counter() - began
@@ -86,17 +86,17 @@ def quantize(
     return Quantized(str(to), size, size / whole, seconds, bits)
 
 
-def _own_texts(checkpoint: Checkpoint, prompts: Sequence[str] | None, number: int, seed: int) -> list[Tensor]:
+def _own_texts(checkpoint: Checkpoint, workload: Workload | None, number: int, seed: int) -> list[Tensor]:
     """Texts of the model's own, from prompts or from random tokens."""
     import torch
 
     from selfspec.measure.own_text import own_texts, random_starts
-    from selfspec.measure.prompts import Text, Workload
 
-    if prompts is None:
+    if workload is None:
         starts = random_starts(checkpoint.model, number, seed)
     else:
-        workload = Workload("prompts", tuple(Text(prompt, whole=True) for prompt in prompts))
-        starts = torch.cat(workload.prompts(checkpoint.tokenizer, number, 1, _PROMPT))
+        # Of each prompt the first tokens.
+        whole = replace(workload, texts=tuple(replace(text, whole=True) for text in workload.texts))
+        starts = torch.cat(whole.prompts(checkpoint.tokenizer, number, 1, _PROMPT))
     with counting_bar("writing texts") as count:
         return own_texts(checkpoint.model, starts, seed, count)

@@ -12,6 +12,7 @@ import typer
 
 from selfspec.cli.options import (
     MINUTES,
+    Chat,
     GivenOptions,
     MemoryOptions,
     Minutes,
@@ -83,6 +84,7 @@ def verify(
         ),
     ] = None,
     prompt_file: PromptFile = None,
+    chat: Chat = False,
     minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> Verified:
@@ -102,13 +104,13 @@ def verify(
 
     from selfspec.draft import Drafter
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import BEGINNINGS, read_prompts
+    from selfspec.measure.prompts import PromptWriter, beginnings, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
     from selfspec.placement.drafts import placement_of
     from selfspec.tools.verify.run import SIZES, default_drafts, work
     from selfspec.tools.verify.run import verify as run
 
-    texts = BEGINNINGS if prompt_file is None else read_prompts(prompt_file)
+    workload = beginnings() if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()
     drafts = default_drafts(depth) if named is None else named
     for each in drafts:
@@ -126,7 +128,8 @@ def verify(
         if named is None and isinstance(spec.draft, Drafter):
             drafts = [spec.draft, *drafts]
     drafters = _drafters(checkpoint, drafts)
-    prompts = [checkpoint.encode(text) for text in texts]
+    writer, device = PromptWriter(checkpoint, chat, settings.max_new_tokens), checkpoint.model.device
+    prompts = [prompt.to(device) for prompt in workload.whole_prompts(writer)]
     free = {name: size for name, size in SIZES.items() if name not in given}
     counted = partial(work, settings, prompts, len(drafters))
     fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
@@ -138,7 +141,12 @@ def verify(
         report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))
     seconds = time.perf_counter() - started
     found, placement = report.to_dict(), placement_of(checkpoint.model)
-    used = {**found["settings"], "prompts": list(texts), "threads": torch.get_num_threads()}
+    used = {
+        **found["settings"],
+        "prompts": [text.prompt for text in workload.texts],
+        "chat": chat,
+        "threads": torch.get_num_threads(),
+    }
     used |= {"memory": budget.memory, "context": None if placement is None else placement.context}
     found |= {"checkpoint": model.model, "settings": used, "seconds": seconds}
     result = Verified(**found)

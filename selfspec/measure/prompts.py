@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import PromptError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.embedded import PROMPTS
+from selfspec.measure.own_text import own_text
+from selfspec.measure.stock import end_tokens, until_end
+from selfspec.model.checkpoint import Checkpoint
 
 BUILT_IN = "demo"
 """The default workload: beginnings of four Python files."""
@@ -39,16 +42,16 @@ class Text:
     """A text to go on from: a whole document, of which a prompt is the beginning, or another, whose end it keeps.
 
     Attributes:
-        messages: the conversation that it ends, if there is one before it.
+        messages: of a conversation, those before it; answers may be missing between a user's messages.
     """
 
     text: str
-    whole: bool
+    whole: bool = False
     messages: tuple[Message, ...] = ()
 
     @property
     def prompt(self) -> str:
-        """What a prompt of text says: all of it, or the beginning of a document."""
+        """What a prompt says: all of it, or the beginning of a document."""
         return self.text[:_BEGINNING] if self.whole else self.text
 
 
@@ -59,16 +62,14 @@ class Workload:
     name: str
     texts: tuple[Text, ...]
 
-    def whole_prompts(self, encode: Callable[[Text], Sequence[int]], number: int) -> list[Tensor]:
+    def whole_prompts(self, writer: PromptWriter, number: int | None = None) -> list[Tensor]:
         """Return whole prompts, `[1, tokens]` each, spread evenly over the texts; `number`, or as many as there are.
 
-        `encode` is one of `as_text` and `as_chat`.
-
         Raises:
-            PromptError: a text has no token.
+            PromptError: a text has no token, or a chat template refuses it.
         """
-        count = min(number, len(self.texts))
-        chosen = [encode(self.texts[row * len(self.texts) // count]) for row in range(count)]
+        count = min(number or len(self.texts), len(self.texts))
+        chosen = [writer.ids(self.texts[row * len(self.texts) // count]) for row in range(count)]
         if not all(chosen):
             raise PromptError(f"a text of workload {self.name!r} has no tokens; take it out")
         return [torch.tensor([[*ids]]) for ids in chosen]
@@ -102,32 +103,72 @@ class Workload:
         return list(torch.tensor(made).split(batch))
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[Text], list[int]]:
-    """Return what encodes texts as they stand, with what the tokenizer begins a text with."""
+class PromptWriter:
+    """Writes texts as prompts, for every tool alike: as they stand, or as a user's messages by the chat template.
 
-    def encode(text: Text) -> list[int]:
-        ids: list[int] = tokenizer(text.prompt).input_ids
-        return ids
+    A later turn has all turns before it in its prompt. As chats, the model itself answers those that nobody answered,
+    greedily.
 
-    return encode
-
-
-def as_chat(tokenizer: PreTrainedTokenizerBase) -> Callable[[Text], list[int]]:
-    """Return what encodes texts as a user's messages, by the checkpoint's chat template.
+    Args:
+        checkpoint: the model and its tokenizer.
+        chat: whether prompts are written by the chat template.
+        answer: the most tokens of an answer.
 
     Raises:
-        PromptError: there is none.
+        PromptError: there is no chat template, and one is asked for.
     """
-    from selfspec.serve.chat_template import ChatTemplate
 
-    if not tokenizer.chat_template:
-        raise PromptError("the checkpoint has no chat template to write prompts by; give them as they stand")
-    template = ChatTemplate(tokenizer)
+    def __init__(self, checkpoint: Checkpoint, chat: bool, answer: int) -> None:
+        from selfspec.serve.chat_template import ChatTemplate
 
-    def encode(text: Text) -> list[int]:
-        return template.prompt([*text.messages, {"role": "user", "content": text.prompt}])
+        self._checkpoint = checkpoint
+        self._answer = answer
+        self._answers: dict[tuple[int, ...], str] = {}
+        if chat and not checkpoint.tokenizer.chat_template:
+            raise PromptError("the checkpoint has no chat template to write prompts by; give them as they stand")
+        self._template = ChatTemplate(checkpoint.tokenizer) if chat else None
 
-    return encode
+    def ids(self, text: Text) -> list[int]:
+        """Return the tokens of a prompt, with what the tokenizer or the template begins it with."""
+        if self._template is None:
+            said = [each["content"] for each in text.messages if isinstance(each.get("content"), str)]
+            ids: list[int] = self._checkpoint.tokenizer("\n\n".join([*said, text.prompt])).input_ids
+            return ids
+        written: list[Message] = []
+        for message in [*text.messages, {"role": "user", "content": text.prompt}]:
+            if written and written[-1].get("role") == message.get("role") == "user":
+                written.append({"role": "assistant", "content": self._answered(self._template.prompt(written))})
+            written.append(message)
+        return self._template.prompt(written)
+
+    def _answered(self, prompt: list[int]) -> str:
+        key = tuple(prompt)
+        if key not in self._answers:
+            model = self._checkpoint.model
+            ids = own_text(model, torch.tensor([prompt], device=model.device), self._answer, 0.0)
+            answer = until_end(ids[0, len(prompt) :].tolist(), end_tokens(model))
+            self._answers[key] = self._checkpoint.tokenizer.decode(answer, skip_special_tokens=True)
+        return self._answers[key]
+
+
+def check_context(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> None:
+    """Refuse prompts, `[rows, tokens]` each, that leave no room for new tokens.
+
+    Raises:
+        PromptError: one and its text exceed the model's context.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max(prompt.shape[1] for prompt in prompts)
+    if limit is not None and longest + new_tokens > limit:
+        raise PromptError(
+            f"a prompt of {longest} and {new_tokens} new tokens exceed the model's context of {limit}; give fewer new "
+            "tokens, or shorter prompts"
+        )
+
+
+def beginnings() -> Workload:
+    """Return short beginnings that any language model has something to continue with."""
+    return Workload("beginnings", tuple(map(Text, BEGINNINGS)))
 
 
 def built_in() -> Workload:
@@ -151,8 +192,8 @@ def read_workloads(given: Sequence[str]) -> dict[str, Workload]:
 def parse_workloads(given: str) -> list[Workload]:
     """Read `NAME=FILE`, `NAME=FILE#FIELD=VALUE` (only lines that say so) or `NAME=FILE#FIELD` (one for each value).
 
-    A file is JSONL, with `prompt`, `turns` (the first is taken), `text` (a document) or `messages` (a conversation that
-    ends with a user's) in each line.
+    A file is JSONL, with `prompt`, `turns`, `text` (a document) or `messages` in each line. Of `turns` and `messages`
+    every turn of the user is a prompt.
 
     Raises:
         PromptError: it is not written so, or the file cannot be used.
@@ -174,7 +215,7 @@ def parse_workloads(given: str) -> list[Workload]:
             raise PromptError(f"no line of {file} has a field {field!r}")
     found = []
     for each, said in chosen.items():
-        texts = tuple(text for text in map(_text, said) if text is not None)
+        texts = tuple(text for line in said for text in _texts(line))
         if not texts:
             raise PromptError(
                 f"workload {each!r}: no line of {file} that was asked for has any of {', '.join(_FIELDS)}"
@@ -183,25 +224,22 @@ def parse_workloads(given: str) -> list[Workload]:
     return found
 
 
-def read_prompts(file: Path, most: int | None = None) -> tuple[str, ...]:
-    """The prompts of a file, as text.
-
-    They are one a line, or in JSONL as of a workload, if the file's name ends in `.jsonl`; of a document the
-    beginning is taken. No more than `most` are read.
+def read_prompts(file: Path) -> Workload:
+    """Return the prompts of a file: one a line, or JSONL as of a workload, if the file's name ends in `.jsonl`.
 
     Raises:
         PromptError: the file cannot be read, is not UTF-8, or holds no prompt.
     """
-    if file.suffix != ".jsonl":
-        prompts = tuple(line for line in _read(file).splitlines() if line.strip())[:most]
+    if file.suffix == ".jsonl":
+        found = [_texts(line) for line in _lines(file)]
+        if () in found:
+            raise PromptError(f"line {found.index(()) + 1} of {file} has no text in any of {', '.join(_FIELDS)}")
+        texts = tuple(text for line in found for text in line)
     else:
-        texts = [_text(line) for line in _lines(file, most)]
-        if None in texts:
-            raise PromptError(f"line {texts.index(None) + 1} of {file} has no text in any of {', '.join(_FIELDS)}")
-        prompts = tuple(each.prompt for each in texts if each is not None)
-    if not prompts:
+        texts = tuple(Text(line) for line in _read(file).splitlines() if line.strip())
+    if not texts:
         raise PromptError(f"{file} holds no prompt; write one a line")
-    return prompts
+    return Workload("prompts", texts)
 
 
 def _read(file: Path) -> str:
@@ -213,11 +251,11 @@ def _read(file: Path) -> str:
         raise PromptError(f"{file} is not UTF-8 text ({error}); convert it first") from error
 
 
-def _lines(file: Path, most: int | None = None) -> list[dict[str, Any]]:
+def _lines(file: Path) -> list[dict[str, Any]]:
     # Not `splitlines`: a JSON string may hold other line separators than this.
     lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
     found = []
-    for number, line in lines[:most]:
+    for number, line in lines:
         try:
             found.append(parse_json(line))
         except ValueError as error:
@@ -227,17 +265,23 @@ def _lines(file: Path, most: int | None = None) -> list[dict[str, Any]]:
     return found
 
 
-def _text(line: dict[str, Any]) -> Text | None:
-    turns, messages = line.get("turns"), line.get("messages")
-    if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
-        *before, last = messages
-        if isinstance(last.get("content"), str) and last["content"]:
-            return Text(last["content"], False, tuple(before))
-    first = turns[0] if isinstance(turns, list) and turns else None
-    for field, text in {"prompt": line.get("prompt"), "turns": first, "text": line.get("text")}.items():
-        if isinstance(text, str) and text:
-            return Text(text, field == "text")
-    return None
+def _texts(line: dict[str, Any]) -> tuple[Text, ...]:
+    """Return every prompt of a line: of a conversation each message of the user, with all before it."""
+    messages, turns = line.get("messages"), line.get("turns")
+    if not isinstance(messages, list) and isinstance(turns, list):
+        messages = [{"role": "user", "content": turn} for turn in turns]
+    if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
+        found = tuple(
+            Text(each["content"], messages=tuple(messages[:place]))
+            for place, each in enumerate(messages)
+            if each.get("role") == "user" and isinstance(each.get("content"), str) and each["content"]
+        )
+        if found:
+            return found
+    for field in ("prompt", "text"):
+        if isinstance(text := line.get(field), str) and text:
+            return (Text(text, whole=field == "text"),)
+    return ()
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: Text, context: int) -> list[int]:

@@ -39,7 +39,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "vocabulary.json": lambda file: ReducedVocabulary.from_file(EarlyExit(1), file),
     "exit_head.json": lambda file: ExitHead.from_pretrained(file.parent),
     "config.json": lambda file: read_config(str(file.parent)),
-    "prompts.jsonl": lambda file: read_prompts(file, 4),
+    "prompts.jsonl": lambda file: read_prompts(file),
     "workload.jsonl": lambda file: parse_workloads(f"name={file}"),
     "text.jsonl": read_documents,
     "run.json": lambda file: RunFolder(file.parent).begin({}),

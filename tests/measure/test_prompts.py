@@ -6,12 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder as stories_folder
 from selfspec.errors import PromptError
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
-from selfspec.measure.prompts import Text, Workload, built_in, parse_workloads
+from selfspec.measure.prompts import (
+    PromptWriter,
+    Text,
+    Workload,
+    built_in,
+    check_context,
+    parse_workloads,
+    read_prompts,
+)
+from selfspec.model.checkpoint import Checkpoint, load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +56,22 @@ def questions(tmp_path: Path) -> Path:
 def test_every_line_with_a_text(questions: Path) -> None:
     (found,) = parse_workloads(f"all={questions}")
     assert found.name == "all"
-    assert [text.text for text in found.texts] == ["one and one", "a tale", "two and two"]
+    assert [text.text for text in found.texts] == ["one and one", "and two", "a tale", "two and two"]
     assert not any(text.whole for text in found.texts)
+    # A later turn knows what was asked before.
+    assert [text.messages for text in found.texts] == [(), ({"role": "user", "content": "one and one"},), (), ()]
 
 
 def test_only_lines_that_say_so(questions: Path) -> None:
     (found,) = parse_workloads(f"sums={questions}#category=maths")
-    assert [text.text for text in found.texts] == ["one and one", "two and two"]
+    assert [text.text for text in found.texts] == ["one and one", "and two", "two and two"]
 
 
 def test_one_for_each_value(questions: Path) -> None:
     lines = questions.read_text().splitlines()
     questions.write_text("\n".join(lines[:3]) + "\n")
     found = parse_workloads(f"q={questions}#category")
-    assert [(each.name, len(each.texts)) for each in found] == [("q/maths", 2), ("q/prose", 1)]
+    assert [(each.name, len(each.texts)) for each in found] == [("q/maths", 3), ("q/prose", 1)]
 
 
 @pytest.mark.parametrize(
@@ -110,3 +123,57 @@ def test_every_prompt_begins_as_texts_of_the_model_do(stories_tokenizer: PreTrai
 def test_batches(tokenizer: PreTrainedTokenizerBase, number: int, batch: int, shapes: list[int]) -> None:
     found = built_in().prompts(tokenizer, number, batch, 10)
     assert [each.shape for each in found] == [(rows, 10) for rows in shapes]
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "And you?"},
+    {"role": "assistant", "content": "Well."},
+]
+
+
+def test_every_turn_of_a_conversation_is_a_prompt_with_all_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": CONVERSATION, "reference": ["a list", "of two"]}))
+    texts = read_prompts(file).texts
+    assert [text.text for text in texts] == ["Hello?", "And you?"]
+    assert [list(text.messages) for text in texts] == [CONVERSATION[:1], CONVERSATION[:3]]
+    assert parse_workloads(f"c={file}")[0].texts == texts
+
+
+@pytest.fixture(scope="module")
+def chatty() -> Checkpoint:
+    checkpoint = load_checkpoint(str(stories_folder()), "float32", "cpu")
+    checkpoint.tokenizer.chat_template = PLAIN
+    return checkpoint
+
+
+def test_as_chats_the_model_answers_what_nobody_answered(chatty: Checkpoint) -> None:
+    asked, more = "One day a dog", "What then?"
+    workload = Workload("w", (Text(asked), Text(more, messages=({"role": "user", "content": asked},))))
+    first, second = workload.whole_prompts(PromptWriter(chatty, True, 6))
+    said = chatty.tokenizer.decode(first[0])
+    assert said.endswith(f"user: {asked}\nassistant:")
+    own = chatty.model.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=6, do_sample=False)
+    answer = chatty.tokenizer.decode(own[0, first.shape[1] :], skip_special_tokens=True)
+    expected = f"user: {asked}\nassistant: {answer}\nuser: {more}\nassistant:"
+    assert second[0].tolist() == chatty.tokenizer(expected, add_special_tokens=False).input_ids
+    # An answer that is there stays.
+    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": "It ran."})
+    (third,) = Workload("w", (Text(more, messages=messages),)).whole_prompts(PromptWriter(chatty, True, 6))
+    assert "assistant: It ran.\nuser: What then?" in chatty.tokenizer.decode(third[0])
+
+
+def test_as_text_a_later_turn_stands_behind_those_before_it(chatty: Checkpoint) -> None:
+    (found,) = Workload("w", (Text("b", messages=({"role": "user", "content": "a"},)),)).whole_prompts(
+        PromptWriter(chatty, False, 6)
+    )
+    assert found[0].tolist() == chatty.tokenizer("a\n\nb").input_ids
+
+
+def test_prompts_that_leave_no_room_are_refused(chatty: Checkpoint) -> None:
+    check_context(chatty.model, [torch.ones(1, 500)], 12)
+    with pytest.raises(PromptError, match="exceed the model's context of 512"):
+        check_context(chatty.model, [torch.ones(1, 500)], 13)

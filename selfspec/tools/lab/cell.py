@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.errors import PromptError
-from selfspec.measure.prompts import Workload, as_chat, as_text
+from selfspec.measure.prompts import PromptWriter, Workload, check_context
+from selfspec.model.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -99,36 +98,32 @@ class Prompts:
 
 
 def with_prompts(
-    cells: Sequence[Cell],
-    workloads: Mapping[str, Workload],
-    number: int,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
 ) -> dict[Cell, list[Prompts]]:
     """Cells with the prompts of each call; `number` of each workload.
 
     Raises:
-        PromptError: a prompt and its text exceed the model's context.
-        PromptError: there is no chat template, where one is asked for.
+        PromptError: a prompt and its text exceed the model's context, or there is no chat template, where one is asked
+            for.
     """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    made: dict[Cell, list[Prompts]] = {}
+    model, made = checkpoint.model, dict[Cell, list[Prompts]]()
+    writers = {
+        key: PromptWriter(checkpoint, *key) for key in dict.fromkeys((cell.chat, cell.max_new_tokens) for cell in cells)
+    }
     for cell in cells:
-        calls = _calls(cell, workloads[cell.workload], number, tokenizer)
-        longest = max(call.ids.shape[1] for call in calls)
-        if limit is not None and longest + cell.max_new_tokens > limit:
-            raise PromptError(
-                f"a prompt of {longest} and {cell.max_new_tokens} new tokens exceed the model's context of {limit}; "
-                "give a smaller --context or --max-new-tokens"
-            )
+        workload = workloads[cell.workload]
+        if cell.context is None:
+            prompts = workload.whole_prompts(writers[cell.chat, cell.max_new_tokens], max(number, cell.batch))
+            calls = _calls(cell, prompts)
+        else:
+            made_alike = workload.prompts(checkpoint.tokenizer, number, cell.batch, cell.context)
+            calls = [*map(Prompts.of_one_length, made_alike)]
+        check_context(model, [call.ids for call in calls], cell.max_new_tokens)
         made[cell] = [Prompts(call.ids.to(model.device), call.mask.to(model.device)) for call in calls]
     return made
 
 
-def _calls(cell: Cell, workload: Workload, number: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompts]:
-    if cell.context is not None:
-        return [*map(Prompts.of_one_length, workload.prompts(tokenizer, number, cell.batch, cell.context))]
-    prompts = workload.whole_prompts((as_chat if cell.chat else as_text)(tokenizer), max(number, cell.batch))
+def _calls(cell: Cell, prompts: list[Tensor]) -> list[Prompts]:
     # Where there are too few for a batch they come again.
     prompts = [prompts[row % len(prompts)] for row in range(max(len(prompts), cell.batch))]
     starts = range(0, len(prompts) - cell.batch + 1, cell.batch)

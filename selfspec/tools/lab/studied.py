@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import Continuation, continued
-from selfspec.measure.prompts import as_chat, as_text, read_workloads
+from selfspec.measure.prompts import PromptWriter, check_context, read_workloads
 from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint, read_config
@@ -114,23 +114,16 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
     """Load a model of a study and its prompts.
 
     Raises:
-        PromptError: it has no chat template, and the study asks for one.
-        StudyError: a prompt and its text exceed the model's context.
+        PromptError: it has no chat template, and the study asks for one; or a prompt and its text exceed the context.
     """
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    encode, prompts = (as_chat if study.chat else as_text)(tokenizer), {}
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    writer, prompts = PromptWriter(checkpoint, study.chat, study.max_new_tokens), {}
     for each, workload in read_workloads(study.workloads).items():
         if study.prompt_tokens is None:
-            found = workload.whole_prompts(encode, study.texts)
+            found = workload.whole_prompts(writer, study.texts)
         else:
             found = workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens)
-        longest = max(prompt.shape[1] for prompt in found) + study.max_new_tokens
-        if limit is not None and longest > limit:
-            raise StudyError(
-                f"workload {each!r} makes texts of {longest} tokens, and the model's context is {limit}; give fewer "
-                "new tokens, or prompt_tokens to cut prompts"
-            )
+        check_context(model, found, study.max_new_tokens)
         prompts[each] = [prompt.long().to(model.device) for prompt in found]
     return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)
