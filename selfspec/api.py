@@ -31,7 +31,7 @@ from selfspec.decode.limits import Limits
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request, read_request
-from selfspec.decode.rows.decoder import Drafting, RowDecoder
+from selfspec.decode.row_decoder import Drafting, RowDecoder
 from selfspec.decode.target import Target
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory

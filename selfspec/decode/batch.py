@@ -1,21 +1,24 @@
-"""The batch of one generation: every step of the loop reads it, and commit moves it on."""
+"""The batch of rows that run: every step of the loop reads it, and commit moves it on.
+
+`generate` runs one group of rows, which all join before the first round. An engine's batch has a group for each
+request; they join and leave between rounds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
-from transformers import Cache
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.control import Controller
+from selfspec.decode.batch_sampling import BatchSampling, proper
+from selfspec.decode.group import Group
 from selfspec.decode.noise import Noise, Purpose
-from selfspec.decode.sampling import Sampling, proper
-from selfspec.decode.score_record import ScoreRecords
-from selfspec.decode.sequences import Prefixes, Sequences
-from selfspec.decode.stopping import Stopping
+from selfspec.draft import Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.runtime.graph_cache import GraphCache
@@ -24,67 +27,63 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass
 class Batch:
-    """The rows of one generation. Drafters see of it what `RowsView` says.
+    """Rows that run side by side. Drafters see of them what `RowsView` says.
+
+    Rows are numbered through all groups. Tensors hold those that run, in the order of their numbers.
 
     Attributes:
         runner: runs the model over the cache.
         cache: keys and values of all committed tokens but each row's last, which no pass has read yet.
-        sampling: turns logits into probabilities, in the same way for p and q.
+        groups: the rows, with all that is their own.
         noise: of the running rows.
         controller: chooses draft lengths.
         last_tokens: the last committed token of each running row, `[rows, 1]`.
-        sequences: prompts and committed tokens.
-        stopping: where rows end.
-        records: keeps scores and logits of committed tokens, as far as the caller asked for them.
-        past: receives keys and values when the generation ends; None: they are dropped.
         first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads in place
             of `last_tokens`; None: prompts are token ids, or the first round has begun.
-        needs_lockstep: whether processors or stopping criteria need all unfinished rows at one length in every round.
         nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
             and values of that token may be the cause, so these rows get a round without a draft before they are ended.
-        failed: numbers of the rows that ended because the target's logits were not finite.
         memories: what drafters keep as long as the wrapper.
         programs: the wrapper's recorded passes; None: the stock modules run all.
         prefill_width: tokens of each prompt that one pass may read; None: all.
+        proposers: what may draft for the rows, by the `id` of its drafter; they follow rows that join and leave.
+        sampling: turns logits into probabilities, in the same way for p and q.
+        committed: the new tokens of each row, final.
+        unfinished: numbers of the rows that have not ended.
+        running: numbers of the rows that passes run, in the order in which tensors hold them.
     """
 
     runner: ModelRunner
     cache: SharedCache
-    sampling: Sampling
+    groups: Sequence[Group]
     noise: Noise
     controller: Controller
     last_tokens: Tensor
-    sequences: Sequences
-    stopping: Stopping
-    records: ScoreRecords
-    past: Cache | None = None
     first_embeddings: Tensor | None = None
-    needs_lockstep: bool = False
     nonfinite_rows: list[int] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
     memories: dict[Hashable, object] = field(default_factory=dict)
     programs: GraphCache | None = None
     prefill_width: int | None = None
+    proposers: dict[int, Proposer] = field(default_factory=dict)
+    sampling: BatchSampling = field(init=False)
+    committed: list[list[int]] = field(init=False)
+    unfinished: set[int] = field(init=False)
+    running: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._number()
+
+    def _number(self) -> None:
+        """Number the rows anew after some have come or gone."""
+        self._rows = [(group, row) for group in self.groups for row in range(len(group.committed))]
+        self.sampling = BatchSampling(self.groups)
+        self.committed = [group.committed[row] for group, row in self._rows]
+        self.unfinished = {number for number, (group, row) in enumerate(self._rows) if row in group.unfinished}
+        self.running = [number for number, (group, row) in enumerate(self._rows) if row in group.running]
 
     @property
     def size(self) -> int:
         """Rows of the whole batch, finished ones included."""
-        return len(self.sequences.committed)
-
-    @property
-    def committed(self) -> list[list[int]]:
-        """The new tokens of each row, final."""
-        return self.sequences.committed
-
-    @property
-    def unfinished(self) -> set[int]:
-        """Numbers of the rows that have not ended."""
-        return self.sequences.unfinished
-
-    @property
-    def running(self) -> list[int]:
-        """Numbers of the rows that passes run, in the order in which tensors hold them."""
-        return self.sequences.running
+        return len(self._rows)
 
     @property
     def greedy(self) -> bool:
@@ -104,15 +103,22 @@ class Batch:
     @property
     def are_text(self) -> bool:
         """Whether prompts are token ids alone: no embeddings, and no past of other tokens."""
-        return self.sequences.are_text
+        return all(group.sequences.are_text for group in self.groups)
+
+    @property
+    def needs_lockstep(self) -> bool:
+        """Whether processors or stopping criteria need all unfinished rows at one length in every round."""
+        return any(group.needs_lockstep for group in self.groups)
 
     def text(self, row: int, start: int = 0) -> list[int]:
         """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
-        return self.sequences.text_from(row, start)
+        group, own = self._rows[row]
+        return group.sequences.text_from(own, start)
 
     def text_length(self, row: int) -> int:
         """Count these tokens."""
-        return self.sequences.text_length(row)
+        group, own = self._rows[row]
+        return group.sequences.text_length(own)
 
     def open_block(self, tree: Tree) -> None:
         """Make room in the cache for a draft of this shape, before its first pass."""
@@ -125,13 +131,14 @@ class Batch:
 
     def remaining(self, row: int) -> int:
         """The most tokens that a row may still grow by."""
-        return self.stopping.max_new_tokens - len(self.committed[row])
+        group, own = self._rows[row]
+        return group.remaining(own)
 
     @property
     def pacing(self) -> set[int]:
-        """Numbers of the rows whose progress decides how fast the batch is: its slowest ones, which end last."""
-        slowest = min(len(self.committed[row]) for row in self.unfinished)
-        return {row for row in self.unfinished if len(self.committed[row]) == slowest}
+        """Numbers of the rows whose progress decides when a group ends: its slowest ones."""
+        slowest = {g: min(len(g.committed[row]) for row in g.unfinished) for g in self.groups if g.unfinished}
+        return {row for row in self.unfinished if len(self.committed[row]) == slowest[self._rows[row][0]]}
 
     @property
     def rows_apart(self) -> bool:
@@ -169,7 +176,7 @@ class Batch:
             logits: of the draft, `[rows, places, vocab]`.
             drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
         """
-        return self.sampling.scores(logits, Prefixes(self.sequences, drafted))
+        return self.sampling.draft_scores(logits, drafted)
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
         """Draw a child of each of some nodes at one depth.
@@ -183,16 +190,102 @@ class Batch:
         decided = self.sampling.decide(q, self.cache.positions(1, node) + 1, self.noise)
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
-    def drop_finished(self) -> None:
-        """Drop finished rows once half of the running rows are finished: all copies together then cost less than two.
+    def shortened(self, runs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Cut the run of tokens of each row where the row ends at the latest: see `Stopping.shortened`."""
+        parts = self._by_group(runs)
+        found = [g.stopping.shortened(g.sequences, part) for g, part in zip(self.groups, parts, strict=True)]
+        return [run for part in found for run in part]
 
-        A cache that is to be returned needs all its rows.
+    def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
+        """Keep what callers asked for of a round, and say how many tokens each row keeps if it ends: see `Group.ends`.
+
+        Args:
+            runs: tokens of each row, about to be committed.
+            scores: as processors left them, `[running, places, vocab]`.
+            logits: the target's own, of the same shape.
         """
-        running = self.running
-        kept = [index for index, row in enumerate(running) if row in self.unfinished]
-        if self.past is not None or not kept or 2 * len(kept) > len(running):
+        sizes = [len(group.running) for group in self.groups]
+        found = map(Group.ends, self.groups, self._by_group(runs), scores.split(sizes), logits.split(sizes))
+        return [end for part in found for end in part]
+
+    def _by_group(self, runs: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+        left = iter(runs)
+        return [[next(left) for _ in group.committed] for group in self.groups]
+
+    def end(self, row: int) -> None:
+        """Let a row end with what it has committed."""
+        group, own = self._rows[row]
+        group.unfinished.discard(own)
+        self.unfinished.discard(row)
+
+    def fail(self, row: int) -> None:
+        """Let a row end because the target's logits were not finite."""
+        group, own = self._rows[row]
+        group.failed.append(own)
+        self.end(row)
+
+    def drop_finished(self) -> None:
+        """Run finished rows no more once half of the running rows are finished: copying the others then pays."""
+        kept = [index for index, row in enumerate(self.running) if row in self.unfinished]
+        if not kept or 2 * len(kept) > len(self.running):
             return
-        self.sequences.running = [running[index] for index in kept]
+        for group in self.groups:
+            group.running[:] = [row for row in group.running if row in group.unfinished]
         self.cache.narrow(kept)
         self.last_tokens = self.last_tokens[kept]
         self.noise = self.noise.narrowed(kept)
+        self._number()
+
+    def join(self, other: Batch) -> None:
+        """Add the rows of another batch of the same model and drafter, which is of no use afterwards.
+
+        Raises:
+            ValueError: the cache has no storage for them.
+        """
+        self.cache.join(other.cache)
+        self.noise = self.noise.joined(other.noise)
+        self.last_tokens = torch.cat([self.last_tokens, other.last_tokens])
+        self.groups = [*self.groups, *other.groups]
+        for number, proposer in self.proposers.items():
+            proposer.join(other.proposers[number])
+        self._number()
+
+    def keep(self, groups: Sequence[int]) -> None:
+        """Keep only some groups, at least one, each of one row, in the order given; none before its own number."""
+        self.cache.keep(groups)
+        self.noise = self.noise.narrowed(groups)
+        self.last_tokens = self.last_tokens[list(groups)]
+        self.groups = [self.groups[index] for index in groups]
+        self.nonfinite_rows = [new for new, row in enumerate(groups) if row in self.nonfinite_rows]
+        for proposer in self.proposers.values():
+            proposer.select(groups)
+        self._number()
+
+    def part(self, groups: Sequence[int]) -> BatchPart:
+        """Return some of the groups, to judge a round of them."""
+        chosen = [self.groups[index] for index in groups]
+        numbers = [number for number, (group, _) in enumerate(self._rows) if group in chosen]
+        rows = [index for index, number in enumerate(self.running) if number in numbers]
+        batch = replace(
+            self,
+            cache=self.cache.cursors_of(rows),
+            groups=chosen,
+            noise=self.noise.narrowed(rows),
+            last_tokens=self.last_tokens[rows],
+        )
+        return BatchPart(batch, numbers, rows)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Some groups of a batch.
+
+    Attributes:
+        batch: of these groups alone. No pass can be run with it.
+        numbers: of its rows, in the whole batch.
+        rows: where the whole batch's tensors hold those that run.
+    """
+
+    batch: Batch
+    numbers: Sequence[int]
+    rows: Sequence[int]

@@ -14,6 +14,7 @@ from selfspec.cache.transfer import check_kinds, is_callers
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
+from selfspec.decode.group import Group
 from selfspec.decode.loop import rounds
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import GenerateOutput, Round, streamed
@@ -67,36 +68,35 @@ class Generation(Iterator[Round]):
         self.stats = Stats()
         self._request = request
         self.lossless = rule.lossless and cache.lossless
+        self._past = _past_to_fill(request, cache)
+        # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
+        self._group = Group(
+            sequences=Sequences(request.input_ids, request.pad, request.text_mask),
+            sampling=request.sampling.coupled() if rule.couples else request.sampling,
+            stopping=request.stopping,
+            noise=Noise(seed, range(rows), device),
+            records=ScoreRecords(
+                scores=ScoreRecord(request.pad) if request.scores else None,
+                logits=ScoreRecord(request.pad) if request.logits else None,
+            ),
+        )
         batch = Batch(
             runner=target.runner(cache),
             cache=cache,
-            sampling=request.sampling.coupled() if rule.couples else request.sampling,
-            noise=Noise(seed, range(rows), device),
+            groups=[self._group],
+            noise=self._group.noise,
             controller=control,
             # Embeddings end with no token id; the first round reads them, and not these zeros.
             last_tokens=(torch.zeros(rows, 1, dtype=torch.long) if request.embeddings else request.read[:, -1:]).to(
                 device
             ),
-            sequences=Sequences(request.input_ids, request.pad, request.text_mask),
-            stopping=request.stopping,
-            records=ScoreRecords(
-                scores=ScoreRecord(request.pad) if request.scores else None,
-                logits=ScoreRecord(request.pad) if request.logits else None,
-            ),
-            past=_past_to_fill(request, cache),
             first_embeddings=request.read[:, -1:].to(device) if request.embeddings else None,
-            needs_lockstep=request.sampling.in_order or request.stopping.needs_lockstep,
             memories=target.memories,
             programs=target.programs,
             prefill_width=request.prefill_width,
         )
         proposer = None if draft is None else draft.begin(batch)
-        # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
-        self._committed, self._failed = batch.committed, batch.failed
-        self._records = batch.records
-        self._unfinished, self._past = batch.unfinished, batch.past
-        self._text_ends = batch.sequences.text_ends
-        self._rounds = rounds(batch, request, proposer, rule, self.stats)
+        self._rounds = rounds(batch, request, proposer, rule, self.stats, self._past)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)
         self._inference = torch.is_inference_mode_enabled()
@@ -112,9 +112,10 @@ class Generation(Iterator[Round]):
             with torch.inference_mode(self._inference), torch.no_grad():
                 return next(self._rounds)
         except StopIteration:
-            failed, self._failed = self._failed, []
+            failed = tuple(sorted(self._group.failed))
+            self._group.failed.clear()
             if failed:
-                raise NonFiniteLogitsError(self.output(), tuple(sorted(failed))) from None
+                raise NonFiniteLogitsError(self.output(), failed) from None
             raise
 
     def close(self) -> None:
@@ -146,21 +147,21 @@ class Generation(Iterator[Round]):
 
     def output(self) -> GenerateOutput:
         """Return what has been generated so far."""
-        committed = self._committed
+        committed, records = self._group.committed, self._group.records
         longest = max(len(tokens) for tokens in committed)
         padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
         prompts = self._request.input_ids
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
-        text = tuple(self._text_ends.get(row, length) for row, length in enumerate(lengths))
+        text = tuple(self._group.sequences.text_ends.get(row, length) for row, length in enumerate(lengths))
         return GenerateOutput(
             sequences=torch.cat([prompts, new], 1),
             lengths=text,
             stats=self.stats,
             lossless=self.lossless,
-            scores=None if self._records.scores is None else self._records.scores.padded(lengths),
-            logits=None if self._records.logits is None else self._records.logits.padded(lengths),
-            **{OUTPUT_CACHE: self._past if self._past and not self._unfinished else None},
+            scores=None if records.scores is None else records.scores.padded(lengths),
+            logits=None if records.logits is None else records.logits.padded(lengths),
+            **{OUTPUT_CACHE: self._past if self._past and not self._group.unfinished else None},
         )
 
 

@@ -1,4 +1,7 @@
-"""Judging a draft, all places at once: what each row accepts, the token after that, and where the row ends."""
+"""Judge a draft: what each row accepts, the token after that, and where the row ends.
+
+Rows whose processors have memory are judged group by group and place by place, all others together, all places at once.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from selfspec.cache.tree import Tree
 from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import effective
+from selfspec.decode.judge_in_order import judge_in_order
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.row_lengths import ended, within
-from selfspec.decode.sequences import Prefixes
 from selfspec.draft import Draft
 from selfspec.draft.verdict import RowVerdict, Verdict
 
 
-def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge all places of a draft at once, and then wait for the device: the one synchronisation of the round.
+def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge the draft of a round. Waits for the device.
+
+    Where a processor or criterion of isolated rows raises, their group notes it, and they end without this round.
 
     Args:
         batch: before the round is committed.
@@ -31,17 +36,54 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         logits: the target's own, `[rows, nodes + 1, vocab]`.
         rule: accepts or rejects draft tokens.
     """
+    for group in batch.groups:
+        # What went wrong at a draft token of the last round may not come again.
+        group.error = None
+    in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
+    if not in_order:
+        return judge_together(batch, draft, logits, rule)
+    together = [index for index in range(len(batch.groups)) if index not in in_order]
+    found: dict[int, RowVerdict] = {}
+    last_tokens = batch.last_tokens.clone()
+    for groups in [*([together] if together else []), *([index] for index in in_order)]:
+        part = batch.part(groups)
+        judged = judge_together if groups is together else _judge_group
+        verdict = judged(part.batch, draft.of_rows(part.rows), logits[part.rows], rule)
+        found |= {part.numbers[number]: row for number, row in verdict.rows.items()}
+        last_tokens[part.rows] = verdict.last_tokens
+    return Verdict(tuple(batch.running), {number: found[number] for number in sorted(found)}, last_tokens)
+
+
+def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge one group place by place; where it is isolated and a processor raises, its rows end."""
+    group = batch.groups[0]
+    try:
+        return judge_in_order(batch, draft, logits, rule)
+    except Exception as error:
+        if not group.isolated:
+            raise
+        group.error = error
+    rows = {
+        row: RowVerdict(drafted, (), 0, [], 0, ended=True, finite=True, overlap=[])
+        for row, drafted in zip(batch.running, draft.tokens.tolist(), strict=True)
+        if row in batch.unfinished
+    }
+    return Verdict(tuple(batch.running), rows, batch.last_tokens)
+
+
+def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge all places of a draft at once, and then wait for the device: the one synchronisation of the round.
+
+    Arguments as in `judge`. No processor has memory.
+    """
     lengths = batch.row_lengths(draft)
     accepted = _accept(batch, draft, lengths, logits, rule) if draft.length else _next(batch, draft, logits)
     judged = _on_host(batch, draft, accepted)
     limit = lockstep_limit(batch, draft, [row.run for row in judged.values()])
     runs = [judged[row].run if row in judged else [] for row in range(batch.size)]
-    runs = batch.stopping.shortened(batch.sequences, runs)
+    runs = batch.shortened(runs)
     cut = [run[:limit] for run in runs]
-    starts = [len(tokens) for tokens in batch.committed]
-    counts = [len(run) for run in cut]
-    scores = batch.records.keep(accepted.scores, accepted.logits, batch.running, starts, counts)
-    ends = batch.stopping.judged(batch.sequences, cut, scores)
+    ends = batch.ends(cut, accepted.scores, accepted.logits)
     rows = {}
     for row, length in zip(batch.running, lengths, strict=True):
         if row not in judged:
@@ -136,13 +178,12 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
     """Return the logits as processors and warpers leave them, each place with the prefix of its path."""
     sampling, tree = batch.sampling, draft.tree
     if tree.is_chain or not sampling.reads_prefixes:
-        return sampling.scores(logits, Prefixes(batch.sequences, [draft.tokens]))
+        return sampling.scores(logits, [draft.tokens])
     scores = torch.empty_like(logits, dtype=torch.float32)
     for node, path in enumerate(tree.paths):
         if not tree.children[node + 1]:
             places = [0, *(each + 1 for each in path)]
-            prefixes = Prefixes(batch.sequences, [draft.tokens[:, list(path)]])
-            scores[:, places] = sampling.scores(logits[:, places], prefixes)
+            scores[:, places] = sampling.scores(logits[:, places], [draft.tokens[:, list(path)]])
     return scores
 
 

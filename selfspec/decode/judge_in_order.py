@@ -1,6 +1,6 @@
 """Judging a draft place by place, for logits processors with memory.
 
-Such a processor is called once for each committed token, in order, with the whole batch at one length, as in plain
+Such a processor is called once for each committed token, in order, with all rows of its call at one length, as in plain
 decoding; it never sees a rejected token. Each place is judged as a draft of one token, so any lossless rule becomes
 token-level rejection sampling, which is exact for any q that the draft was really drawn from. Rows are in lockstep: the
 round ends where the first of them rejects.
@@ -41,9 +41,9 @@ class _Row:
 
 
 def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge a draft place by place: processors, rule, then stopping criteria, as plain decoding asks them.
+    """Judge a draft of one group place by place: processors, rule, then stopping criteria, as plain decoding asks them.
 
-    Waits for the device at each place. Arguments as in `judge_together`.
+    Waits for the device at each place. Arguments as in `judge`.
 
     Raises:
         UnsupportedOptionError: the draft is no chain.
@@ -53,8 +53,8 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
             "logits processors and stopping criteria with memory judge chains, and this drafter drafts trees; draft a "
             "chain, or give those that remember nothing an attribute `stateless = True`"
         )
-    batch.sampling.forget_draft()
-    sequences = batch.sequences
+    sampling, sequences = batch.groups[0].sampling, batch.groups[0].sequences
+    sampling.forget_draft()
     drafted = draft.tokens.tolist()
     rows = {row: _Row(drafted[index]) for index, row in enumerate(sequences.running) if row in sequences.unfinished}
     finite = logits.amax(-1).isfinite().tolist()
@@ -74,7 +74,7 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         for index in going:
             token, accepted, is_finite, *overlap = numbers[index]
             row = rows[sequences.running[index]]
-            row.finite = bool(is_finite) and (batch.sampling.mends or index not in broken)
+            row.finite = bool(is_finite) and (sampling.mends or index not in broken)
             row.ended = not row.finite
             if row.finite:
                 row.tokens.append(int(token))
@@ -112,7 +112,7 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     sampling, running = batch.sampling, batch.running
     whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
     whole[running] = logits[:, place].float()
-    scores = sampling.next_scores(ids, whole)[running][:, None]
+    scores = batch.groups[0].sampling.next_scores(ids, whole)[running][:, None]
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # The rule sees a draft of one token, or of none after the last. What would follow that token is never used.
@@ -133,15 +133,16 @@ def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -
     starts = [len(tokens) for tokens in batch.committed]
     for number, row in rows.items():
         starts[number] += len(row.tokens) - (number in grown)
-    kept = batch.records.keep(
+    group = batch.groups[0]
+    kept = group.records.keep(
         scores, logits, batch.running, starts, [int(number in grown) for number in range(len(starts))]
     )
     for number, row in grown.items():
-        row.ended = batch.stopping.ends(starts[number] + 1, row.tokens[-1])
-    if batch.stopping.criteria and grown:
-        verdicts = batch.stopping.criteria(batch.sequences.followed_by(_runs(batch, rows)), kept).tolist()
+        row.ended = group.stopping.ends(starts[number] + 1, row.tokens[-1])
+    if group.stopping.criteria and grown:
+        verdicts = group.stopping.criteria(group.sequences.followed_by(_runs(batch, rows)), kept).tolist()
         count = max(starts[number] for number in grown) + 1
-        for number in batch.stopping.ended(batch.sequences, [each for each in grown if verdicts[each]], count):
+        for number in group.stopping.ended(group.sequences, [each for each in grown if verdicts[each]], count):
             rows[number].ended = True
 
 

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
-from torch import Tensor
+from transformers import Cache
 
 from selfspec.accept import Rule
 from selfspec.cache.transfer import can_store, store_past
 from selfspec.decode.batch import Batch
-from selfspec.decode.judge import judge_together
-from selfspec.decode.judge_in_order import judge_in_order
+from selfspec.decode.judge import judge
 from selfspec.decode.output import Round
 from selfspec.decode.prefill import prefill
 from selfspec.decode.request import Request
 from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.decode.steps import commit, propose, verify
-from selfspec.draft import Draft, Proposer, Verdict
-
-Judge = Callable[[Batch, Draft, Tensor, Rule], Verdict]
-"""Judges a draft by the target's logits: `judge_together` and its like."""
+from selfspec.draft import Proposer
 
 
 def rounds(
-    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats
+    batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats, past: Cache | None
 ) -> Generator[Round, None, None]:
-    """Generate, and yield what each round committed. At the end store the past, and complete `stats`."""
-    judge, clock = judge_in_order if batch.sampling.in_order else judge_together, PhaseClock(batch.last_tokens.device)
+    """Generate, and yield what each round committed. At the end complete `stats`.
+
+    Args:
+        batch: before its first pass.
+        request: the prompts.
+        proposer: drafts; None: nothing does.
+        rule: accepts or rejects draft tokens.
+        stats: counts rounds.
+        past: receives keys and values of all rows at the end; None: they are dropped.
+    """
+    clock = PhaseClock(batch.last_tokens.device)
     try:
         with clock.phase("prefill"):
             prefill(batch, request, proposer)
         while batch.unfinished:
-            yield run_round(batch, proposer, rule, judge, stats, clock)
-        if batch.past is not None and can_store(batch.cache):
-            store_past(batch.cache, batch.past, request.mask)
+            committed = run_round(batch, proposer, rule, stats, clock)
+            if past is None:
+                batch.drop_finished()
+            yield committed
+        if past is not None and can_store(batch.cache):
+            store_past(batch.cache, past, request.mask)
     finally:
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes
@@ -41,16 +49,13 @@ def rounds(
         stats.seconds = clock.seconds()
 
 
-def run_round(
-    batch: Batch, proposer: Proposer | None, rule: Rule, judge: Judge, stats: Stats, clock: PhaseClock
-) -> Round:
+def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats, clock: PhaseClock) -> Round:
     """Run one round, and return what it committed.
 
     Args:
         batch: before the round.
         proposer: drafts; None: nothing does.
         rule: accepts or rejects draft tokens.
-        judge: makes the verdict.
         stats: counts the round.
         clock: times its phases.
     """

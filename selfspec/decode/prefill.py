@@ -16,7 +16,6 @@ from selfspec.cache.transfer import load_past
 from selfspec.control import Evidence
 from selfspec.decode.batch import Batch
 from selfspec.decode.request import Request
-from selfspec.decode.sequences import Prefixes
 from selfspec.draft import Proposer
 from selfspec.draft.drafter import Exit
 
@@ -45,18 +44,46 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     columns = request.mask[:, -request.read.shape[1] :]
     for row, count in enumerate(unread):
         prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
-    prompts = prompts.to(batch.last_tokens.device)
+    reading = Prefill(batch, prompts, unread)
     early_exit = None if proposer is None or request.embeddings else proposer.early_exit
     if early_exit is not None and _gives_evidence(batch, unread):
-        batch.controller.learn_prompt(prefill_with_evidence(batch, early_exit, prompts))
+        batch.controller.learn_prompt(prefill_with_evidence(batch, early_exit, reading.tokens))
         batch.cache.commit(unread)
         return
-    start = 0
-    for width in batch.cache.prefill_widths(unread, batch.prefill_width):
-        counts = [min(max(count - start, 0), width) for count in unread]
-        batch.runner.prefill(prompts[:, start : start + width], counts)
+    while reading.left:
+        reading.read(batch.prefill_width)
+
+
+class Prefill:
+    """Reads what the rows of a batch begin with into its cache, piece by piece.
+
+    Args:
+        batch: before its first round.
+        tokens: ids `[rows, tokens]` or embeddings `[rows, tokens, hidden]`, from the left.
+        counts: how many of them each row has.
+    """
+
+    def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int]) -> None:
+        self.batch = batch
+        self.tokens = tokens.to(batch.last_tokens.device)
+        self._counts = counts
+        self._read = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens of the longest row that are not read yet."""
+        return max(self._counts) - self._read
+
+    @torch.no_grad()
+    def read(self, most: int | None) -> int:
+        """Read the next piece, of at most this many tokens of each row, and return how many were read. None: any."""
+        batch, start = self.batch, self._read
+        width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
+        counts = [min(max(count - start, 0), width) for count in self._counts]
+        batch.runner.prefill(self.tokens[:, start : start + width], counts)
         batch.cache.commit(counts)
-        start += width
+        self._read += width
+        return width
 
 
 def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Evidence:
@@ -68,8 +95,7 @@ def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Ev
         prompts: `[rows, tokens]`.
     """
     draft, target = batch.runner.compare(early_exit.layer, early_exit.head, prompts, _MOST)
-    prefixes = Prefixes(batch.sequences)
-    q, p = (batch.sampling.scores(each, prefixes).softmax(-1) for each in (draft, target))
+    q, p = (batch.sampling.scores(each).softmax(-1) for each in (draft, target))
     chances = torch.minimum(p, q).sum(-1)
     if batch.sampling.greedy:
         # On so few tokens, the overlap of two distributions tells as much as whether their best tokens are equal.

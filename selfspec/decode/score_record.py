@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.decode.logprobs import LogprobRecord
+
 
 class ScoreRecord:
     """One tensor `[batch, vocab]` for each new token, as `transformers` returns them.
@@ -72,10 +74,12 @@ class ScoreRecords:
     Attributes:
         scores: the logits as processors and warpers left them; None: the caller did not ask for them.
         logits: the target's own logits; None: the caller did not ask for them.
+        logprobs: log-probabilities of the tokens of a group of one row; None: the caller did not ask for them.
     """
 
     scores: ScoreRecord | None = None
     logits: ScoreRecord | None = None
+    logprobs: LogprobRecord | None = None
 
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
@@ -85,6 +89,8 @@ class ScoreRecords:
         Returns:
             The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
         """
+        if self.logprobs is not None:
+            self.logprobs.keep(logits[0, : counts[0]])
         if self.logits is not None:
             self.logits.keep(logits, rows, starts, counts)
         if self.scores is None:

@@ -72,7 +72,7 @@ def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
             tuple(row.tokens), tuple(row.drafted), accepted, tuple(row.drafted[node] for node in rejected)
         )
         if row.ended:
-            batch.unfinished.discard(number)
+            batch.end(number)
     counts = [len(rows[row].tokens) for row in batch.running]
     if draft.tree.is_chain:
         batch.cache.commit(counts)
@@ -81,7 +81,6 @@ def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
         batch.cache.commit_paths([(-1, *path)[:count] for path, count in zip(paths, counts, strict=True)])
     batch.last_tokens = verdict.last_tokens
     _settle_nonfinite_rows(batch, draft, verdict)
-    batch.drop_finished()
     return Round(tuple(rows), draft.steps)
 
 
@@ -94,5 +93,4 @@ def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None
         if draft.length and not row.ended:
             batch.nonfinite_rows.append(number)
         else:
-            batch.failed.append(number)
-            batch.unfinished.discard(number)
+            batch.fail(number)

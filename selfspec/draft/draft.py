@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -103,6 +104,17 @@ class Draft:
     ) -> Draft:
         """A draft in which each token follows the one before it, `[rows, drafted]`."""
         return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length, row_lengths)
+
+    def of_rows(self, rows: Sequence[int]) -> Draft:
+        """Return the draft of some rows, to judge it: without `resume`."""
+        chosen = list(rows)
+        return replace(
+            self,
+            tokens=self.tokens[chosen],
+            probs=None if self.probs is None else self.probs[chosen],
+            resume=None,
+            row_lengths=None if self.row_lengths is None else tuple(self.row_lengths[row] for row in chosen),
+        )
 
     @property
     def length(self) -> int:

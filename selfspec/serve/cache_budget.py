@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from selfspec.decode.rows.decoder import CacheSizes
+from selfspec.decode.row_decoder import CacheSizes
 
 
 @dataclass(frozen=True)

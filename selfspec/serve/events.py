@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from selfspec.decode.rows.logprobs import TokenLogprobs
+from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.errors import SelfSpecError
 
 Reason = Literal["stop", "length", "cancelled", "error"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.decode.rows.logprobs import TokenLogprobs
+from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.model.stock_passes import block_logits
 
 # The most places whose logits are in memory at once.

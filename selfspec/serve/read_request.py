@@ -10,14 +10,14 @@ from typing import Any
 from transformers import LogitsProcessor
 
 from selfspec.arguments import check_callables, shown
+from selfspec.decode.group import Group
 from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
-from selfspec.decode.rows.decoder import RowDecoder
-from selfspec.decode.rows.row import Row
+from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
 from selfspec.serve.row_request import RowRequest, RowSampling
 
 
-def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Row:
+def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group:
     """Check a request and make its row.
 
     Args:

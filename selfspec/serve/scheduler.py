@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from selfspec.decode.batch import Batch
+from selfspec.decode.group import Group
 from selfspec.decode.output import Round
-from selfspec.decode.rows.batch import RowsBatch
-from selfspec.decode.rows.decoder import RowDecoder
-from selfspec.decode.rows.prefill import RowPrefill
-from selfspec.decode.rows.row import Row
+from selfspec.decode.prefill import Prefill
+from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import CacheBudget, Storage
 from selfspec.serve.engine_stats import EngineStats
@@ -29,7 +29,7 @@ class Entry:
     Attributes:
         number: of its arrival: the lower, the longer it has waited.
         ticket: whom it belongs to.
-        row: its text.
+        row: its text, a group of one row.
         prompt_tokens: of its prompt.
         drafted: draft tokens that were proposed to it.
         accepted: how many of them were committed.
@@ -37,7 +37,7 @@ class Entry:
 
     number: int
     ticket: Ticket
-    row: Row
+    row: Group
     prompt_tokens: int
     drafted: int = 0
     accepted: int = 0
@@ -48,7 +48,7 @@ class _Reading:
     """A request whose prompt is being read, into a cache of its own."""
 
     entry: Entry
-    prefill: RowPrefill
+    prefill: Prefill
 
 
 class Scheduler:
@@ -71,7 +71,7 @@ class Scheduler:
         self._reading: _Reading | None = None
         # In the order in which the batch holds their rows.
         self._running: list[Entry] = []
-        self._batch: RowsBatch | None = None
+        self._batch: Batch | None = None
         self._prompt_tokens = 0
         self._preemptions = 0
         self._finished: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class Scheduler:
             return None
         entry = self._waiting[0]
         longest = max((each.row.length for each in self._running), default=0)
-        if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining):
+        if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0)):
             return None
         del self._waiting[0]
         try:
@@ -253,15 +253,15 @@ class Scheduler:
         batch, running = self._batch, list(self._running)
         assert batch is not None
         ended: list[tuple[Entry, Reason, SelfSpecError | None]] = []
-        failed = set(batch.failed)
         for index, (entry, row) in enumerate(zip(running, committed.rows, strict=True)):
             entry.drafted += len(row.draft)
             entry.accepted += row.accepted
-            logprobs = None if entry.row.record is None else entry.row.record.take(row.tokens)
+            record = entry.row.records.logprobs
+            logprobs = None if record is None else record.take(row.tokens)
             if row.tokens:
                 self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted))
             if index not in batch.unfinished:
-                ended.append((entry, *_end_of(entry.row, index in failed)))
+                ended.append((entry, *_end_of(entry.row)))
         self._leave(ended)
 
     def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:
@@ -285,7 +285,7 @@ class Scheduler:
         self._finished[reason] += 1
         self._deliver(
             entry,
-            Finished(reason, error, entry.prompt_tokens, len(entry.row.committed), entry.drafted, entry.accepted),
+            Finished(reason, error, entry.prompt_tokens, len(entry.row.committed[0]), entry.drafted, entry.accepted),
         )
 
     def _deliver(self, entry: Entry, event: Event) -> None:
@@ -304,16 +304,17 @@ def kept_rows(rows: int, gone: set[int]) -> list[int]:
     return [next(last) if place in gone else place for place in range(stay)]
 
 
-def _end_of(row: Row, failed: bool) -> tuple[Reason, SelfSpecError | None]:
+def _end_of(row: Group) -> tuple[Reason, SelfSpecError | None]:
     """Why a row ended in the last round."""
     if row.error is not None:
         return "error", _failed("a logits processor or stopping criterion of it failed", row.error)
-    if failed:
+    tokens = row.committed[0]
+    if row.failed:
         return "error", RowError(
-            f"the full model's logits became NaN or infinite after {len(row.committed)} new tokens, or processors left "
+            f"the full model's logits became NaN or infinite after {len(tokens)} new tokens, or processors left "
             "no token to choose. Check the weights and the dtype: fp16 overflows where bf16 or fp32 do not"
         )
-    stopped = row.committed[-1] in row.stopping.eos or row.remaining > 0
+    stopped = tokens[-1] in row.stopping.eos or row.remaining(0) > 0
     return "stop" if stopped else "length", None
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.api import SelfSpeculative
-from selfspec.decode.rows.logprobs import TokenLogprobs
+from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
 from selfspec.serve.chat_template import ChatTemplate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +33,7 @@ from helpers.joints import (
 )
 from helpers.tiers import in_turns
 from selfspec.accept import TokenLevel
-from selfspec.decode.sampling import Sampling
-from selfspec.decode.sequences import Prefixes
+from selfspec.decode.batch_sampling import BatchSampling
 from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 from selfspec.runtime import Runtime
 
@@ -153,15 +153,15 @@ def test_the_joint_test_sees_a_residual_taken_from_p() -> None:
 
 
 def test_the_joint_test_sees_a_bonus_token_drawn_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Sampling.scores
+    right = BatchSampling.scores
 
-    def planted(self: Sampling, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        scores = right(self, logits, prefixes)
+    def planted(self: BatchSampling, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        scores = right(self, logits, drafted)
         if logits.shape[1] > 1:
             scores[:, -1] = logits[:, -1].float()
         return scores
 
-    monkeypatch.setattr(Sampling, "scores", planted)
+    monkeypatch.setattr(BatchSampling, "scores", planted)
     spec = selfspec.wrap(small(), selfspec.drafts.LayerSkip(attention=[1]), draft_length=2)
     assert holm_rejects(p_values(spec, Warp(temperature=0.6)), 0.01)
 

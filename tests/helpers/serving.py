@@ -15,8 +15,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.decode.group import Group
 from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
-from selfspec.decode.rows.row import Row
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished
 from selfspec.serve.read_request import read_row
@@ -59,7 +59,7 @@ class Stepped:
         """Let a request wait."""
         return self.submit_row(read_row(self._decoder, request, self.vocabulary))
 
-    def submit_row(self, row: Row) -> Seen:
+    def submit_row(self, row: Group) -> Seen:
         """Let the row of a request wait."""
         seen = Seen()
         assert self.budget.fits_alone(row.longest)

@@ -14,7 +14,7 @@ from helpers import tiny
 from selfspec.control.costs import Costs
 from selfspec.decode import loop, stats
 from selfspec.decode.batch import Batch
-from selfspec.decode.judge import judge_together
+from selfspec.decode.judge import judge
 from selfspec.draft import Draft, EarlyExit, LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
@@ -131,13 +131,12 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
     planted: PreTrainedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judging = {True: 0.7, False: 0.3}
-    judge = judge_together
 
     def slow(batch: Batch, draft: Draft, *others: Any) -> Any:
         clock.now += judging[draft.length > 0]
         return judge(batch, draft, *others)
 
-    monkeypatch.setattr(loop, "judge_together", slow)
+    monkeypatch.setattr(loop, "judge", slow)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=clock))
     costs = _measured(planted, clock, lengths=(2,)).of("exit:1")
     step = 4 * LAYER + HEAD + judging[False]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from helpers import tiny
 from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
-from selfspec.decode.rows.logprobs import TokenLogprobs
+from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.events import Committed, Finished

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers.serving import Asked, Seen, Stepped, alone, small
-from selfspec.decode.rows.decoder import CacheSizes
+from selfspec.decode.row_decoder import CacheSizes
 from selfspec.serve.cache_budget import CacheBudget, Storage
 from selfspec.serve.events import Committed
 from selfspec.serve.read_request import read_row

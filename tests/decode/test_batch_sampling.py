@@ -12,18 +12,25 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from selfspec.decode.batch_sampling import BatchSampling, proper
+from selfspec.decode.group import Group
+from selfspec.decode.noise import Noise
 from selfspec.decode.processors import Warping
-from selfspec.decode.sampling import Sampling, proper
-from selfspec.decode.sequences import Prefixes, Sequences
+from selfspec.decode.sampling import Sampling
+from selfspec.decode.sequences import Sequences
+from selfspec.decode.stopping import Stopping
 
-NOTHING_BEFORE = Prefixes(Sequences(torch.empty(1, 0, dtype=torch.long), pad=0))
+
+def sampling_of(warpers: LogitsProcessorList, greedy: bool, rows: int) -> BatchSampling:
+    prompts, noise = torch.empty(rows, 0, dtype=torch.long), Noise(0, range(rows), torch.device("cpu"))
+    return BatchSampling([Group(Sequences(prompts, pad=0), Sampling(Warping(warpers), greedy), Stopping(1), noise)])
 
 
 def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
     logits = torch.tensor([[[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]], dtype=torch.float64)
     expected = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
-    sampling = Sampling(Warping(LogitsProcessorList()), greedy=True)
-    assert torch.equal(sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE)), expected)
+    sampling = sampling_of(LogitsProcessorList(), greedy=True, rows=1)
+    assert torch.equal(sampling.probabilities(sampling.scores(logits)), expected)
 
 
 def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
@@ -31,8 +38,8 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
         [TemperatureLogitsWarper(0.7), TopKLogitsWarper(7), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
     )
     logits = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(Warping(warpers), greedy=False)
-    block = sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE))
+    sampling = sampling_of(warpers, greedy=False, rows=3)
+    block = sampling.probabilities(sampling.scores(logits))
     for row in range(3):
         for position in range(4):
             alone = warpers(torch.empty(1, 0, dtype=torch.long), logits[row, position][None]).softmax(-1)[0]
@@ -43,8 +50,8 @@ def test_every_position_of_a_block_is_warped_as_if_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_probabilities_are_those_of_float32_logits_whatever_their_dtype(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
-    sampling = Sampling(Warping(LogitsProcessorList()), greedy=False)
-    found = sampling.probabilities(sampling.scores(logits, NOTHING_BEFORE))
+    sampling = sampling_of(LogitsProcessorList(), greedy=False, rows=2)
+    found = sampling.probabilities(sampling.scores(logits))
     torch.testing.assert_close(found, logits.float().softmax(-1), rtol=1e-6, atol=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What runs rows that join and leave, of one wrapped model: makes them, begins their batches, and runs rounds."""
+"""What runs requests that join and leave, of one wrapped model: reads them, begins their batches, and runs rounds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ import torch
 from selfspec.accept import Rule, default_rule
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.by_load import ControllerByLoad
+from selfspec.decode.batch import Batch
+from selfspec.decode.group import Group
+from selfspec.decode.logprobs import LogprobRecord
 from selfspec.decode.loop import run_round
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round
+from selfspec.decode.prefill import Prefill
 from selfspec.decode.request import read_request
-from selfspec.decode.rows.batch import RowsBatch, records_of
-from selfspec.decode.rows.judge import judge_rows
-from selfspec.decode.rows.logprobs import LogprobRecord
-from selfspec.decode.rows.prefill import RowPrefill
-from selfspec.decode.rows.row import Row
-from selfspec.decode.rows.sampling import JoinedSampling
-from selfspec.decode.rows.sequences import JoinedSequences
-from selfspec.decode.rows.stopping import JoinedStopping
+from selfspec.decode.score_record import ScoreRecords
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.decode.target import Target
@@ -119,14 +116,14 @@ class RowDecoder:
 
     def row(
         self, input_ids: tuple[int, ...], options: Mapping[str, Any], seed: int | None, kind: Hashable, top: int | None
-    ) -> Row:
-        """Check a request as `generate` does, and make its row. May be called from any thread.
+    ) -> Group:
+        """Check a request as `generate` does, and make a group of one row. May be called from any thread.
 
         Args:
             input_ids: the prompt.
             options: keywords of `generate`.
             seed: of its noise, and then its tokens are those of plain decoding; None: one is drawn.
-            kind: see `Row`.
+            kind: see `Group`.
             top: how many of the likeliest tokens have their log-probabilities reported; None: nothing is.
 
         Raises:
@@ -147,56 +144,53 @@ class RowDecoder:
         check_rotary(self._config, (1,), request.lengths[0] + request.stopping.max_new_tokens - 1)
         couples = seed is not None or (self._rule is not None and self._rule.couples)
         noise = Noise(int(torch.randint(2**62, ()).item()) if seed is None else seed, [0], self._device)
-        return Row(
+        return Group(
             sequences=Sequences(request.input_ids, request.pad, request.text_mask),
             sampling=request.sampling.coupled() if couples else request.sampling,
             stopping=request.stopping,
             noise=noise,
-            kind=(kind, couples),
-            record=None if top is None else LogprobRecord(top),
+            records=ScoreRecords(logprobs=None if top is None else LogprobRecord(top)),
+            kind=kind,
+            isolated=True,
         )
 
-    def begin(self, row: Row) -> RowPrefill:
-        """Begin to read a row's text, into a cache that has room for it alone."""
+    def begin(self, row: Group) -> Prefill:
+        """Begin to read a row's text but its last token, into a cache that has room for it alone."""
         self._check()
         cache = self._cache()
         cache.hold(1, row.length)
         if self._runner is None:
             self._runner = self._target.runner(cache)
-        row.error = None
-        batch = RowsBatch(
+        text = row.sequences.tokens_from(0, 0)
+        batch = Batch(
             runner=self._runner.over(cache),
             cache=cache,
-            sampling=JoinedSampling([row]),
+            groups=[row],
             noise=row.noise,
             controller=self._drafting[row.sampling.greedy].controller,
-            last_tokens=torch.tensor([row.text[-1:]], dtype=torch.long, device=self._device),
-            sequences=JoinedSequences([row.sequences]),
-            stopping=JoinedStopping([row]),
-            records=records_of([row]),
+            last_tokens=torch.tensor([text[-1:]], dtype=torch.long, device=self._device),
             memories=self._target.memories,
             programs=self._target.programs,
-            rows=[row],
         )
         for each in self._drafting.values():
             if each.drafter is not None and id(each.drafter) not in batch.proposers:
                 batch.proposers[id(each.drafter)] = each.drafter.begin(batch)
-        return RowPrefill(batch)
+        return Prefill(batch, torch.tensor([text[:-1]], dtype=torch.long), [len(text) - 1])
 
     def rest(self) -> None:
         """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""
         self._runner = None
 
     @torch.no_grad()
-    def round(self, batch: RowsBatch) -> Round:
+    def round(self, batch: Batch) -> Round:
         """Run a round of a batch whose storage has room for it, and return what each row committed."""
-        greedy = sum(row.sampling.greedy for row in batch.rows)
-        drafting = self._drafting[2 * greedy >= len(batch.rows)]
+        greedy = sum(group.sampling.greedy for group in batch.groups)
+        drafting = self._drafting[2 * greedy >= len(batch.groups)]
         batch.controller = drafting.controller
         rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
         drafted, began = self.stats.drafted, time.perf_counter()
         proposer = None if drafting.drafter is None else batch.proposers[id(drafting.drafter)]
-        committed = run_round(batch, proposer, rule, judge_rows, self.stats, self._clock)
+        committed = run_round(batch, proposer, rule, self.stats, self._clock)
         tokens = sum(len(row.tokens) for row in committed.rows)
         self.plain_rounds += self.stats.drafted == drafted
         drafting.controller.timed(len(committed.rows), tokens, time.perf_counter() - began)

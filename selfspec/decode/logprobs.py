@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from selfspec.decode.score_record import ScoreRecords
-
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -47,25 +45,3 @@ class LogprobRecord:
             top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
             found.append(TokenLogprobs(float(place[token]), top))
         return tuple(found)
-
-
-class LogprobRecords(ScoreRecords):
-    """Those of all rows of a batch, in the place of scores that `generate` keeps.
-
-    Args:
-        records: of each row; None: nobody asked for it.
-    """
-
-    def __init__(self, records: Sequence[LogprobRecord | None]) -> None:
-        super().__init__()
-        object.__setattr__(self, "_of_rows", tuple(records))
-
-    _of_rows: tuple[LogprobRecord | None, ...]
-
-    def keep(
-        self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        for index, row in enumerate(rows):
-            record = self._of_rows[row]
-            if record is not None and counts[row]:
-                record.keep(logits[index, : counts[row]])

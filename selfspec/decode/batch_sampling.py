@@ -1,0 +1,226 @@
+"""Processed logits to probabilities, in one way for target p and draft q; and draws from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from selfspec.decode.group import Group
+from selfspec.decode.noise import Noise, Purpose
+from selfspec.decode.sequences import Prefixes
+from selfspec.draft.draft import Draft
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The tokens of a round without a draft.
+
+    Attributes:
+        tokens: `[rows, 1]`.
+        finite: whether there was a distribution to choose from, `[rows, 1]`; if not, the token is arbitrary. None:
+            there was in all rows.
+    """
+
+    tokens: Tensor
+    finite: Tensor | None
+
+
+class BatchSampling:
+    """Turns the logits of the running rows into the distribution that plain decoding of each group would draw from.
+
+    Greedy and coupled rows have one possible token at each place, so that nothing is drawn for them; others beside them
+    draw. Groups of one kind are processed together, and those that look at their prefixes each by itself.
+
+    Args:
+        groups: in the order in which tensors hold their running rows.
+
+    Attributes:
+        greedy: whether all rows take the likeliest token.
+        decided: whether all rows have one possible token at each place.
+        mends: whether processors of all rows put numbers in the place of logits that are not finite.
+        in_order: whether some processor has memory, see `Sampling.in_order`.
+        reads_prefixes: whether some processor looks at more than the scores of a place.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        samplings = [group.sampling for group in groups]
+        self.greedy = all(each.greedy for each in samplings)
+        self.decided = all(each.decided for each in samplings)
+        self.mends = all(each.mends for each in samplings)
+        self.in_order = any(each.in_order for each in samplings)
+        self.reads_prefixes = any(each.reads_prefixes for each in samplings)
+        ends = list(accumulate(len(group.running) for group in groups))
+        self._rows = [list(range(end - len(group.running), end)) for group, end in zip(groups, ends, strict=True)]
+        self._mending = self._rows_of(lambda group: group.sampling.mends)
+        self._greedy = self._rows_of(lambda group: group.sampling.greedy)
+        self._choosing = self._rows_of(lambda group: group.sampling.decided and not group.sampling.greedy)
+        self._drawn = self._rows_of(lambda group: not group.sampling.decided)
+        self._together: dict[Hashable, list[int]] = {}
+        for index, group in enumerate(groups):
+            self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
+
+    def _rows_of(self, which: Callable[[Group], bool]) -> list[int]:
+        return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
+
+    def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        """Return the logits as processors and warpers leave them, float32 as in `transformers`.
+
+        Where a processor of isolated rows raises, their group notes it, and their scores are NaN.
+
+        Args:
+            logits: `[rows, places, vocab]`, any floating dtype.
+            drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`; see
+                `Prefixes`.
+
+        Returns:
+            `[rows, places, vocab]`.
+        """
+
+        def failed(group: Group, error: Exception, given: Tensor) -> Tensor:
+            group.error = error
+            return torch.full_like(given, torch.nan, dtype=torch.float32)
+
+        return self._scores(logits, drafted, failed)
+
+    def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        """Return the same for draft tokens. Where a processor raises, at what the target may never read, logits do."""
+        return self._scores(logits, drafted, lambda group, error, given: given.float())
+
+    def _scores(
+        self, logits: Tensor, drafted: Sequence[Tensor], failed: Callable[[Group, Exception, Tensor], Tensor]
+    ) -> Tensor:
+        if len(self._together) == 1:
+            return _processed(self._groups[0], logits, drafted, failed)
+        scores = torch.empty_like(logits, dtype=torch.float32)
+        for indices in self._together.values():
+            rows = [row for index in indices for row in self._rows[index]]
+            pieces = [piece[rows] for piece in drafted] if self._groups[indices[0]].sampling.reads_prefixes else []
+            scores[rows] = _processed(self._groups[indices[0]], logits[rows], pieces, failed)
+        return scores
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return the distribution at each place.
+
+        Args:
+            scores: as `scores` gives them, `[rows, places, vocab]`.
+
+        Returns:
+            `[rows, places, vocab]`; each place sums to 1.
+        """
+        if self.greedy:
+            p = _one_hot(scores, scores.argmax(-1))
+        else:
+            p = scores.softmax(-1)
+            if self._greedy:
+                p[self._greedy] = _one_hot(p[self._greedy], scores[self._greedy].argmax(-1))
+        if broken := self._broken:
+            p[broken] = torch.nan
+        return p
+
+    def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
+        """Return what tokens are drawn from: p itself, or one-hot at what the noise of the position chooses from it.
+
+        Args:
+            p: `[rows, places, vocab]`.
+            positions: of the tokens to be drawn, `[rows or 1, places]`.
+            noise: of the rows; used where sampling is coupled.
+        """
+        if not self._choosing:
+            return p
+        if len(self._choosing) == len(p):
+            return _one_hot(p, noise.choose(p, positions))
+        own, rows = noise.narrowed(self._choosing), self._choosing
+        decided = p.clone()
+        decided[rows] = _one_hot(p[rows], own.choose(p[rows], positions.expand(len(p), -1)[rows]))
+        return decided
+
+    def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
+        """Return the token of each row where nothing was drafted: a draw of what is decided, in fewer steps.
+
+        Args:
+            scores: as `scores` gives them, `[rows, 1, vocab]`.
+            positions: of the tokens, `[rows or 1, 1]`.
+            noise: of the rows.
+        """
+        if not self.greedy:
+            p = self.probabilities(scores)
+            tokens = self.draw(self.decide(p, positions, noise), noise, Purpose.RECOVER)
+            return NextTokens(tokens, p.sum(-1).isfinite())
+        tokens, finite = scores.argmax(-1), None
+        if broken := self._broken:
+            finite = torch.ones_like(tokens, dtype=torch.bool)
+            finite[broken] = False
+        return NextTokens(tokens, finite)
+
+    def legible(self, logits: Tensor) -> Tensor | None:
+        """Return whether tokens can be chosen by the logits of each place of a round without a draft, `[rows, places]`.
+
+        None: by all of them, since processors mend what is not finite.
+        """
+        if self.mends:
+            return None
+        finite = logits.amax(-1).isfinite()
+        if self._mending:
+            finite[self._mending] = True
+        return finite
+
+    def judged(self, draft: Draft) -> Draft:
+        """Return the draft with the distributions that its tokens are judged by: one-hot where all is decided."""
+        if draft.probs is None or len(self._drawn) == len(draft.probs):
+            return draft
+        if self.decided:
+            return replace(draft, probs=None)
+        probs = _one_hot(draft.probs, draft.tokens)
+        probs[self._drawn] = draft.probs[self._drawn]
+        return replace(draft, probs=probs)
+
+    def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
+        """Return the token each of the given distributions gives: its one possible token where decided, else a draw.
+
+        Args:
+            weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
+            noise: of the rows, not touched where all is decided.
+            purpose: what the tokens are for.
+            first: the first of these places in the round.
+
+        Returns:
+            `[rows, places]`.
+        """
+        return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
+
+    @property
+    def _broken(self) -> list[int]:
+        """Rows whose processors raised in this round."""
+        return self._rows_of(lambda group: group.error is not None)
+
+
+def _processed(
+    group: Group, logits: Tensor, drafted: Sequence[Tensor], failed: Callable[[Group, Exception, Tensor], Tensor]
+) -> Tensor:
+    try:
+        return group.sampling.processing.scores(logits, Prefixes(group.sequences, drafted))
+    except Exception as error:
+        if not group.isolated:
+            raise
+        return failed(group, error, logits)
+
+
+def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter_(-1, tokens[..., None], 1.0)
+
+
+def proper(q: Tensor) -> Tensor:
+    """Return `q` with the uniform distribution wherever it is not finite.
+
+    A draft path may overflow where the target does not. Any distribution may draft, as long as it is the one that is
+    drawn from and scored.
+
+    Args:
+        q: `[..., vocab]`.
+    """
+    return torch.where(q.sum(-1, keepdim=True).isfinite(), q, 1.0 / q.shape[-1])

@@ -1,0 +1,97 @@
+"""Rows of one call, with all that is theirs: those of `generate`, or the one row of a request to an engine.
+
+Processors and criteria of `transformers` see such rows side by side, padded to one length. A batch runs one group or
+many; what it does with a group does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from selfspec.decode.noise import Noise
+from selfspec.decode.sampling import Sampling
+from selfspec.decode.score_record import ScoreRecords
+from selfspec.decode.sequences import Sequences
+from selfspec.decode.stopping import Stopping
+
+
+@dataclass(eq=False)
+class Group:
+    """Rows of one call. They outlive the cache they run in, so that they can be read again.
+
+    Attributes:
+        sequences: prompts and committed tokens.
+        sampling: how their logits become probabilities; processors may hold a memory of the texts.
+        stopping: where rows end.
+        noise: of the rows; while they run, the batch's noise has moved on.
+        records: what is kept of committed tokens for the caller.
+        kind: equal for groups whose processors look at scores alone and do the same.
+        isolated: whether an error of a processor or criterion ends these rows alone, and is not raised.
+        error: what a processor or criterion of isolated rows raised in this round; None: nothing.
+        failed: numbers of the rows that ended because the target's logits were not finite.
+    """
+
+    sequences: Sequences
+    sampling: Sampling
+    stopping: Stopping
+    noise: Noise
+    records: ScoreRecords = field(default_factory=ScoreRecords)
+    kind: Hashable = None
+    isolated: bool = False
+    error: Exception | None = None
+    failed: list[int] = field(default_factory=list)
+
+    @property
+    def committed(self) -> list[list[int]]:
+        """The new tokens of each row, final."""
+        return self.sequences.committed
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Numbers of the rows that have not ended."""
+        return self.sequences.unfinished
+
+    @property
+    def running(self) -> list[int]:
+        """Numbers of the rows that passes run."""
+        return self.sequences.running
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, prompt and padding included."""
+        return max(map(self.sequences.length, range(len(self.committed))))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row may come to have, prompt included."""
+        return self.sequences.width + self.stopping.max_new_tokens
+
+    @property
+    def needs_lockstep(self) -> bool:
+        """Whether processors or stopping criteria need all unfinished rows at one length in every round."""
+        return len(self.unfinished) > 1 and (self.sampling.in_order or self.stopping.needs_lockstep)
+
+    def remaining(self, row: int) -> int:
+        """Return the most tokens that a row may still grow by."""
+        return self.stopping.max_new_tokens - len(self.committed[row])
+
+    def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
+        """Keep what the caller asked for of a round, and return how many tokens each row keeps if it ends there.
+
+        Args:
+            runs: tokens of each row, about to be committed.
+            scores: as processors left them, `[running, places, vocab]`.
+            logits: the target's own, of the same shape.
+        """
+        starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
+        kept = self.records.keep(scores, logits, self.running, starts, counts)
+        try:
+            return self.stopping.judged(self.sequences, runs, kept)
+        except Exception as error:
+            if not self.isolated:
+                raise
+            self.error = error
+            return [0] * len(runs)

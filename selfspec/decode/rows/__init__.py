@@ -1,1 +1,0 @@
-"""Rows that join and leave a running batch: each is what `generate` would make of it alone."""
