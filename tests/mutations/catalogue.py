@@ -543,7 +543,8 @@ CATALOGUE = (
     Mutation("rows that join: greedy rows whose processor failed take some token", "BatchSampling.probabilities",
         "p[broken] = torch.nan", "pass", ("test_row_errors.py",)),
     Mutation("rows that join: rows of one kind are processed by the first kind", "BatchSampling._scores",
-        "_processed(self._groups[indices[0]], _1, _2, _3)", "_processed(self._groups[0], _1, _2, _3)", (_MIXES, "-k", "are_alone")),
+        "_processed(self._groups[indices[0]], _1, _2, _3)", "_processed(self._groups[0], _1, _2, _3)",
+        (_MIXES, "-k", "are_alone")),
     Mutation("rows that join: a processor with memory is called for the whole batch", "judge", "not in_order",
         "True", (_MIXES, "-k", "are_alone")),
     # What the server makes of rows.
