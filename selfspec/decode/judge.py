@@ -78,27 +78,21 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     """
     lengths = batch.row_lengths(draft)
     accepted = _accept(batch, draft, lengths, logits, rule) if draft.length else _next(batch, draft, logits)
-    judged = _on_host(batch, draft, accepted)
-    limit = lockstep_limit(batch, draft, [row.run for row in judged.values()])
-    runs = [judged[row].run if row in judged else [] for row in range(batch.size)]
-    runs = batch.shortened(runs)
+    judged = _on_host(batch, draft, lengths, accepted)
+    limit = lockstep_limit(batch, draft, [row.tokens for row in judged.values()])
+    runs = batch.shortened([judged[row].tokens if row in judged else [] for row in range(batch.size)])
     cut = [run[:limit] for run in runs]
     ends = batch.ends(cut, accepted.scores, accepted.logits)
-    rows = {}
-    for row, length in zip(batch.running, lengths, strict=True):
-        if row not in judged:
-            continue
-        found, end = judged[row], ends[row]
-        rows[row] = RowVerdict(
-            drafted=found.drafted,
-            path=found.path,
-            judged=len(found.path) + (len(found.path) < length and bool(draft.tree.children[found.place])),
-            tokens=cut[row][:end],
-            dropped=len(runs[row]) - len(cut[row]) if end is None else 0,
-            ended=end is not None,
-            finite=found.finite or end is not None,
-            overlap=found.overlap,
+    rows = {
+        row: replace(
+            found,
+            tokens=cut[row][: ends[row]],
+            dropped=len(runs[row]) - len(cut[row]) if ends[row] is None else 0,
+            ended=ends[row] is not None,
+            finite=found.finite or ends[row] is not None,
         )
+        for row, found in judged.items()
+    }
     # A row without finite logits has no token of the target's own, nor has a row that was cut.
     own = accepted.finite & (accepted.count < limit)
     last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None]) if draft.length else accepted.block
@@ -187,32 +181,27 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
     return scores
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """One row of `_Accepted` and its draft, on the host."""
-
-    token: int
-    place: int
-    path: Sequence[int]
-    finite: bool
-    drafted: list[int]
-    overlap: list[float]
-
-    @property
-    def run(self) -> list[int]:
-        """The accepted tokens and the target's token after them."""
-        return [self.drafted[node] for node in self.path] + [self.token] * self.finite
-
-
-def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, _Judged]:
+def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Accepted) -> dict[int, RowVerdict]:
+    """Return what the rule lets each unfinished row commit: the accepted tokens and the target's token after them."""
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
-    verdicts = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
+    columns = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
     if nodes:
         # One transfer for all: doubles hold every token id exactly.
-        verdicts = torch.cat([verdicts.double(), draft.tokens.double(), accepted.overlap.double()], 1)
+        columns = torch.cat([columns.double(), draft.tokens.double(), accepted.overlap.double()], 1)
     judged = {}
-    for row, numbers in zip(batch.running, verdicts.tolist(), strict=True):
-        if row in batch.unfinished:
-            token, place, finite, *drafted = (int(number) for number in numbers[: 3 + nodes])
-            judged[row] = _Judged(token, place, paths[place], bool(finite), drafted, numbers[3 + nodes :])
+    for row, length, numbers in zip(batch.running, lengths, columns.tolist(), strict=True):
+        if row not in batch.unfinished:
+            continue
+        token, place, finite, *drafted = (int(number) for number in numbers[: 3 + nodes])
+        path = paths[place]
+        judged[row] = RowVerdict(
+            drafted=drafted,
+            path=path,
+            judged=len(path) + (len(path) < length and bool(draft.tree.children[place])),
+            tokens=[drafted[node] for node in path] + [token] * finite,
+            dropped=0,
+            ended=False,
+            finite=bool(finite),
+            overlap=numbers[3 + nodes :],
+        )
     return judged
