@@ -28,7 +28,7 @@ import selfspec
 from selfspec.draft.registry import parse_draft
 from selfspec.environment import environment
 from selfspec.model.checkpoint import load_checkpoint
-from selfspec.tools.export.run import export_checkpoint
+from selfspec.tools.export.exported import export_checkpoint
 
 
 @dataclass(frozen=True)

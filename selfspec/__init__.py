@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from selfspec.version import __version__
+
 if TYPE_CHECKING:
     from selfspec import accept as rules
     from selfspec import draft as drafts
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from selfspec.model.adapter import Adapter
     from selfspec.serve.engine import Engine
     from selfspec.tools.lab.inline import ablate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Adapter",

@@ -59,9 +59,9 @@ from selfspec.placement.plan import TOKENS_AT_ONCE
 from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
+from selfspec.recipe import Recipe
 from selfspec.runtime import CudaGraphs, Eager, Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.saved.recipe import Recipe
 from selfspec.values import checked_path
 
 _OF_THE_MODEL = frozenset(

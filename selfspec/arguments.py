@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.values import shown as shown
+
+_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)(?::(.+))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ClassPath:
+    """Names a class of any package: `module:Class`, or `module:Class:argument`."""
+
+    module: str
+    name: str
+    argument: str | None
+
+    @classmethod
+    def read(cls, text: str) -> ClassPath | None:
+        """Read a name; None: it is written in another way."""
+        found = _CLASS.fullmatch(text)
+        return None if found is None else cls(*found.groups())
+
+    def load(self) -> object:
+        """Import what it names.
+
+        Raises:
+            ModuleNotFoundError, AttributeError: there is no such module, or it has no such class.
+        """
+        return getattr(import_module(self.module), self.name)
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 import transformers
 
-import selfspec
 from selfspec.kernels import native
+from selfspec.version import __version__
 
 
 def versions() -> dict[str, str]:
     """Versions of what runs."""
     return {
-        "selfspec": selfspec.__version__,
+        "selfspec": __version__,
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "python": platform.python_version(),

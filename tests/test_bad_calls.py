@@ -20,9 +20,9 @@ from helpers.profiles import profile_of
 from selfspec import drafts
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.errors import SelfSpecError
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.export.run import export_checkpoint
+from selfspec.tools.export.exported import export_checkpoint
 from selfspec.tools.train.settings import Course
 from selfspec.tools.verify.settings import Settings
 
@@ -263,10 +263,10 @@ def _running(ground: Ground, call: Callable[[selfspec.Engine], object]) -> objec
 
 
 def _submitted(ground: Ground, **request: Any) -> object:
-    sampling = {name: request.pop(name) for name in list(request) if name in RowSampling.__dataclass_fields__}
+    sampling = {name: request.pop(name) for name in list(request) if name in SamplingParams.__dataclass_fields__}
     if sampling.keys() & {"top_k", "top_p", "min_p"}:
         sampling["temperature"] = 0.7
-    asked = {"input_ids": (1, 2), "max_new_tokens": 2, "sampling": RowSampling(**sampling), **request}
+    asked = {"input_ids": (1, 2), "max_new_tokens": 2, "sampling": SamplingParams(**sampling), **request}
     return _running(ground, lambda engine: engine.submit(RowRequest(**asked)))
 
 
@@ -274,7 +274,7 @@ ROWS: dict[str, list[Any]] = {
     "input_ids": [(), [1, 2], (1,) * 500, None, 3, "12", (1.5,), (True,), (-1,), (99,), ("1",), (2**70,), ((1, 2),),
                   b"\1\2"],
     "max_new_tokens": [*NO_COUNTS, 10**6],
-    "sampling": [None, 3, "x", {}, RowSampling],
+    "sampling": [None, 3, "x", {}, SamplingParams],
     "eos": [3, {1}, "1", [1.5], ["1"], [True], frozenset({2**70}), frozenset({"a"})],
     "logprobs": [-1, 1.5, "3", True, NAN, 10**6],
     "temperature": [-0.1, NAN, INF, "1", True, [1.0], 1j],

@@ -2,7 +2,7 @@
 
 from selfspec.accept.block import Block
 from selfspec.accept.coupled import Coupled
-from selfspec.accept.named import default_rule, find_rule, rule_name, rules
+from selfspec.accept.registry import default_rule, find_rule, rule_name, rules
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.accept.rule import Rule
 from selfspec.accept.token_level import TokenLevel

@@ -27,6 +27,7 @@ from selfspec.cli.search import search
 from selfspec.cli.serve import serve
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
+from selfspec.version import __version__
 
 app = typer.Typer(
     name="selfspec",
@@ -49,8 +50,6 @@ app.add_typer(train, rich_help_panel="Find drafts")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from selfspec import __version__
-
         typer.echo(f"selfspec {__version__}")
         raise typer.Exit
 

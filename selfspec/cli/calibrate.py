@@ -86,9 +86,9 @@ def calibrate(
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import PromptWriter, beginnings, built_in, read_prompts
+    from selfspec.tools.calibrate.calibration import SIZES, work
+    from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
-    from selfspec.tools.calibrate.run import SIZES, work
-    from selfspec.tools.calibrate.run import calibrate as run
 
     # The embedded model writes nothing but code.
     usual = built_in if model.is_demo else beginnings

@@ -13,7 +13,7 @@ from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from selfspec.tools.export.run import Exported
+    from selfspec.tools.export.exported import Exported
 
 Format = Literal["transformers", "gguf"]
 Kept = Literal["auto", "f32", "f16", "bf16", "q8_0"]
@@ -50,7 +50,7 @@ def export(
     """
     from selfspec.draft import Drafter
     from selfspec.model.checkpoint import load_checkpoint, read_config
-    from selfspec.tools.export.run import export_checkpoint, export_gguf
+    from selfspec.tools.export.exported import export_checkpoint, export_gguf
 
     if precision is not None and format != "gguf":
         raise UnsupportedOptionError("--precision is of --format gguf; with transformers name a --dtype")

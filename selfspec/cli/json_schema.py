@@ -24,7 +24,7 @@ from selfspec.model.summary import CacheSummary, ExitSummary, LayerSummary, Subs
 from selfspec.tools.doctor.machine import MachineReport
 from selfspec.tools.doctor.packages import Packages
 from selfspec.tools.doctor.products import Products
-from selfspec.tools.export.run import Exported
+from selfspec.tools.export.exported import Exported
 from selfspec.tools.lab.turns import Score
 
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.

@@ -107,8 +107,8 @@ def verify(
     from selfspec.measure.prompts import PromptWriter, beginnings, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
     from selfspec.placement.drafts import placement_of
-    from selfspec.tools.verify.run import SIZES, default_drafts, work
-    from selfspec.tools.verify.run import verify as run
+    from selfspec.tools.verify.verification import SIZES, default_drafts, work
+    from selfspec.tools.verify.verification import verify as run
 
     workload = beginnings() if prompt_file is None else read_prompts(prompt_file)
     depth = model.prepare()

@@ -13,6 +13,7 @@ from selfspec.errors import ProfileError
 from selfspec.kernels import native
 from selfspec.model.fingerprint import fingerprint
 from selfspec.runtime.packed import packed_layers
+from selfspec.version import __version__
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,6 @@ class Setting:
         Raises:
             ProfileError: weights are offloaded, and have no fingerprint.
         """
-        from selfspec import __version__
-
         try:
             weights = fingerprint(model)
         except ValueError as error:

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import selfspec.draft
-from selfspec.arguments import shown
+from selfspec.arguments import ClassPath, shown
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.declaration import Declaration
 from selfspec.draft.drafter import Drafter
@@ -31,7 +31,6 @@ AUTO = "auto"
 GROUP = "selfspec.drafts"
 """The group of entry points in which other packages name their drafters."""
 
-_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)(?::(.+))?", re.DOTALL)
 # A kind and what belongs to it, whatever is between them.
 _RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
 
@@ -128,19 +127,18 @@ def _sources_of(drafter: Drafter) -> tuple[Drafter, ...]:
 
 def _foreign(part: str) -> Drafter:
     """Return the drafter that `module:Class` or `module:Class:argument` names."""
-    named = _CLASS.fullmatch(part)
+    named = ClassPath.read(part)
     if named is None:
         raise ValueError(part)
-    module, name, argument = named.groups()
     try:
-        found = getattr(import_module(module), name)
+        found = named.load()
     except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+        if error.name is not None and f"{named.module}.".startswith(f"{error.name}."):
             raise ValueError(part) from None
         raise
     except AttributeError:
-        raise DraftConfigError(f"draft {part!r}: the module {module} has no {name}") from None
-    return _as_drafter(found, part).spelled(f"{module}:{name}", argument)
+        raise DraftConfigError(f"draft {part!r}: the module {named.module} has no {named.name}") from None
+    return _as_drafter(found, part).spelled(f"{named.module}:{named.name}", named.argument)
 
 
 def _as_drafter(kind: object, named: str) -> type[Drafter]:

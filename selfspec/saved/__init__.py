@@ -1,1 +1,1 @@
-"""A saved folder: how its model drafts, and what its `custom_generate/generate.py` calls."""
+"""What folders of saved models call."""

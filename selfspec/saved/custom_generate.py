@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from selfspec import wrap
+from selfspec.api import wrap
 from selfspec.decode.output import GenerateOutput
-from selfspec.saved.recipe import Recipe
+from selfspec.recipe import Recipe
 
 
 def generate_by(
@@ -23,7 +23,7 @@ def generate_by(
     """Generate as `model.generate` does, drafting by a recipe.
 
     Args:
-        recipe: as JSON, see `selfspec.saved.recipe.Recipe`.
+        recipe: as JSON, see `selfspec.recipe.Recipe`.
         model: loaded from the folder, or any that the recipe fits.
         inputs: prompts, `[batch, prompt]`, unless they are among the options as `input_ids`.
         generation_config: as in `model.generate`.

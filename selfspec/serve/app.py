@@ -14,15 +14,15 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-import selfspec
 from selfspec.serve.api_error import ApiError, unknown_model, validation_error
 from selfspec.serve.chat_completions import chat
 from selfspec.serve.client_pace import ClientPace
 from selfspec.serve.completions import complete
-from selfspec.serve.generation import ClientLeftError
+from selfspec.serve.endpoint import ClientLeftError
 from selfspec.serve.request_log import LOGGER, RequestLog
 from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest, Refusal
 from selfspec.serve.served import Served
+from selfspec.version import __version__
 
 # What nginx calls a client that closed the request; nobody reads it but the log.
 _CLIENT_LEFT = 499
@@ -52,7 +52,7 @@ def create_app(served: Served, api_key: str | None = None, stop_seconds: float |
         redoc_url=None,
         title="selfspec",
         summary=f"{served.name}, which drafts for itself",
-        version=selfspec.__version__,
+        version=__version__,
         lifespan=lifespan,
     )
     app.include_router(_operation(served))

@@ -14,7 +14,7 @@ from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.choice import ScoredToken
 from selfspec.serve.completions import finite
-from selfspec.serve.generation import Body, begun, finished, row_requests, streamed, usage
+from selfspec.serve.endpoint import Body, begun, finished, row_requests, streamed, usage
 from selfspec.serve.request_log import note, request_id
 from selfspec.serve.schemas import ChatCompletionRequest, Message
 from selfspec.serve.served import Served

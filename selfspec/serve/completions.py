@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.choice import ScoredToken
-from selfspec.serve.generation import Body, begun, finished, row_requests, streamed, usage
+from selfspec.serve.endpoint import Body, begun, finished, row_requests, streamed, usage
 from selfspec.serve.prompt_text import prompt_text
 from selfspec.serve.request_log import note, request_id
 from selfspec.serve.schemas import CompletionRequest

@@ -14,7 +14,7 @@ from selfspec.decode.group import Group
 from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 
 
 def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group:
@@ -33,9 +33,9 @@ def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group
         raise UnsupportedOptionError(
             f"a request is a RowRequest, got {shown(request)}; write RowRequest(input_ids=(1, 2), max_new_tokens=16)"
         )
-    if not isinstance(request.sampling, RowSampling):
+    if not isinstance(request.sampling, SamplingParams):
         raise UnsupportedOptionError(
-            f"sampling must be a RowSampling, got {shown(request.sampling)}; write RowSampling(temperature=0.7)"
+            f"sampling must be a SamplingParams, got {shown(request.sampling)}; write SamplingParams(temperature=0.7)"
         )
     _check(request, vocabulary)
     sampling = request.sampling
@@ -75,7 +75,7 @@ def _options(request: RowRequest) -> dict[str, Any]:
     return options
 
 
-def _kind(sampling: RowSampling) -> tuple[object, ...]:
+def _kind(sampling: SamplingParams) -> tuple[object, ...]:
     """Equal for requests whose processors are alike."""
     filters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
     return (*filters, tuple(sorted(sampling.logit_bias.items())), tuple(map(id, sampling.processors)))

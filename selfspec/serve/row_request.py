@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True)
-class RowSampling:
+class SamplingParams:
     """How the tokens of one row are chosen. What is None is as in `generate`: as the model's generation config says.
 
     Attributes:
@@ -56,6 +56,6 @@ class RowRequest:
 
     input_ids: tuple[int, ...]
     max_new_tokens: int
-    sampling: RowSampling = field(default_factory=RowSampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     eos: frozenset[int] | None = None
     logprobs: int | None = None

@@ -66,7 +66,9 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
 def test_tables_say_what_was_found(
     invoke: Invoke, folder: str, tmp_path: Path, stories: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.tools.calibrate.run.calibrate", lambda *_given, **_options: calibrated(stories))
+    monkeypatch.setattr(
+        "selfspec.tools.calibrate.calibration.calibrate", lambda *_given, **_options: calibrated(stories)
+    )
     file = tmp_path / "mine.json"
     ending = invoke("calibrate", folder, "--to", str(file))
     assert ending.status == 0, ending.stderr
@@ -84,7 +86,7 @@ def test_an_interrupt_writes_nothing(
     def interrupted(*_given: Any, **_options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("selfspec.tools.calibrate.run.calibrate", interrupted)
+    monkeypatch.setattr("selfspec.tools.calibrate.calibration.calibrate", interrupted)
     assert invoke("calibrate", folder, *QUICK, "--to", str(tmp_path / "mine.json")).status == 130
     assert list(tmp_path.iterdir()) == []
 

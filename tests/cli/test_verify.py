@@ -182,7 +182,7 @@ def test_an_interrupt(invoke: Invoke, folder: str, prompt_file: Path, monkeypatc
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("selfspec.tools.verify.run.read_reference", interrupted)
+    monkeypatch.setattr("selfspec.tools.verify.verification.read_reference", interrupted)
     ending = invoke(*words(folder, prompt_file, "--output", "json"))
     assert ending.status == 130
     assert result(ending)["error"] == {"type": "KeyboardInterrupt", "message": "interrupted"}

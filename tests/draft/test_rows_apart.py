@@ -15,7 +15,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, padded, small
 from helpers.tiers import in_turns
-from selfspec.accept.named import find_rule
+from selfspec.accept.registry import find_rule
 from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
 from selfspec.draft.offer import likeliest_path
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import selfspec
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, padded, small
-from selfspec.accept.named import find_rule
+from selfspec.accept.registry import find_rule
 from selfspec.accept.rule import Rule
 from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength

@@ -28,7 +28,7 @@ from selfspec.draft.corpus_file import write_corpus
 from selfspec.errors import DraftConfigError
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.serve.engine import Engine
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 
 SMALL = 24
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -154,7 +154,7 @@ def test_files_of_one_tokenizer_hold_no_token_that_a_smaller_head_has_not(tmp_pa
 
 
 def test_an_engine_that_rests_follows_the_model(llama: PreTrainedModel) -> None:
-    asked = RowRequest(tuple(prompt()["input_ids"][0].tolist()), 12, RowSampling(temperature=0.0))
+    asked = RowRequest(tuple(prompt()["input_ids"][0].tolist()), 12, SamplingParams(temperature=0.0))
     with Engine(selfspec.wrap(llama, "suffix+recycle", draft_length=4)) as engine:
         engine.submit(asked).tokens(60)
         while engine._decoder._runner is not None:

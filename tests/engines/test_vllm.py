@@ -11,7 +11,7 @@ import selfspec
 from helpers.engines import ask_vllm
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.model.checkpoint import load_checkpoint
-from selfspec.tools.export.run import export_checkpoint
+from selfspec.tools.export.exported import export_checkpoint
 
 pytestmark = pytest.mark.engines
 PROMPTS = (

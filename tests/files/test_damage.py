@@ -40,7 +40,7 @@ from selfspec.model.fingerprint import fingerprint
 from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import Vocabulary
-from selfspec.saved.recipe import Recipe
+from selfspec.recipe import Recipe
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.train.corpus import written_text

@@ -20,7 +20,7 @@ from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished
 from selfspec.serve.read_request import read_row
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.scheduler import Entry, Scheduler
 from selfspec.serve.ticket import Ticket
 
@@ -209,7 +209,7 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
         length, stateless = len(prompt) + breaks, rng.random() < 0.5
         made.append(lambda: Breaking(length, stateless))
     greedy = rng.random() < 0.5
-    sampling = RowSampling(
+    sampling = SamplingParams(
         temperature=0.0 if greedy else rng.choice([0.7, 1.0, 1.3]),
         top_k=0 if rng.random() < 0.6 else rng.randint(2, 9),
         top_p=None if rng.random() < 0.7 else 0.8,

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import selfspec
 from helpers import tiny
 from selfspec.control import FixedLength
-from selfspec.tools.verify.run import verify
 from selfspec.tools.verify.settings import Settings
+from selfspec.tools.verify.verification import verify
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.8, "seed": 5}
@@ -79,7 +79,7 @@ def refusals(model: Any) -> dict[str, str]:
         return Engine(selfspec.wrap(model, "exit:2"))
 
     def export() -> object:
-        from selfspec.tools.export.run import export_checkpoint
+        from selfspec.tools.export.exported import export_checkpoint
 
         return export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), "nowhere")
 

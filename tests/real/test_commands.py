@@ -103,7 +103,7 @@ def test_serve(server: dict[str, Any], smollm2: Real) -> None:
 
 def test_calibrate(said: Said, smollm2: Real, workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Batches of 16 rows would take longer than all other tests together.
-    monkeypatch.setattr("selfspec.tools.calibrate.run._BATCHES", (1,))
+    monkeypatch.setattr("selfspec.tools.calibrate.calibration._BATCHES", (1,))
     file = tmp_path / "profile.json"
     words = ("calibrate", smollm2.folder, "--dtype", "float32", "--draft", "exit:24", "--max-new-tokens", "8", *ON_CPU)
     quick = ("--repeats", "1", "--longest-draft", "2", "--nodes", "0", "--prompts", "1", "--prompt-file", workload)

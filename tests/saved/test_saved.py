@@ -19,7 +19,7 @@ from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.skip_file import write_skip_file
 from selfspec.model.fingerprint import fingerprint
-from selfspec.saved.recipe import Recipe
+from selfspec.recipe import Recipe
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 

@@ -17,14 +17,14 @@ from selfspec.decode.limits import Limits
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed, Event
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.ticket import Ticket
 
 
 def request(number: int) -> RowRequest:
     """A prompt of its own, greedy or with a seed."""
     prompt = tuple(tiny.prompt(3 + number % 7, seed=number, vocabulary=24)[0].tolist())
-    sampling = RowSampling(temperature=0.0 if number % 3 else 0.8, top_k=0, seed=number)
+    sampling = SamplingParams(temperature=0.0 if number % 3 else 0.8, top_k=0, seed=number)
     return RowRequest(prompt, 4 + number % 9, sampling)
 
 
@@ -97,7 +97,7 @@ def test_what_was_submitted_runs_to_its_end_where_the_engine_drains() -> None:
 def test_rows_end_with_an_error_where_the_engine_does_not_drain() -> None:
     engine = Engine(selfspec.wrap(small()), max_rows=2)
     engine.start()
-    tickets = [engine.submit(RowRequest((1, 2), 100, RowSampling(temperature=0.0))) for _ in range(6)]
+    tickets = [engine.submit(RowRequest((1, 2), 100, SamplingParams(temperature=0.0))) for _ in range(6)]
     engine.stop(drain=False)
     for ticket in tickets:
         assert ticket.finished is not None
@@ -108,7 +108,7 @@ def test_rows_end_with_an_error_where_the_engine_does_not_drain() -> None:
 def test_draining_has_an_end() -> None:
     engine = Engine(selfspec.wrap(small()), max_rows=1)
     engine.start()
-    tickets = [engine.submit(RowRequest((1, 2), 120, RowSampling(temperature=0.0))) for _ in range(30)]
+    tickets = [engine.submit(RowRequest((1, 2), 120, SamplingParams(temperature=0.0))) for _ in range(30)]
     engine.stop(drain=True, timeout=0.05)
     assert all(ticket.finished is not None for ticket in tickets)
     assert isinstance(tickets[-1].finished and tickets[-1].finished.error, EngineStoppedError)
@@ -119,7 +119,7 @@ def test_an_error_in_the_with_block_stops_the_engine_at_once() -> None:
     tickets: list[Ticket] = []
 
     def fail() -> None:
-        tickets.append(engine.submit(RowRequest((1, 2), 120, RowSampling(temperature=0.0))))
+        tickets.append(engine.submit(RowRequest((1, 2), 120, SamplingParams(temperature=0.0))))
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), engine:

@@ -12,7 +12,7 @@ from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp
 from helpers.serving import Seen, Stepped
 from selfspec.control import Control, FixedLength
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 
 WARPS = (Warp(), Warp(temperature=0.6), Warp(temperature=1.4, top_k=4))
 DRAFTS: dict[str, tuple[str, int | Control | None]] = {
@@ -35,7 +35,7 @@ def draws(draft: str, rows: int, accept: str | None = None) -> dict[str, float]:
             seen.append(engine.submit(_request(warp, None)))
         coupled.append(engine.submit(_request(WARPS[0], number)))
         # Beside them rows of other lengths, which change how long drafts are, and greedy ones.
-        engine.submit(RowRequest((3, 1, 4), 1 + number % 9, RowSampling(temperature=0.0 if number % 2 else 2.0)))
+        engine.submit(RowRequest((3, 1, 4), 1 + number % 9, SamplingParams(temperature=0.0 if number % 2 else 2.0)))
     engine.run()
     joints = {warp: tiny_joint.joint(model, warp) for warp in WARPS}
     found = {str(warp): p_value(_texts(seen), joints[warp]) for warp, seen in drawn.items()}
@@ -43,7 +43,7 @@ def draws(draft: str, rows: int, accept: str | None = None) -> dict[str, float]:
 
 
 def _request(warp: Warp, seed: int | None) -> RowRequest:
-    sampling = RowSampling(temperature=warp.temperature, top_k=warp.top_k, seed=seed)
+    sampling = SamplingParams(temperature=warp.temperature, top_k=warp.top_k, seed=seed)
     return RowRequest(tiny_joint.PROMPT, tiny_joint.TOKENS, sampling)
 
 

@@ -13,7 +13,7 @@ from helpers import tiny
 from helpers.serving import Alternating, Stepped, small
 from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 
 PLAIN = RowRequest((1, 2), 4)
 
@@ -35,7 +35,7 @@ def test_defaults_are_those_of_generate() -> None:
     model.generation_config.temperature = 0.5
     spec = selfspec.wrap(model)
     engine = Stepped(spec)
-    seen = engine.submit(replace(PLAIN, max_new_tokens=12, sampling=RowSampling(seed=4)))
+    seen = engine.submit(replace(PLAIN, max_new_tokens=12, sampling=SamplingParams(seed=4)))
     engine.run()
     prompt = torch.tensor([PLAIN.input_ids])
     out = spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=12, seed=4, accept="coupled", pad_token_id=0)
@@ -48,9 +48,9 @@ def test_log_probabilities_are_those_of_the_models_own_logits(processors: Any) -
     model = small()
     made = (Alternating(),) if processors else ()
     engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
-    sampling = RowSampling(temperature=0.7, top_k=3, seed=1, logit_bias={3: 2.0}, processors=made)
+    sampling = SamplingParams(temperature=0.7, top_k=3, seed=1, logit_bias={3: 2.0}, processors=made)
     seen = engine.submit(RowRequest((1, 2), 12, sampling, logprobs=4))
-    engine.submit(RowRequest((3, 2, 1), 9, RowSampling(temperature=0.0)))
+    engine.submit(RowRequest((3, 2, 1), 9, SamplingParams(temperature=0.0)))
     engine.run()
     text = torch.tensor([[1, 2, *seen.tokens]])
     with torch.no_grad():

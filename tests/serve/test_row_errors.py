@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 import selfspec
 from helpers.serving import Asked, Breaking, Seen, Stepped, alone, small
 from selfspec.errors import RowError
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 
 
 class Banning(LogitsProcessor):
@@ -52,12 +52,12 @@ PROMPT, BESIDE = (1, 2, 3), (5, 4)
 
 def beside(engine: Stepped) -> list[Seen]:
     """Other rows: greedy and seeded."""
-    samplings = (RowSampling(temperature=0.0), RowSampling(temperature=0.9, top_k=0, seed=3))
+    samplings = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=0, seed=3))
     return [engine.submit(RowRequest(BESIDE, 20, sampling)) for sampling in samplings]
 
 
 def check_beside(model: PreTrainedModel, seen: list[Seen]) -> None:
-    samplings = (RowSampling(temperature=0.0), RowSampling(temperature=0.9, top_k=0, seed=3))
+    samplings = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=0, seed=3))
     for each, sampling in zip(seen, samplings, strict=True):
         assert each.tokens == alone(model, Asked(RowRequest(BESIDE, 20, sampling)))
 
@@ -79,12 +79,12 @@ def test_a_processor_that_fails(
     model = small()
     engine = Stepped(selfspec.wrap(model, draft, draft_length=None if draft is None else 3))
     others = beside(engine)
-    sampling = RowSampling(temperature=temperature, top_k=0, seed=1, processors=(made(),))
+    sampling = SamplingParams(temperature=temperature, top_k=0, seed=1, processors=(made(),))
     seen = engine.submit(RowRequest(PROMPT, 12, sampling))
     engine.run()
     assert isinstance(seen.end.error, RowError)
     assert isinstance(seen.end.error.__cause__, cause)
-    plain = RowRequest(PROMPT, 12, RowSampling(temperature=temperature, top_k=0, seed=1))
+    plain = RowRequest(PROMPT, 12, SamplingParams(temperature=temperature, top_k=0, seed=1))
     expected = alone(model, Asked(plain))[:3]
     assert seen.tokens == expected[: len(seen.tokens)]
     # A processor with memory may break a round of which other tokens were accepted.
@@ -95,20 +95,20 @@ def test_a_processor_that_fails(
 def test_a_processor_that_fails_where_all_rows_are_greedy() -> None:
     model = small()
     engine = Stepped(selfspec.wrap(model, None))
-    other = engine.submit(RowRequest(BESIDE, 20, RowSampling(temperature=0.0)))
-    failing = RowSampling(temperature=0.0, processors=(Breaking(6, stateless=True),))
+    other = engine.submit(RowRequest(BESIDE, 20, SamplingParams(temperature=0.0)))
+    failing = SamplingParams(temperature=0.0, processors=(Breaking(6, stateless=True),))
     seen = engine.submit(RowRequest(PROMPT, 12, failing))
     engine.run()
     assert isinstance(seen.end.error, RowError)
-    assert seen.tokens == alone(model, Asked(RowRequest(PROMPT, 12, RowSampling(temperature=0.0))))[:3]
-    assert other.tokens == alone(model, Asked(RowRequest(BESIDE, 20, RowSampling(temperature=0.0))))
+    assert seen.tokens == alone(model, Asked(RowRequest(PROMPT, 12, SamplingParams(temperature=0.0))))[:3]
+    assert other.tokens == alone(model, Asked(RowRequest(BESIDE, 20, SamplingParams(temperature=0.0))))
 
 
 def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
     model = small()
     engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
     others = beside(engine)
-    sampling = RowSampling(temperature=1.0, top_k=0, seed=1, processors=(Banning(),))
+    sampling = SamplingParams(temperature=1.0, top_k=0, seed=1, processors=(Banning(),))
     seen = engine.submit(RowRequest(PROMPT, 12, sampling))
     engine.run()
     assert isinstance(seen.end.error, RowError)
@@ -121,11 +121,11 @@ def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
 @pytest.mark.parametrize("nodes", [3, 7])
 def test_a_processor_may_fail_at_what_only_drafts_have(draft: str, nodes: int) -> None:
     model = small()
-    text = [*PROMPT, *alone(model, Asked(RowRequest(PROMPT, 12, RowSampling(temperature=0.0))))]
+    text = [*PROMPT, *alone(model, Asked(RowRequest(PROMPT, 12, SamplingParams(temperature=0.0))))]
     length = selfspec.FixedLength(3, nodes=nodes)
     engine = Stepped(selfspec.wrap(model, draft, draft_length=length))
     others = beside(engine)
-    sampling = RowSampling(temperature=0.0, processors=(BreaksAtDrafts(text),))
+    sampling = SamplingParams(temperature=0.0, processors=(BreaksAtDrafts(text),))
     seen = engine.submit(RowRequest(PROMPT, 12, sampling))
     engine.run()
     assert seen.end.error is None
@@ -140,7 +140,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.Monkey
     weight.data[23] = torch.nan
     engine = Stepped(selfspec.wrap(model, "lookup", draft_length=3))
     others = beside(engine)
-    seen = engine.submit(RowRequest((1, 23, 2), 12, RowSampling(temperature=0.0)))
+    seen = engine.submit(RowRequest((1, 23, 2), 12, SamplingParams(temperature=0.0)))
     engine.run()
     assert isinstance(seen.end.error, RowError)
     assert "NaN or infinite after 0 new tokens" in str(seen.end.error)

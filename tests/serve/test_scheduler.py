@@ -15,10 +15,10 @@ from selfspec.decode.row_decoder import CacheSizes
 from selfspec.serve.cache_budget import CacheBudget, Storage
 from selfspec.serve.events import Committed
 from selfspec.serve.read_request import read_row
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.scheduler import kept_rows
 
-GREEDY = RowSampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def asked(length: int, new: int, seed: int = 0) -> RowRequest:
@@ -112,7 +112,7 @@ def test_a_row_that_is_read_again_has_fresh_noise(model: PreTrainedModel) -> Non
     """A drawn row is in a round of its own, which it must not begin again."""
     engine = Stepped(selfspec.wrap(model), 2, 64, tokens=30)
     engine.submit(asked(4, 20))
-    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=RowSampling(temperature=1.0, top_k=0)), 24)
+    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=SamplingParams(temperature=1.0, top_k=0)), 24)
     seen = engine.submit_row(row)
     while not engine.scheduler.stats().preemptions:
         engine.step()

@@ -20,13 +20,13 @@ from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched
 from selfspec.model.registry import find_adapter
+from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
-from selfspec.tools.calibrate import run as running
+from selfspec.tools.calibrate.calibration import calibrate, fastest
 from selfspec.tools.calibrate.candidates import considered, costs_of, fitting, predicted, to_confirm, to_measure
 from selfspec.tools.calibrate.confirm import Confirmed, batches
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.calibrate.run import calibrate, fastest
 
 SETTINGS = Measurements(max_new_tokens=8, repeats=1, longest_draft=1)
 

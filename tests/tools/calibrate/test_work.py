@@ -6,8 +6,8 @@ from helpers import tiny
 from helpers.counted_work import counted
 from selfspec.draft import EarlyExit
 from selfspec.measure.expected_time import TokenTimes
+from selfspec.tools.calibrate.calibration import calibrate, work
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.calibrate.run import calibrate, work
 
 TIMES = TokenTimes(step=11, read=1)
 

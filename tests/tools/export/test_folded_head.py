@@ -15,7 +15,7 @@ from helpers import tiny
 from selfspec.draft.exit_head import ExitAdapter, ExitHead
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
-from selfspec.tools.export.run import export_checkpoint
+from selfspec.tools.export.exported import export_checkpoint
 
 HIDDEN = 32
 

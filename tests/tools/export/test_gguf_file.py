@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
-from selfspec.tools.export.run import export_gguf
+from selfspec.tools.export.exported import export_gguf
 
 
 def _tokenizer() -> PreTrainedTokenizerBase:

@@ -10,7 +10,7 @@ from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.model.layer_path import Part
-from selfspec.tools.verify.run import default_drafts
+from selfspec.tools.verify.verification import default_drafts
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 12, 80])

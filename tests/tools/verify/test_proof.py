@@ -28,8 +28,8 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.runner import ModelRunner, Pass
 from selfspec.tools.verify.comparison import Check
 from selfspec.tools.verify.report import Exactness, VerifyReport
-from selfspec.tools.verify.run import verify
 from selfspec.tools.verify.settings import Settings
+from selfspec.tools.verify.verification import verify
 
 QUICK = Settings(max_new_tokens=16, samples=300)
 # Where the texts matter, and where the tests of fit do.

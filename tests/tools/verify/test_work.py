@@ -8,8 +8,8 @@ from helpers import tiny
 from helpers.counted_work import counted
 from selfspec.draft import EarlyExit, LayerSkip, PromptLookup
 from selfspec.measure.expected_time import TokenTimes
-from selfspec.tools.verify.run import verify, work
 from selfspec.tools.verify.settings import Settings
+from selfspec.tools.verify.verification import verify, work
 
 # A pass as `counted` prices it.
 TIMES = TokenTimes(step=11, read=1)

@@ -27,6 +27,7 @@ from selfspec.tools.export.draft_layers import DraftLayers, layers_of
 from selfspec.tools.export.folded_head import folded
 from selfspec.tools.export.proof import prove
 from selfspec.values import checked_path
+from selfspec.version import __version__
 
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 """What a GGUF file keeps matrices in; "auto": as the model has them."""
@@ -178,8 +179,6 @@ def _cut_into(folder: Path, model: PreTrainedModel, adapter: Adapter, layers: Dr
 
 
 def _record(model: PreTrainedModel, drafter: Drafter | None, layers: DraftLayers) -> dict[str, Any]:
-    from selfspec import __version__
-
     return {
         "draft": draft_name(drafter),
         "layers": list(layers.layers),

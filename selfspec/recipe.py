@@ -20,6 +20,7 @@ from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.files.json_text import parsed, sealed
 from selfspec.files.writing import whole
+from selfspec.version import __version__
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
 
@@ -99,8 +100,6 @@ class Recipe:
 
     def save(self, folder: Path) -> None:
         """Write `custom_generate/` into a saved model's folder."""
-        from selfspec import __version__
-
         target = folder / "custom_generate"
         program = _PROGRAM.format(recipe=repr(json.dumps(sealed(asdict(self)))))
         for name, text in (("generate.py", program), ("requirements.txt", f"selfspec>={__version__}\n")):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.request_log import note
-from selfspec.serve.row_request import RowRequest, RowSampling
+from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.schemas import GenerationFields
 from selfspec.serve.served import Served
 
@@ -93,7 +93,7 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
     return asked or min(room, most or room)
 
 
-def _sampling(served: Served, request: GenerationFields, index: int) -> RowSampling:
+def _sampling(served: Served, request: GenerationFields, index: int) -> SamplingParams:
     """How the tokens of the answer with this index of `n` are chosen."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     wrong = next((token for token in bias if token >= served.vocabulary), None)
@@ -101,7 +101,7 @@ def _sampling(served: Served, request: GenerationFields, index: int) -> RowSampl
         last = served.vocabulary - 1
         raise ApiError(400, f"logit_bias: token id {wrong} is outside the vocabulary 0..{last}", "logit_bias")
     seed = request.seed
-    return RowSampling(
+    return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         # What is not said filters nothing: transformers has a top-k of 50 by default.
         top_k=request.top_k or 0,

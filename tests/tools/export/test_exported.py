@@ -22,7 +22,7 @@ from selfspec.errors import SelfSpecError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.export.run import export_checkpoint
+from selfspec.tools.export.exported import export_checkpoint
 
 # Without a padding token: the assistant of transformers takes such tokens in a text for padding.
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": None}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 
 from selfspec.accept.block import Block
@@ -13,13 +11,11 @@ from selfspec.accept.coupled import Coupled
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.accept.rule import Rule
 from selfspec.accept.token_level import TokenLevel
-from selfspec.arguments import check_kind
+from selfspec.arguments import ClassPath, check_kind
 from selfspec.errors import UnsupportedOptionError
 
 GROUP = "selfspec.rules"
 """The group of entry points in which other packages name their rules: `name = module:Class`."""
-
-_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
 @cache
@@ -63,11 +59,11 @@ def find_rule(accept: str | Rule) -> Rule:
         return accept
     if accept in rules():
         return rules()[accept]
-    named = _CLASS.fullmatch(accept)
-    if named is None or accept.partition(":")[0] in rules():
+    named = ClassPath.read(accept)
+    if named is None or named.argument or accept.partition(":")[0] in rules():
         raise UnsupportedOptionError(f"no acceptance rule {accept!r}; choose one of {listed}, or module:Class")
     try:
-        found = getattr(import_module(named[1]), named[2])
+        found = named.load()
     except (ModuleNotFoundError, AttributeError) as error:
         raise UnsupportedOptionError(f"no acceptance rule {accept!r}: {error}; choose one of {listed}") from error
     return _made(found, accept)
@@ -78,7 +74,7 @@ def rule_name(rule: Rule) -> str | None:
     known = next((name for name, each in rules().items() if each == rule), None)
     kind = type(rule)
     named = f"{kind.__module__}:{kind.__qualname__}"
-    if known is not None or _CLASS.fullmatch(named) is None or kind.__module__ == "__main__":
+    if known is not None or ClassPath.read(named) is None or kind.__module__ == "__main__":
         return known
     try:
         return named if kind() == rule else None
